@@ -1,0 +1,269 @@
+"""Every key of a job file: its type, its constraint, its default and why the default is what it is.
+
+Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
+the world size or files on disk live in `titanlite.validate`. May import pydantic only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+def _auto_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be at least 1, or -1 for automatic")
+    return value
+
+
+AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, a frozen section holds a tuple
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    """What this run is and where its outputs go."""
+
+    config_file: str | None = None
+    """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
+    dump_folder: str = ""
+    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs."""
+    description: str = ""
+    """Free text, shown in the first line of the log."""
+
+
+class Model(Section):
+    """Which Llama. Every architecture field left out is taken from the flavor."""
+
+    flavor: str = "debugmodel"
+    """A name in titanlite/model/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
+    dim: PositiveInt | None = None
+    """Width of the residual stream."""
+    n_layers: PositiveInt | None = None
+    """Number of transformer blocks."""
+    n_heads: PositiveInt | None = None
+    """Number of query heads; must divide dim."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); must divide n_heads."""
+    ffn_dim: PositiveInt | None = None
+    """Inner width of the SwiGLU feed-forward network."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    max_seq_len: PositiveInt | None = None
+    """Longest sequence that positions are defined for, in tokens."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies."""
+    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
+    """Llama 3.1 frequency scaling: how many times longer the context became. 1 means no scaling."""
+    rope_low_freq_factor: PositiveFloat | None = None
+    """Frequencies with fewer than this many turns in the original context are scaled in full."""
+    rope_high_freq_factor: PositiveFloat | None = None
+    """Frequencies with more than this many turns in the original context are left alone."""
+    rope_original_max_seq_len: PositiveInt | None = None
+    """Context before it was extended, in tokens."""
+    tied_embeddings: bool | None = None
+    """Use the embedding matrix as output projection, too."""
+
+
+class Tokenizer(Section):
+    """The tokenizer file."""
+
+    path: str = "assets/tokenizer/tokenizer.model"
+    """A tiktoken-format tokenizer.model (Llama 3), or a Hugging Face tokenizer.json. The default, 4,096 tokens
+    trained on Python source, comes with titanlite, so that a fresh machine can train."""
+
+
+class Training(Section):
+    """The size and the numerics of the run."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps."""
+    seq_len: PositiveInt = 2048
+    """Tokens in a row (a training sequence)."""
+    local_batch_size: PositiveInt = 8
+    """Rows in one forward pass of one data-parallel rank (a microbatch)."""
+    global_batch_size: AutoInt = -1
+    """Rows in one optimizer step, over all ranks. -1: local_batch_size times the data-parallel degree. A larger
+    multiple of that accumulates gradients."""
+    max_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this total L2 norm; 0 turns clipping off. 1 is what Llama was trained with."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype in which FSDP all-gathers parameters and computes: half the traffic, and the tensor cores' dtype."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient reduction. float32, because sums over many ranks lose bits in bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but small
+    updates are rounded away."""
+    init_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are built and sharded before they are cast to `dtype`. bfloat16 halves the peak of
+    start-up and equals weights that were published in bfloat16."""
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory; slow, but fits larger models."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and, unless dataset.seed says otherwise, of the data order."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time (on a GPU: slower). CPU runs are deterministic anyway."""
+    num_threads: NonNegativeInt = 0
+    """CPU threads of one process. 0: the cores of the machine divided by the processes on it."""
+
+
+class Dataset(Section):
+    """Where the text comes from, and in which order."""
+
+    source: Literal["python_stdlib", "jsonl", "text"] = "python_stdlib"
+    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line.
+    text: plain UTF-8 files."""
+    path: str | None = None
+    """File or glob for jsonl and text, for example "data/*.jsonl"."""
+    text_column: str = "text"
+    """jsonl: the field that holds the text."""
+    seed: NonNegativeInt | None = None
+    """Seed of the data order; left out, it is training.seed."""
+
+
+class Optimizer(Section):
+    """AdamW, with the defaults of the Llama papers."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """The algorithm."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    beta1: Beta = 0.9
+    """Decay of the first moment, a step."""
+    beta2: Beta = 0.95
+    """Decay of the second moment, a step. 0.95 forgets a spike in about 20 steps; 0.999 would take 1,000."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of all matrices; norms are never decayed."""
+    decay_embeddings: bool = True
+    """Whether weight decay applies to the embedding, too."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """fused is the fastest on CPU and GPU; the others are there to compare with."""
+
+
+class LRScheduler(Section):
+    """Warmup, then a stable rate, then decay (WSD): a pure function of the step."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps of linear rise from 0 to the peak rate."""
+    decay_ratio: Fraction | None = None
+    """Share of all steps spent in decay, at the end. Left out: decay starts right after warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """The rate at the last step, as a share of the peak rate."""
+
+
+class Parallelism(Section):
+    """How the ranks of the world are laid out."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Number of full replicas (HSDP): shards are gathered within a replica, gradients reduced across replicas."""
+    data_parallel_shard_degree: AutoInt = -1
+    """Number of ranks that a replica's parameters are sharded over (FSDP2). -1: all that are left."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
+    and output), which the backward pass needs at once."""
+    fsdp_forward_prefetch: NonNegativeInt = 0
+    """Blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit order."""
+    fsdp_backward_prefetch: NonNegativeInt = 0
+    """The same in the backward pass. 0: FSDP's own implicit prefetch of one block."""
+
+
+class ActivationCheckpoint(Section):
+    """Trade recomputation for activation memory."""
+
+    mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
+    """none: save all. full: save only each block's input. selective: see selective_ac_option. memory_budget: let
+    the compiler choose; needs compile.enable."""
+    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
+    """op: save attention and every second matmul, recompute the rest. A number n: checkpoint every n-th block."""
+    memory_budget: Fraction = 0.5
+    """memory_budget: share of the activation memory that may be kept; 0 is full recomputation, 1 none."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile the listed components; the first step then takes half a minute or more."""
+    components: Annotated[tuple[Literal["model", "loss"], ...], Field(strict=False)] = ("model", "loss")
+    """model: each transformer block (one compilation serves all of them). loss: the loss function."""
+
+
+class Float8(Section):
+    """FP8 matmuls by torchao's Float8Linear."""
+
+    enable: bool = False
+    """Convert the linear layers."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale a tensor (fastest), one a row (more accurate), or one a row with the weight gradient in high precision."""
+    enable_fsdp_float8_all_gather: bool = False
+    """All-gather weights in FP8: half the traffic of bfloat16. tensorwise only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights in one all-reduce after the optimizer step; needs the FP8 all-gather."""
+    filter_fqns: Names = ("output",)
+    """Layers whose name contains one of these stay in high precision. The output projection is sensitive."""
+    emulate: bool = False
+    """Compute FP8 in high precision, for hardware without it. Chosen by itself, with a note, where there is none."""
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = True
+    """Save at the interval and at the end, and resume from the newest checkpoint at start."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints inside job.dump_folder."""
+    interval: PositiveInt = 500
+    """Steps between saves: what a crash can cost at most."""
+    keep_latest_k: NonNegativeInt = 10
+    """Older checkpoints are removed after a save; 0 keeps all."""
+    load_step: AutoInt = -1
+    """Resume from this step. -1: from the newest."""
+
+
+class Metrics(Section):
+    """What is measured and where it goes."""
+
+    log_freq: PositiveInt = 10
+    """Steps between two log lines. Each one makes the host wait for the device once."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard files to <dump_folder>/tb."""
+
+
+class Comm(Section):
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for all ranks to appear, and for any collective."""
+
+
+class JobConfig(Section):
+    """One training run."""
+
+    job: Job = Job()
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    training: Training = Training()
+    dataset: Dataset = Dataset()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    float8: Float8 = Float8()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    comm: Comm = Comm()
