@@ -1,0 +1,54 @@
+"""The named Llama architectures and what a job file makes of them.
+
+Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from titanlite.config import schema
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Every number that defines a Llama; the fields are explained in `titanlite.config.schema.Model`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = 128256
+    max_seq_len: int = 131072
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_max_seq_len: int = 8192
+    tied_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+
+FLAVORS = {
+    # 6 million parameters. Heads of 64, not 16: attention kernels on a CPU are four times faster with them.
+    "debugmodel": Architecture(256, 6, 4, 2, 640, vocab_size=4096, max_seq_len=8192, rope_theta=10000.0),
+    "150m": Architecture(640, 16, 10, 2, 1728, max_seq_len=8192, tied_embeddings=True),
+    # Llama 3.2 (tied, context extended 32 times) and Llama 3.1 (8 times).
+    "1b": Architecture(2048, 16, 32, 8, 8192, rope_scaling_factor=32.0, tied_embeddings=True),
+    "3b": Architecture(3072, 28, 24, 8, 8192, rope_scaling_factor=32.0, tied_embeddings=True),
+    "8b": Architecture(4096, 32, 32, 8, 14336, rope_scaling_factor=8.0),
+    "70b": Architecture(8192, 80, 64, 8, 28672, rope_scaling_factor=8.0),
+    "405b": Architecture(16384, 126, 128, 8, 53248, rope_scaling_factor=8.0),
+}
+
+
+def architecture(model: schema.Model) -> Architecture:
+    """The flavor with the job file's overrides applied. Raises KeyError for an unknown flavor."""
+    overrides = model.model_dump(exclude={"flavor"}, exclude_none=True)
+    return dataclasses.replace(FLAVORS[model.flavor], **overrides)

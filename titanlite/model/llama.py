@@ -1,0 +1,177 @@
+"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783): read it from top to bottom.
+
+Invariant: it knows nothing of ranks, job files or devices, so it can be lifted out and used alone; an initial
+weight depends on the seed and the parameter's name only. May import torch and titanlite.model.attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titanlite.model.attention import KVCache, attention
+
+if TYPE_CHECKING:
+    from titanlite.model.flavors import Architecture
+
+INIT_STD = 0.02
+
+
+def rope_frequencies(arch: Architecture) -> Tensor:
+    """Rotary angles per position, in radians: (D / 2,), fp32 (https://arxiv.org/abs/2104.09864).
+
+    Llama 3.1 stretches the context by slowing down the slow frequencies: those with fewer than
+    `rope_low_freq_factor` turns in the original context are divided by `rope_scaling_factor`, those with more
+    than `rope_high_freq_factor` turns are kept, and the ones between are interpolated.
+    """
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    frequencies = 1.0 / arch.rope_theta**exponents
+    if arch.rope_scaling_factor == 1.0:
+        return frequencies
+    turns = arch.rope_original_max_seq_len * frequencies / (2 * math.pi)
+    span = arch.rope_high_freq_factor - arch.rope_low_freq_factor
+    keep = ((turns - arch.rope_low_freq_factor) / span).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / arch.rope_scaling_factor)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (B, T, H, D) by the angles of its positions; cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
+
+    Channel i is paired with i + D / 2, as Hugging Face stores Llama: both halves are contiguous, which vectorises.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.head_dim = arch.head_dim
+        self.wq = nn.Linear(arch.dim, arch.n_heads * arch.head_dim, bias=False)
+        self.wk = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
+        self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
+        self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None, layer: int
+    ) -> Tensor:
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        out = attention(q, k, v, mask)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T, C)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(arch.dim, arch.ffn_dim, bias=False)
+        self.w2 = nn.Linear(arch.ffn_dim, arch.dim, bias=False)
+        self.w3 = nn.Linear(arch.dim, arch.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, arch: Architecture, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
+        self.attention = Attention(arch)
+        self.ffn_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
+        self.feed_forward = FeedForward(arch)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache, self.layer)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """A Llama 3.x decoder. Build it under `torch.device("meta")`, then `to_empty`, then `init_weights`.
+
+    With tied embeddings there is no `output` module: one parameter, one gradient, nothing that could come untied.
+    """
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.arch = arch
+        self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim)
+        self.layers = nn.ModuleList(TransformerBlock(arch, layer) for layer in range(arch.n_layers))
+        self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
+        self.output = None if arch.tied_embeddings else nn.Linear(arch.dim, arch.vocab_size, bias=False)
+        self.register_buffer("rope", rope_frequencies(arch), persistent=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Token ids (B, T) -> logits (B, T, V).
+
+        Args:
+            positions: (T,) or (B, T); None counts from 0, or from the cache's length.
+            mask: boolean, broadcastable to (B, H, T, S); None is causal.
+            cache: Keys and values of earlier tokens (generation); grows by T.
+        """
+        start = 0 if cache is None else cache.length
+        if positions is None:
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if cache is not None:
+            mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
+        angles = positions[..., None, None].float() * self.rope  # (T, 1, D / 2), once for all layers
+        cos, sin = angles.cos(), angles.sin()
+        x = self.tok_embeddings(tokens)  # (B, T, C)
+        for block in self.layers:
+            x = block(x, cos, sin, mask, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        x = self.norm(x)
+        return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
+
+    def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
+        """Draw every parameter from a generator of its own, seeded by (seed, name).
+
+        Args:
+            assign: Called with a parameter and its full initial value; a sharded model keeps its shard of it.
+        """
+        self.rope = rope_frequencies(self.arch).to(self.rope.device)
+        for wrapped_name, parameter in self.named_parameters():
+            name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
+            full = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+            if "norm" in name:
+                nn.init.ones_(full)
+            else:
+                digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+                generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
+                std = self._init_std(name)
+                nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
+            with torch.no_grad():
+                assign(parameter, full)
+
+    @staticmethod
+    def _init_std(name: str) -> float:
+        """Matrices that write to the residual stream shrink with depth, so that its variance stays bounded."""
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+            return INIT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
+        return INIT_STD
