@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.model.attention import KVCache, attention
+from titanlite.model.attention import LayerCache, attention
 
 if TYPE_CHECKING:
     from titanlite.model.flavors import Architecture
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 INIT_STD = 0.02
 
 
-def rope_frequencies(arch: Architecture) -> Tensor:
+def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> Tensor:
     """Rotary angles per position, in radians: (D / 2,), fp32 (https://arxiv.org/abs/2104.09864).
 
     Llama 3.1 stretches the context by slowing down the slow frequencies: those with fewer than
     `rope_low_freq_factor` turns in the original context are divided by `rope_scaling_factor`, those with more
     than `rope_high_freq_factor` turns are kept, and the ones between are interpolated.
     """
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
     frequencies = 1.0 / arch.rope_theta**exponents
     if arch.rope_scaling_factor == 1.0:
         return frequencies
@@ -60,16 +60,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
-            k, v = cache.append(layer, k, v)
+            k, v = cache.append(k, v)
         out = attention(q, k, v, mask)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T, C)
 
@@ -90,18 +88,17 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, arch: Architecture, layer: int) -> None:
+    def __init__(self, arch: Architecture) -> None:
         super().__init__()
-        self.layer = layer
         self.attention_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
         self.attention = Attention(arch)
         self.ffn_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
         self.feed_forward = FeedForward(arch)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache, self.layer)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -115,47 +112,44 @@ class Llama(nn.Module):
         super().__init__()
         self.arch = arch
         self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim)
-        self.layers = nn.ModuleList(TransformerBlock(arch, layer) for layer in range(arch.n_layers))
+        self.layers = nn.ModuleList(TransformerBlock(arch) for _ in range(arch.n_layers))
         self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
         self.output = None if arch.tied_embeddings else nn.Linear(arch.dim, arch.vocab_size, bias=False)
-        self.register_buffer("rope", rope_frequencies(arch), persistent=False)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Sequence[LayerCache] | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> logits (B, T, V).
 
         Args:
             positions: (T,) or (B, T); None counts from 0, or from the cache's length.
             mask: boolean, broadcastable to (B, H, T, S); None is causal.
-            cache: Keys and values of earlier tokens (generation); grows by T.
+            cache: For generation, one `LayerCache` a block, holding earlier tokens; each grows by T.
         """
-        start = 0 if cache is None else cache.length
+        start = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         if cache is not None:
             mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
-        angles = positions[..., None, None].float() * self.rope  # (T, 1, D / 2), once for all layers
+        frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer: no dtype cast can round it
+        angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
         x = self.tok_embeddings(tokens)  # (B, T, C)
-        for block in self.layers:
-            x = block(x, cos, sin, mask, cache)
-        if cache is not None:
-            cache.length += tokens.shape[1]
+        for block, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, cos, sin, mask, layer_cache)
         x = self.norm(x)
         return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
 
-    def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
+    def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """Draw every parameter from a generator of its own, seeded by (seed, name).
 
         Args:
             assign: Called with a parameter and its full initial value; a sharded model keeps its shard of it.
         """
-        self.rope = rope_frequencies(self.arch).to(self.rope.device)
         for wrapped_name, parameter in self.named_parameters():
             name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
             full = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)

@@ -1,0 +1,31 @@
+"""Warmup-stable-decay learning rates (https://arxiv.org/abs/2404.06395).
+
+Invariant: the rate is a pure function of the step, so a resume has nothing to restore. May import config only.
+"""
+
+from __future__ import annotations
+
+import math
+
+from titanlite.config import schema
+
+
+def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_steps: int) -> float:
+    """The rate of optimizer step `step`, counted from 1: `peak` after warmup, `peak * min_lr_factor` at the end."""
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    after_warmup = total_steps - config.warmup_steps
+    decay_steps = (
+        after_warmup if config.decay_ratio is None else min(round(total_steps * config.decay_ratio), after_warmup)
+    )
+    steps_left = total_steps - step
+    if steps_left >= decay_steps:
+        return peak
+    left = steps_left / decay_steps  # 1 where decay begins, 0 at the last step
+    if config.decay_type == "linear":
+        shape = left
+    elif config.decay_type == "cosine":
+        shape = 0.5 * (1.0 - math.cos(math.pi * left))
+    else:  # 1 - sqrt(progress): https://arxiv.org/abs/2405.18392
+        shape = 1.0 - math.sqrt(1.0 - left)
+    return peak * (config.min_lr_factor + (1.0 - config.min_lr_factor) * shape)

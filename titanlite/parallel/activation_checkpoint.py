@@ -1,0 +1,59 @@
+"""Activation checkpointing: recompute in the backward pass what is cheap, save what is dear.
+
+Invariant: losses and gradients are those of the model without it. Must come before compile and FSDP.
+May import torch, model and config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from titanlite.config import schema
+from titanlite.model.llama import Llama
+
+aten = torch.ops.aten
+_ALWAYS_SAVED = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+_MATMULS = {aten.mm.default, aten._scaled_mm.default}
+
+
+def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
+    """Contexts of one block's forward pass and of its recomputation, each with a matmul count of its own."""
+    matmuls = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if op in _MATMULS:
+            matmuls[context.is_recompute] += 1
+            save = matmuls[context.is_recompute] % 2 == 1
+        else:
+            save = op in _ALWAYS_SAVED
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint) -> None:
+    """Wrap the blocks of `model` in place; memory_budget sets the compiler's own choice instead."""
+    if config.mode == "memory_budget":
+        functorch_config.activation_memory_budget = config.memory_budget
+        return
+    wrap: Callable[..., torch.nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=False)  # Llama has no dropout
+    every = 1
+    if config.mode == "selective" and config.selective_ac_option == "op":
+        wrap = partial(wrap, context_fn=_save_attention_and_every_second_matmul)
+    elif config.mode == "selective":
+        every = int(config.selective_ac_option)
+    for i, block in enumerate(model.layers):
+        if (i + 1) % every == 0:
+            model.layers[i] = wrap(block)

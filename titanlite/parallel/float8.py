@@ -1,0 +1,56 @@
+"""FP8 linear layers by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+
+Invariant: conversion happens on the meta device, before activation checkpointing, compile and FSDP.
+May import torch, torchao, model and config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from titanlite.config import schema
+
+
+def has_float8_hardware() -> bool:
+    """Whether the device multiplies FP8: NVIDIA Ada, Hopper or newer (compute capability 8.9)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[str], None]) -> None:
+    """Swap the linear layers for Float8Linear in place, except those that `filter_fqns` names.
+
+    Layers whose dimensions are not multiples of 16 are left alone: the FP8 matmul does not take them.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulate = config.emulate or not has_float8_hardware()
+    if config.recipe_name == "tensorwise":
+        recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate)
+    else:
+        recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=emulate)
+    converted: list[str] = []
+    kept: list[str] = []
+
+    def choose(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear):
+            return False
+        fits = module.in_features % 16 == 0 and module.out_features % 16 == 0
+        chosen = fits and not any(part in name for part in config.filter_fqns)
+        (converted if chosen else kept).append(name)
+        return chosen
+
+    convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
+    how = "emulated in high precision: this device has no FP8" if emulate and not config.emulate else ""
+    how = how or ("emulated, as float8.emulate says" if emulate else "on FP8 hardware")
+    log(f"Float8 {config.recipe_name}: {len(converted)} linear layers converted, {len(kept)} kept {kept}; {how}")
+
+
+def precompute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights for the next all-gather, in one all-reduce. Call after `optimizer.step`."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

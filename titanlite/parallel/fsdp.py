@@ -1,0 +1,73 @@
+"""FSDP2: parameters, gradients and optimizer state sharded block by block (https://arxiv.org/abs/2304.11277).
+
+Invariant: gradients are summed over ranks, never averaged (the loss carries the global token count), and one
+process is a world of size one on the same path. May import torch, model and config.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from titanlite.config.schema import JobConfig
+from titanlite.model.llama import Llama
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
+    """Shard `model` in place: the embedding, each block, norm and output together, then the root.
+
+    A tied embedding stays with norm in the root group, gathered from the look-up to the output projection.
+    """
+    training = job.training
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,  # activations are born in the compute dtype; the rotary table must stay fp32
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
+    )
+    reshard = job.parallelism.fsdp_reshard_after_forward
+
+    def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+        fully_shard(  # pyright: ignore[reportCallIssue]
+            module,  # pyright: ignore[reportArgumentType]
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+
+    blocks = list(model.layers)
+    if model.output is not None:
+        shard(model.tok_embeddings, reshard != "never")
+        shard([model.norm, model.output], reshard == "always")
+    for block in blocks:
+        shard(block, reshard != "never")
+    shard(model, reshard == "always")
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
+    _set_prefetch(cast(list[FSDPModule], blocks), job.parallelism.fsdp_forward_prefetch, forward=True)
+    _set_prefetch(cast(list[FSDPModule], blocks[::-1]), job.parallelism.fsdp_backward_prefetch, forward=False)
+
+
+def _set_prefetch(blocks: list[FSDPModule], depth: int, forward: bool) -> None:
+    """Issue the all-gathers of the next `depth` blocks ahead; blocks come in the order in which they run."""
+    for i, block in enumerate(blocks if depth else []):
+        ahead = blocks[i + 1 : i + 1 + depth]
+        if forward:
+            block.set_modules_to_forward_prefetch(ahead)
+        else:
+            block.set_modules_to_backward_prefetch(ahead)
+
+
+def set_gradient_sync(model: nn.Module, last_microbatch: bool) -> None:
+    """Reduce gradients in the last microbatch only; the earlier ones add up unsharded on each rank."""
+    cast(FSDPModule, model).set_requires_gradient_sync(last_microbatch)
