@@ -1,0 +1,69 @@
+"""The arithmetic of the architecture, against numbers worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from titanlite.model.flavors import FLAVORS, Architecture
+from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+
+TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50)
+
+
+def test_tiny_model_by_hand():
+    block = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 20  # query, key, value, output, feed-forward
+    assert num_params(TINY) == 3 * (block + 2 * 8) + 8 + 2 * 50 * 8
+    assert flops_per_token(TINY, seq_len=10) == 6 * (3 * block + 50 * 8) + 3 * 6 * 10 * 8
+
+
+def test_tying_saves_parameters_but_no_flops():
+    tied = dataclasses.replace(TINY, tied_embeddings=True)
+    assert num_params(TINY) - num_params(tied) == 50 * 8
+    assert flops_per_token(tied, 10) == flops_per_token(TINY, 10)
+
+
+def test_8b_at_8192():
+    """6 x 7,504,658,432 weights that are multiplied, 32 layers x 6 x 8192 x 4096 for attention."""
+    assert flops_per_token(FLAVORS["8b"], 8192) == 45_027_950_592 + 6_442_450_944
+    assert flops_per_token(FLAVORS["8b"], 8192) == pytest.approx(5.15e10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    [
+        ("1b", 1_235_814_400),
+        ("3b", 3_212_749_824),
+        ("8b", 8_030_261_248),
+        ("70b", 70_553_706_496),
+        ("405b", 405_853_388_800),
+    ],
+)
+def test_published_parameter_counts(flavor, parameters):
+    assert num_params(FLAVORS[flavor]) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_peak_of_known_devices(name, tera):
+    assert peak_flops(name) == tera * 1e12
+
+
+@pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H1000"])
+def test_peak_of_unknown_devices_is_none(name):
+    assert peak_flops(name) is None

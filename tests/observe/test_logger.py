@@ -1,0 +1,96 @@
+"""What reaches the terminal and train.log, rank by rank."""
+
+import logging
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from titanlite.config.errors import UserError
+from titanlite.observe.logger import logged_ranks, setup_logging
+
+CLOCK = r"\[\d\d:\d\d:\d\d\]"
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    yield
+    for name in ("titanlite", "py.warnings"):
+        logging.getLogger(name).handlers.clear()
+    logging.captureWarnings(False)
+
+
+def test_rank_0_is_logged_by_default_with_the_time(monkeypatch, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    setup_logging(0, None).info("a line")
+    assert re.fullmatch(rf"{CLOCK} a line\n", capsys.readouterr().out)
+
+
+def test_other_ranks_print_nothing_but_errors(monkeypatch, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    logger = setup_logging(1, None)
+    logger.info("silent")
+    logger.warning("silent too")
+    warnings.warn("and this", stacklevel=1)
+    assert capsys.readouterr() == ("", "")
+    logger.error("broken")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"{CLOCK} \[rank 1\] ERROR: broken\n", err)
+
+
+def test_several_named_ranks_carry_a_prefix(monkeypatch, capsys):
+    monkeypatch.setenv("LOG_RANK", "0, 2")
+    setup_logging(2, None).info("here")
+    assert re.fullmatch(rf"{CLOCK} \[rank 2\] here\n", capsys.readouterr().out)
+
+
+def test_one_named_rank_needs_no_prefix(monkeypatch, capsys):
+    monkeypatch.setenv("LOG_RANK", "3")
+    setup_logging(3, None).info("here")
+    setup_logging(0, None).info("not here")
+    assert re.fullmatch(rf"{CLOCK} here\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("text", ["all", "0;1", "-1", ","])
+def test_a_wrong_log_rank_is_named(monkeypatch, text):
+    monkeypatch.setenv("LOG_RANK", text)
+    with pytest.raises(UserError, match=re.escape(f'LOG_RANK = "{text}"')):
+        logged_ranks()
+
+
+def test_rank_0_appends_to_its_file_even_if_the_terminal_shows_another_rank(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LOG_RANK", "1")
+    log_file = tmp_path / "run" / "train.log"
+    for run in ("first", "second"):
+        setup_logging(0, log_file).info(f"{run} run")
+    setup_logging(1, log_file).info("rank 1")
+    lines = log_file.read_text().splitlines()
+    assert [line.split("] ")[-1] for line in lines] == ["first run", "second run"]
+    assert re.match(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] \[rank 0\]", lines[0])
+    assert "first run" not in capsys.readouterr().out
+
+
+def test_setting_up_twice_does_not_print_twice(monkeypatch, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    setup_logging(0, None)
+    setup_logging(0, None).info("once")
+    assert capsys.readouterr().out.count("once") == 1
+
+
+def test_python_warnings_become_log_lines(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    setup_logging(0, tmp_path / "train.log")
+    warnings.warn("look at this", stacklevel=1)
+    assert "WARNING: " in capsys.readouterr().out
+    assert "look at this" in (tmp_path / "train.log").read_text()
+
+
+def test_import_is_cheap():
+    """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
+    code = (
+        "import sys, titanlite.observe.logger, titanlite.observe.progress; print({'rich', 'torch'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,197 @@
+"""metrics.jsonl, TensorBoard and the console line: what stands in them, and that a step never waits for the device."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from titanlite.config.schema import Metrics
+from titanlite.observe import metrics
+from titanlite.observe.metrics import LoggedStep, MetricsRecorder
+
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_per_device", "mfu", "memory", "memory_peak"),
+    *("data_time", "step_time", "elapsed", "time"),
+]
+
+
+class Clock:
+    """Stands in for the module `time`; a test moves it by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.7e9 + self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+def recorder(folder, rank=0, log_freq=10, tensorboard=False, **more):
+    defaults = {"flops_per_token": 6e6, "peak_flops": None, "world_size": 2, "total_steps": 25}
+    config = Metrics(log_freq=log_freq, enable_tensorboard=tensorboard)
+    return MetricsRecorder(folder, config, rank, device=torch.device("cpu"), **{**defaults, **more})
+
+
+def train(recorder, steps, clock=None, tokens: int | torch.Tensor = 1000):
+    """Run the recorder as the trainer does: loss 8 - step / 10, grad_norm step; returns the console lines."""
+    lines = []
+    for step in steps:
+        if clock is not None:
+            clock.now += 0.5
+        recorder.record(torch.tensor(8 - step / 10), torch.tensor(float(step)), tokens, data_time=0.1)
+        if recorder.is_log_step(step):
+            lines.append(recorder.log(step, lr=3e-4))
+    return lines
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_logs_the_first_every_nth_and_the_last_step(tmp_path):
+    train(recorder(tmp_path), range(1, 26))
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 10, 20, 25]
+
+
+def test_numbers_of_a_logged_step(tmp_path, clock):
+    lines = train(recorder(tmp_path, peak_flops=1e11), range(1, 11), clock)
+    entry = entries(tmp_path)[-1]
+    assert list(entry) == KEYS
+    assert entry["step"] == 10
+    assert entry["loss"] == 7.0
+    assert entry["grad_norm"] == 10.0
+    assert entry["lr"] == 3e-4
+    assert entry["tokens"] == 10_000
+    assert entry["tps"] == 2000.0  # 9 steps of 1000 tokens in 4.5 s
+    assert entry["tps_per_device"] == 1000.0
+    assert entry["mfu"] == pytest.approx(1000 * 6e6 / 1e11)
+    assert entry["step_time"] == 0.5
+    assert entry["data_time"] == pytest.approx(0.1)
+    assert entry["elapsed"] == 5.0
+    assert entry["time"] == 1.7e9 + 105
+    memory = f"memory {entry['memory']:.2f} GiB"
+    assert lines[-1] == (
+        f"step 10/25  loss  7.0000  grad_norm 10.0000  lr 3.00e-04  2,000 tokens/s  mfu 6.0%  {memory}  eta 0:00:08"
+    )
+
+
+def test_mfu_is_null_and_not_shown_where_the_peak_is_unknown(tmp_path):
+    lines = train(recorder(tmp_path), [1])
+    assert entries(tmp_path)[0]["mfu"] is None
+    assert "mfu" not in lines[0]
+
+
+def test_eta_leaves_out_the_slow_first_step(tmp_path, clock):
+    rec = recorder(tmp_path)
+    clock.now += 60  # compilation
+    train(rec, range(1, 11), clock)
+    assert rec.status() == "loss 7.0000  2,000 tokens/s  eta 0:00:08"  # 15 steps of 0.5 s
+
+
+def test_memory_of_this_process(tmp_path):
+    train(recorder(tmp_path), [1])
+    entry = entries(tmp_path)[0]
+    assert 0.05 < entry["memory"] <= entry["memory_peak"] < 64  # torch alone takes more than 50 MiB
+
+
+class Unreadable(torch.Tensor):
+    """A device tensor whose value the host must not see."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        names = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy", "to")
+        if getattr(func, "__name__", "") in names:
+            raise AssertionError(f"the host waited for the device: {func}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_step_that_is_not_logged_reads_nothing(tmp_path):
+    rec = recorder(tmp_path)
+    for _ in range(3):
+        scalar = torch.tensor(2.0).as_subclass(Unreadable)
+        count = torch.tensor(7).as_subclass(Unreadable)
+        rec.record(scalar, scalar, count, data_time=0.0)
+    with pytest.raises(AssertionError, match="the host waited"):
+        rec.log(3, lr=0.1)  # the same tensors, so the trap works
+
+
+def test_tokens_counted_by_the_device(tmp_path):
+    rec = recorder(tmp_path, tokens=2**31)
+    train(rec, range(1, 11), tokens=torch.tensor(3))
+    assert entries(tmp_path)[-1]["tokens"] == 2**31 + 30
+    rec.record(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(5), 0.0)
+    assert rec.tokens_so_far() == 2**31 + 35
+
+
+@pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_non_finite_numbers_are_valid_json(tmp_path, value, name):
+    rec = recorder(tmp_path)
+    rec.record(torch.tensor(value), torch.tensor(1.0), 10, 0.0)
+    line = rec.log(1, lr=0.1)
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert entry["loss"] is None
+    assert entry["nonfinite"] == {"loss": name}
+    assert name in line
+    assert isinstance(rec.latest, LoggedStep)
+    assert str(rec.latest.loss) == name  # guards see it as it is
+
+
+def test_a_resumed_run_continues_the_file_without_repeating_steps(tmp_path):
+    first = recorder(tmp_path)
+    train(first, range(1, 22))
+    first.close()
+    tokens = next(entry for entry in entries(tmp_path) if entry["step"] == 10)["tokens"]
+    resumed = recorder(tmp_path, resumed_step=12, tokens=tokens + 2000)
+    train(resumed, range(13, 26))
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 10, 13, 20, 25]
+    assert [entry["tokens"] for entry in entries(tmp_path)] == [1000, 10_000, 13_000, 20_000, 25_000]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_half_written_last_line_is_dropped_and_the_next_starts_afresh(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 8.0}\n{"step": 2, "lo')
+    train(recorder(tmp_path, resumed_step=2), [3])
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 3]
+
+
+def test_a_complete_last_line_without_its_newline_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}')
+    train(recorder(tmp_path, resumed_step=1), [2])
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2]
+
+
+def test_only_rank_0_writes_and_the_others_still_have_a_line(tmp_path):
+    lines = train(recorder(tmp_path, rank=1, tensorboard=True), [1])
+    assert "loss  7.9000" in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def read_tensorboard(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tb"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def test_tensorboard_has_the_same_numbers_and_hides_what_a_crash_left(tmp_path):
+    first = recorder(tmp_path, tensorboard=True)
+    train(first, range(1, 22))
+    first.close()
+    resumed = recorder(tmp_path, tensorboard=True, resumed_step=12)
+    train(resumed, range(13, 26))
+    resumed.close()
+    events = read_tensorboard(tmp_path, "train/loss")
+    assert [step for step, _ in events] == [1, 10, 13, 20, 25]
+    assert [value for _, value in events] == pytest.approx([entry["loss"] for entry in entries(tmp_path)])

@@ -1,0 +1,32 @@
+"""Guards that stop a run which cannot recover by itself.
+
+Invariant: a guard looks at numbers that the host has read anyway (on a log step), so it costs nothing, and every
+rank, seeing the same reduced numbers, comes to the same verdict. May import `titanlite.config.errors` only.
+"""
+
+from __future__ import annotations
+
+import math
+
+from titanlite.config.errors import GuardError
+
+
+def check_finite(loss: float, grad_norm: float, step: int) -> None:
+    """Stop if the loss or the gradient norm of `step` is NaN or infinite.
+
+    One non-finite gradient makes every weight NaN through clipping and the optimizer; no later step mends that.
+
+    Raises:
+        GuardError: naming the step, what was non-finite, and what to do.
+    """
+    wrong = [
+        f"{name} is {value}" for name, value in (("loss", loss), ("grad_norm", grad_norm)) if not math.isfinite(value)
+    ]
+    if not wrong:
+        return
+    raise GuardError(
+        f"Step {step}: {' and '.join(wrong)}. The weights are lost from some step since the last logged one on, so "
+        "nothing was saved here. Start again from the newest checkpoint before it (checkpoint.load_step) with a lower "
+        "optimizer.lr, a longer lr_scheduler.warmup_steps or a smaller training.max_norm; if it happens at the same "
+        "step again, look at the data of that step."
+    )

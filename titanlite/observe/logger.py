@@ -1,0 +1,108 @@
+"""Logging of one rank: what reaches the terminal, and what train.log keeps.
+
+Invariant: a line goes to the terminal once, from the ranks that the user asked for (LOG_RANK); errors always do.
+Rank 0 alone writes the file. May import `titanlite.config.errors` and rich.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.config.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOGGER_NAME = "titanlite"
+
+
+@cache
+def terminal_console() -> Console:
+    """The one rich console of the process: log lines and progress bar share it, so that lines print above the bar."""
+    from rich.console import Console
+
+    return Console()
+
+
+def logged_ranks() -> tuple[int, ...]:
+    """Ranks named by the environment variable LOG_RANK (comma-separated, default "0").
+
+    Raises:
+        UserError: LOG_RANK is not a list of ranks.
+    """
+    text = os.environ.get("LOG_RANK", "0")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() for word in words):
+        raise UserError(f'LOG_RANK = "{text}": ranks are allowed, separated by commas, for example LOG_RANK=0,1.')
+    return tuple(int(word) for word in words)
+
+
+def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
+    """Set up the logger "titanlite" and Python's warnings for this rank, and return the logger.
+
+    A rank that LOG_RANK names writes to standard output (rich on a terminal, plain text otherwise); any other rank
+    writes its errors only, to standard error. On rank 0 `log_file` gets every line, appended, so that a resumed run
+    continues it; its folder is created. Calling it again replaces what an earlier call set up.
+
+    Raises:
+        UserError: LOG_RANK is not a list of ranks.
+    """
+    ranks = logged_ranks()
+    prefix = f"[rank {rank}] " if len(ranks) > 1 or rank not in ranks else ""
+    handlers = [_terminal_handler(prefix) if rank in ranks else _error_handler(prefix)]
+    if rank == 0 and log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(_plain(logging.FileHandler(log_file, encoding="utf-8"), prefix, "%Y-%m-%d %H:%M:%S"))
+
+    logging.captureWarnings(True)  # otherwise the other ranks' warnings land on the terminal, once a rank
+    logger = logging.getLogger(LOGGER_NAME)
+    for target in (logger, logging.getLogger("py.warnings")):
+        for old in list(target.handlers):
+            target.removeHandler(old)
+            old.close()
+        for handler in handlers:
+            target.addHandler(handler)
+        target.propagate = False
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+def _terminal_handler(prefix: str) -> logging.Handler:
+    if not sys.stdout.isatty():
+        return _plain(logging.StreamHandler(sys.stdout), prefix, "%H:%M:%S")
+    from rich.logging import RichHandler
+
+    handler = RichHandler(
+        console=terminal_console(),
+        show_path=False,
+        show_level=False,
+        omit_repeated_times=False,
+        log_time_format="[%H:%M:%S]",
+    )
+    handler.setFormatter(_LevelFormatter(f"{prefix}%(message)s"))
+    return handler
+
+
+def _error_handler(prefix: str) -> logging.Handler:
+    handler = _plain(logging.StreamHandler(sys.stderr), prefix, "%H:%M:%S")
+    handler.setLevel(logging.ERROR)
+    return handler
+
+
+def _plain(handler: logging.Handler, prefix: str, time_format: str) -> logging.Handler:
+    handler.setFormatter(_LevelFormatter(f"[%(asctime)s] {prefix}%(message)s", time_format))
+    return handler
+
+
+class _LevelFormatter(logging.Formatter):
+    """Names the level where it matters: a warning or an error."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno > logging.INFO:
+            record.message = f"{record.levelname}: {record.message}"
+        return super().formatMessage(record)
