@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 def _auto_or_positive(value: int) -> int:
@@ -26,7 +35,9 @@ Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, a fro
 class Section(BaseModel):
     """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Job(Section):
@@ -208,7 +219,8 @@ class Float8(Section):
     enable: bool = False
     """Convert the linear layers."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale a tensor (fastest), one a row (more accurate), or one a row with the weight gradient in high precision."""
+    """One scale a tensor (fastest), one a row (more accurate), or one a row with the weight gradient in high
+    precision."""
     enable_fsdp_float8_all_gather: bool = False
     """All-gather weights in FP8: half the traffic of bfloat16. tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False

@@ -1,0 +1,385 @@
+"""A job file plus the command line, as one validated `JobConfig`.
+
+Invariant: every mistake is collected and reported once, together, and nothing but files is read. The command line wins
+over the file, the file over the schema's defaults. May import tomli, tomli_w, pydantic, tyro and titanlite.config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import operator
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import JobConfig, Section
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEFAULT_JOB_FILE = "debug_model.toml"
+COMMAND_LINE = "command line"
+CONFIG_FILE = "job.config_file"
+
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
+KEYS: dict[str, Any] = {
+    f"{name}.{key}": field for name, section in SECTIONS.items() for key, field in section.model_fields.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What was read, mistakes included.
+
+    Attributes:
+        job: A valid job: each wrong value is replaced by its default, so that rules that span keys can still run.
+        errors: One readable block for each mistake.
+        invalid: "section.key" of each value in `job` that is not what the user wrote.
+        origins: "section.key" -> where its value was set (the file or the command line); defaults are absent.
+    """
+
+    job: JobConfig
+    errors: list[str]
+    invalid: frozenset[str]
+    origins: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One `--section.key words...` of the command line; `key` has underscores and no "no_"."""
+
+    flag: str
+    key: str
+    words: list[str]
+    negated: bool
+
+    def __str__(self) -> str:
+        return " ".join([self.flag, *self.words])
+
+
+def load_job(argv: Sequence[str]) -> JobConfig:
+    """The job of a command line such as `["--job.config_file", "llama_8b.toml", "--training.steps", "100"]`.
+
+    Raises:
+        UserError: anything wrong, all mistakes in one message.
+    """
+    draft = read_job(argv)
+    if draft.errors:
+        raise UserError(report(draft.errors))
+    return draft.job
+
+
+def report(errors: Sequence[str]) -> str:
+    """All blocks under one heading."""
+    heading = "1 mistake in the job:" if len(errors) == 1 else f"{len(errors)} mistakes in the job:"
+    return "\n".join([heading, *errors, "`titanlite train --help` explains every key."])
+
+
+def block(origin: str, what: str, *sentences: str) -> str:
+    """One mistake: where it stands and what was found, then what is allowed and the remedy."""
+    text = textwrap.fill(" ".join(sentences), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {origin}: {what}\n{text}"
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in TOML."""
+    return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def read_job(argv: Sequence[str]) -> Draft:
+    """Read everything and collect the mistakes. Exits 0 after printing the help when `argv` asks for it."""
+    options, errors = _split(argv)
+    chosen = [option.words for option in options if option.key == CONFIG_FILE]
+    path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
+    unreadable = raw is None
+    raw, unknown = _drop_unknown(raw or {}, str(path))
+    errors = file_errors + unknown + errors
+
+    origins = {f"{section}.{key}": str(path) for section, table in raw.items() for key in table}
+    if path is not None:
+        raw.setdefault("job", {}).setdefault("config_file", str(path))
+    if any(word in ("-h", "--help") for word in argv):
+        _print_help(_validate(raw, {})[0])
+
+    values, invalid, value_errors = _parse(options)
+    if CONFIG_FILE in values and path is not None:
+        del values[CONFIG_FILE]  # already there; a resolved copy keeps the name of its original
+    for key, value in values.items():
+        section, name = key.split(".")
+        raw.setdefault(section, {})[name] = value
+        origins[key] = COMMAND_LINE
+    job, wrong, schema_errors = _validate(raw, origins)
+    if not job.job.dump_folder:
+        folder = f"outputs/{Path(job.job.config_file or DEFAULT_JOB_FILE).stem}"
+        job = job.model_copy(update={"job": job.job.model_copy(update={"dump_folder": folder})})
+    invalid = frozenset(KEYS) - frozenset(values) if unreadable else invalid | wrong
+    return Draft(job, errors + value_errors + schema_errors, invalid, origins)
+
+
+# ------------------------------------------------------------------------------------------------------------- the file
+
+
+def find_job_file(name: str) -> Path | None:
+    """`name` as given, in ./train_configs, or in titanlite's own train_configs; the suffix .toml may be left out."""
+    for folder in (Path(), Path("train_configs"), REPOSITORY / "train_configs"):
+        for candidate in (folder / name, folder / f"{name}.toml"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+    """The located file and its content; None instead of a content that cannot be had, and why."""
+    path = find_job_file(name or DEFAULT_JOB_FILE)
+    if path is None:
+        known = sorted(file.stem for file in (REPOSITORY / "train_configs").glob("*.toml"))
+        text = f"no such file here, in ./train_configs/ or in {REPOSITORY / 'train_configs'}/."
+        hint = f"Known there: {', '.join(known)}." if known else ""
+        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name or DEFAULT_JOB_FILE)}", text, hint)]
+    try:
+        return path, tomli.loads(path.read_text(encoding="utf-8")), []
+    except tomli.TOMLDecodeError as error:
+        return path, None, [block(str(path), "not valid TOML", f"{error}.")]
+    except (OSError, UnicodeDecodeError) as error:
+        return path, None, [block(str(path), "cannot be read", f"{error}. A job file is a TOML file in UTF-8.")]
+
+
+def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    known: dict[str, dict[str, Any]] = {}
+    errors: list[str] = []
+    for section, table in raw.items():
+        if section not in SECTIONS and isinstance(table, dict):
+            near = difflib.get_close_matches(section, SECTIONS, n=1)
+            hint = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}."
+            errors.append(block(origin, f"[{section}]", "unknown section;", hint))
+        elif section not in SECTIONS:
+            errors.append(block(origin, f"{section} = {shown(table)}", _unknown("", section)))
+        elif not isinstance(table, dict):
+            text = f"must be a table: write [{section}] on a line of its own, and its keys below."
+            errors.append(block(origin, f"{section} = {shown(table)}", text))
+        else:
+            fields = SECTIONS[section].model_fields
+            known[section] = {key: value for key, value in table.items() if key in fields}
+            errors += [
+                block(origin, f"{section}.{key} = {shown(value)}", _unknown(section, key))
+                for key, value in table.items()
+                if key not in fields
+            ]
+    return known, errors
+
+
+def _unknown(section: str, key: str) -> str:
+    """What to say about an unknown key: the nearest known one, wherever it lives."""
+    exact = [known for known in KEYS if known.endswith(f".{key}")]
+    if 1 <= len(exact) <= 3:
+        near = exact
+    else:
+        near = [f"{section}.{name}" for name in difflib.get_close_matches(key, _names(section), n=1)]
+    near = near or difflib.get_close_matches(f"{section}.{key}", KEYS, n=1)
+    near = near or [
+        known
+        for name in difflib.get_close_matches(key, {known.split(".")[1] for known in KEYS}, n=1)
+        for known in KEYS
+        if known.endswith(f".{name}")
+    ]
+    if near:
+        return f"unknown key; did you mean {' or '.join(near[:3])}?"
+    return f"unknown key; [{section}] has {', '.join(_names(section))}." if section else "unknown key."
+
+
+def _names(section: str) -> list[str]:
+    return list(SECTIONS[section].model_fields) if section in SECTIONS else []
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
+    """Options with the words after each, and an error for what is no known option."""
+    options: list[_Option] = []
+    errors: list[str] = []
+    words: list[str] | None = None  # of the option that is being read
+    for word in argv:
+        if word in ("-h", "--help"):
+            continue
+        if not word.startswith("--"):
+            if words is None:
+                errors.append(block(COMMAND_LINE, word, "expected an option such as --training.steps 100."))
+            else:
+                words.append(word)
+            continue
+        flag, has_value, value = word.partition("=")
+        words = [value] if has_value else []
+        section, _, name = flag[2:].replace("-", "_").partition(".")
+        negated = f"{section}.{name}" not in KEYS and name.startswith("no_")
+        key = f"{section}.{name.removeprefix('no_') if negated else name}"
+        if key not in KEYS or not _on_command_line(KEYS[key].annotation) or (negated and not _is_flag(key)):
+            hint = _unknown(section, name) if name else _unknown("", section)
+            errors.append(block(COMMAND_LINE, flag, hint))
+        else:
+            options.append(_Option(flag, key, words, negated))
+    return options, errors
+
+
+def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], list[str]]:
+    """Values of the options by key, the keys whose value could not be converted, and why."""
+    together = _tyro_values(options)
+    if together is not None:
+        return together, frozenset(), []
+    values: dict[str, Any] = {}
+    errors: list[str] = []
+    for option in options:  # again one by one, so that every wrong one is found
+        value = _tyro_values([option])
+        if value is not None:
+            values |= value
+        elif _is_flag(option.key):
+            section, name = option.key.split(".")
+            text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
+            errors.append(block(COMMAND_LINE, str(option), text))
+        else:
+            found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
+            errors.append(block(COMMAND_LINE, found, _must_be(option.key)))
+    invalid = frozenset(option.key for option in options) - frozenset(values)
+    return values, invalid, errors
+
+
+def _tyro_values(options: Sequence[_Option]) -> dict[str, Any] | None:
+    """tyro's conversion of the options' words; None where it refuses them."""
+    if not options:
+        return {}
+    import tyro  # 70 ms, and often the command line is empty
+
+    args: list[str] = []
+    for option in options:
+        section, name = option.key.split(".")
+        args += [f"--{section}.{'no-' if option.negated else ''}{name.replace('_', '-')}", *option.words]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the errors are ours to report
+            parsed = tyro.cli(_mirror({option.key.split(".")[0] for option in options}, None), args=args)
+    except SystemExit:
+        return None
+    return {option.key: operator.attrgetter(option.key)(parsed) for option in options}
+
+
+def _print_help(job: JobConfig) -> typing.NoReturn:
+    """Print every key with its text and the value it has in the job file, then exit 0."""
+    import tyro
+
+    description = (
+        "Train the model that a job file describes. Any key of the file can be given here, too, and then wins over "
+        f"the file. Defaults below are those of {job.job.config_file or 'the schema'}."
+    )
+    tyro.cli(_mirror(SECTIONS, job), args=["--help"], prog="titanlite train", description=description)
+    raise AssertionError("tyro exits after the help")
+
+
+def _mirror(sections: Iterable[str], job: JobConfig | None) -> type:
+    """Dataclasses for tyro that look like the schema without its constraints: pydantic checks those, once."""
+    import tyro
+
+    mirrored = []
+    for section in sections:
+        defaults = getattr(job, section) if job else SECTIONS[section]()
+        fields = []
+        for key, field in SECTIONS[section].model_fields.items():
+            if not _on_command_line(field.annotation):
+                continue
+            default, hint = getattr(defaults, key), None
+            if default is None:
+                hint = "(default: the flavor's)" if section == "model" else "(default: none)"
+            annotation = bool if _is_flag(f"{section}.{key}") else field.annotation
+            argument = tyro.conf.arg(help=field.description, help_behavior_hint=hint)
+            default = False if annotation is bool and default is None else default
+            fields.append((key, Annotated[annotation, argument], dataclasses.field(default=default)))
+        mirror = dataclasses.make_dataclass(SECTIONS[section].__name__, fields, frozen=True)
+        mirror.__doc__ = SECTIONS[section].__doc__
+        mirrored.append((section, mirror, dataclasses.field(default_factory=mirror)))
+    return dataclasses.make_dataclass("Job", mirrored, frozen=True)
+
+
+def _on_command_line(annotation: Any) -> bool:
+    """False for tables within a section: they are written in the file only."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return not issubclass(annotation, BaseModel)
+    return all(_on_command_line(part) for part in typing.get_args(annotation))
+
+
+def _is_flag(key: str) -> bool:
+    return KEYS[key].annotation in (bool, bool | None)
+
+
+# ----------------------------------------------------------------------------------------------------------- the schema
+
+
+def _validate(raw: dict[str, dict[str, Any]], origins: dict[str, str]) -> tuple[JobConfig, frozenset[str], list[str]]:
+    """The job with each wrong value replaced by its default, the keys of those, and an error for each."""
+    sections: dict[str, Section] = {}
+    invalid: set[str] = set()
+    errors: list[str] = []
+    for name, table in raw.items():
+        try:
+            sections[name] = SECTIONS[name].model_validate(table)
+        except ValidationError as failure:
+            wrong: set[str] = set()
+            for error in failure.errors(include_url=False):
+                path = ".".join([name, *map(str, error["loc"])])
+                key = ".".join(path.split(".")[:2])
+                wrong.add(key)
+                origin = origins.get(key, name)
+                errors.append(block(origin, f"{path} = {shown(error['input'])}", _explain(key, error)))
+            valid = {key: value for key, value in table.items() if f"{name}.{key}" not in wrong and name not in wrong}
+            sections[name] = SECTIONS[name].model_validate(valid)
+            invalid |= wrong
+    return JobConfig(**sections), frozenset(invalid), errors  # type: ignore[arg-type]
+
+
+def _explain(key: str, error: Any) -> str:
+    if error["type"] == "value_error":  # a validator of ours: its message is the rule
+        text = error["msg"].removeprefix("Value error, ")
+        return f"{text}. {KEYS[key].description}" if key in KEYS else f"{text}."
+    return _must_be(key)
+
+
+def _must_be(key: str) -> str:
+    """What is allowed for a key, from its schema, and its help text."""
+    section, name = key.split(".")
+    allowed = _allowed(SECTIONS[section].model_json_schema()["properties"][name])
+    return f"must be {allowed}. {KEYS[key].description or ''}"
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_allowed(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"a list, each {_allowed(schema.get('items', {}))}"
+    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
+    limits = {"exclusiveMinimum": "greater than", "minimum": "at least", "exclusiveMaximum": "less than"}
+    limits |= {"maximum": "at most", "pattern": "matching"}
+    rules = [f"{words} {schema[name]}" for name, words in limits.items() if name in schema]
+    return f"{kinds.get(schema.get('type', ''), 'as described')} {' and '.join(rules)}".strip()
+
+
+# ---------------------------------------------------------------------------------------------------- writing and paths
+
+
+def dump_config(job: JobConfig) -> str:
+    """The job as TOML; a file with this text loads to an equal `JobConfig`."""
+    return tomli_w.dumps(job.model_dump(exclude_none=True))
+
+
+def resolve_path(path: str) -> Path:
+    """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
+    here = Path(path).expanduser()
+    return here if here.is_absolute() or here.exists() else REPOSITORY / here
