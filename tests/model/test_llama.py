@@ -1,0 +1,292 @@
+"""The model against an independent one (transformers), and its own promises: masks, cache, initial weights."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from titanlite.model.attention import LayerCache
+from titanlite.model.flavors import FLAVORS, Architecture
+from titanlite.model.llama import INIT_STD, Llama, rope_frequencies
+
+BASE = Architecture(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0)
+SCALED = {"rope_scaling_factor": 8.0, "rope_original_max_seq_len": 64, "rope_theta": 500000.0}
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers": "model.layers",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+def random_model(arch, dtype=torch.float32):
+    """Weights large enough that attention is far from uniform and norms far from one, so that a mistake shows."""
+    model = Llama(arch).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]) * 1.5)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+    return model
+
+
+def hugging_face_name(name):
+    module, layer = name.removesuffix(".weight"), ""
+    if module.startswith("layers."):
+        _, index, module = module.split(".", 2)
+        layer = f"model.layers.{index}."
+    return f"{layer}{NAMES[module]}.weight"
+
+
+def hugging_face_config(arch):
+    from transformers import LlamaConfig
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": arch.rope_scaling_factor,
+        "low_freq_factor": arch.rope_low_freq_factor,
+        "high_freq_factor": arch.rope_high_freq_factor,
+        "original_max_position_embeddings": arch.rope_original_max_seq_len,
+    }
+    settings = {  # by the names that versions 4 and 5 both take, which version 5's signature no longer shows
+        "rope_theta": arch.rope_theta,
+        "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
+        "attn_implementation": "eager",
+    }
+    return LlamaConfig(
+        vocab_size=arch.vocab_size,
+        hidden_size=arch.dim,
+        intermediate_size=arch.ffn_dim,
+        num_hidden_layers=arch.n_layers,
+        num_attention_heads=arch.n_heads,
+        num_key_value_heads=arch.n_kv_heads,
+        max_position_embeddings=arch.max_seq_len,
+        rms_norm_eps=arch.norm_eps,
+        tie_word_embeddings=arch.tied_embeddings,
+        **settings,
+    )
+
+
+def hugging_face_twin(model):
+    """transformers' LlamaForCausalLM with the weights of `model`."""
+    from transformers import LlamaForCausalLM
+
+    arch = model.arch
+    twin = LlamaForCausalLM(hugging_face_config(arch))
+    weights = {hugging_face_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if arch.tied_embeddings else [])
+    twin.tie_weights()
+    return twin
+
+
+def random_tokens(arch, batch, length):
+    return torch.randint(arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(ours, theirs):
+    """Largest difference as a share of the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+CASES = {
+    "plain": (BASE, 2, 17, None),
+    "tied": (dataclasses.replace(BASE, tied_embeddings=True), 2, 17, None),
+    "odd shapes": (Architecture(42, 3, 3, 1, 59, vocab_size=53, norm_eps=1e-6, rope_theta=1000.0), 3, 13, None),
+    "one head per group": (dataclasses.replace(BASE, n_kv_heads=4), 1, 9, None),
+    "multi-query": (dataclasses.replace(BASE, n_heads=8, n_kv_heads=1), 2, 31, None),
+    "two tokens": (BASE, 1, 2, None),
+    "scaled, tied, beyond the original context": (
+        dataclasses.replace(BASE, tied_embeddings=True, **SCALED),
+        *(1, 150, None),
+    ),
+    "scaled, other factors": (
+        dataclasses.replace(BASE, **SCALED, rope_low_freq_factor=0.5, rope_high_freq_factor=7.0),
+        *(2, 99, None),
+    ),
+    "far positions": (BASE, 2, 11, 90_000),
+    "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_transformers(case):
+    """Within 1e-5 of the largest value: what fp32 leaves of sums taken in another order."""
+    arch, batch, length, first_position = CASES[case]
+    model = random_model(arch)
+    twin = hugging_face_twin(model)
+    tokens = random_tokens(arch, batch, length)
+    positions = None if first_position is None else torch.arange(first_position, first_position + length)
+
+    ours = model(tokens, positions)
+    theirs = twin(tokens, position_ids=None if positions is None else positions[None]).logits
+    assert ours.shape == (batch, length, arch.vocab_size)
+    assert relative_error(ours, theirs) < 1e-5
+
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
+    (ours * weight).sum().backward()
+    (theirs * weight).sum().backward()
+    twin_gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    errors = {
+        name: relative_error(parameter.grad, twin_gradients[hugging_face_name(name)])
+        for name, parameter in model.named_parameters()
+    }
+    assert len(errors) == len(twin_gradients)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("flavor", ["1b", "8b"])
+def test_rotary_frequencies_of_llama_3_equal_transformers(flavor):
+    """On the real head size, base and factors; fp32 rounding of one division more or less."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    arch = FLAVORS[flavor]
+    theirs = LlamaRotaryEmbedding(hugging_face_config(arch)).inv_freq
+    assert isinstance(theirs, torch.Tensor)
+    torch.testing.assert_close(rope_frequencies(arch), theirs, rtol=1e-6, atol=0.0)
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = Llama(dataclasses.replace(BASE, tied_embeddings=True))
+    assert not any(name.startswith("output") for name, _ in model.named_parameters())
+    assert not any(name.startswith("output") for name in model.state_dict())
+
+
+def test_no_token_sees_a_later_one():
+    model = random_model(BASE)
+    tokens = random_tokens(BASE, 1, 12)
+    changed = tokens.clone()
+    changed[0, 7:] = (changed[0, 7:] + 1) % BASE.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.equal(before[:, 7], after[:, 7])
+
+
+def test_packed_documents_with_mask_and_positions_equal_each_alone():
+    """1e-5: the kernels sum masked rows in another order."""
+    model = random_model(BASE)
+    first, second = random_tokens(BASE, 1, 5), random_tokens(BASE, 1, 9).flip(1)
+    documents = torch.tensor([0] * 5 + [1] * 9)
+    positions = torch.cat((torch.arange(5), torch.arange(9)))
+    mask = (documents[:, None] == documents) & (positions[:, None] >= positions)
+    packed = model(torch.cat((first, second), dim=1), positions[None], mask)
+    alone = torch.cat((model(first), model(second)), dim=1)
+    assert relative_error(packed, alone) < 1e-5
+
+
+def test_positions_may_differ_between_rows():
+    model = random_model(BASE)
+    tokens = random_tokens(BASE, 2, 6)
+    positions = torch.stack((torch.arange(6), torch.arange(40, 46)))
+    both = model(tokens, positions)
+    rows = torch.cat([model(tokens[i : i + 1], positions[i]) for i in range(2)])
+    assert relative_error(both, rows) < 1e-5
+
+
+@pytest.mark.parametrize("chunks", [[14], [1] * 14, [6, 1, 1, 5, 1]])
+def test_cache_in_any_chunks_equals_one_pass(chunks):
+    """1e-5: attention over the cache takes another kernel than the causal one."""
+    arch = dataclasses.replace(BASE, **SCALED)
+    model = random_model(arch)
+    tokens = random_tokens(arch, 2, 14)
+    shape = (2, arch.n_kv_heads, 14, arch.head_dim)
+    cache = [LayerCache(shape, torch.float32, torch.device("cpu")) for _ in range(arch.n_layers)]
+    with torch.no_grad():
+        pieces = [model(piece, cache=cache) for piece in tokens.split(chunks, dim=1)]
+        whole = model(tokens)
+    assert [layer.length for layer in cache] == [14, 14]
+    assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-5
+
+
+def build(arch, seed=0):
+    with torch.device("meta"):
+        model = Llama(arch)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)  # whatever init_weights forgets stays visible
+    model.init_weights(seed)
+    return model
+
+
+def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
+    arch = dataclasses.replace(BASE, dim=256, n_layers=3, ffn_dim=512, vocab_size=1024)
+    shrink = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))  # cut at 3 sigma
+    for name, parameter in build(arch).named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        std = INIT_STD
+        if "wo" in name or "w2" in name:
+            std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
+        count = parameter.numel()
+        assert parameter.abs().max() <= 3 * std, name
+        assert abs(parameter.mean()) < 5 * std / math.sqrt(count), name  # 5 standard errors
+        assert abs(parameter.std() / (std * shrink) - 1) < 5 / math.sqrt(2 * count), name
+
+
+def test_initial_weight_depends_on_seed_and_name_alone():
+    """Not on the order of the parameters, nor on what else is in the model."""
+    small, large = build(BASE), build(dataclasses.replace(BASE, n_layers=3, tied_embeddings=True))
+    shared = dict(small.named_parameters()).keys() & dict(large.named_parameters()).keys()
+    assert len(shared) == len(list(small.parameters())) - 1  # all but the output projection
+    for name in shared:
+        assert torch.equal(small.get_parameter(name), large.get_parameter(name)), name
+
+
+def test_other_seed_and_other_name_give_other_weights():
+    model, other = build(BASE, seed=0), build(BASE, seed=1)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            assert not torch.equal(parameter, other.get_parameter(name)), name
+    weights = [parameter for name, parameter in model.named_parameters() if name.endswith(("wk.weight", "wv.weight"))]
+    assert len(weights) == 4
+    assert all(not torch.equal(one, two) for one, two in itertools.combinations(weights, 2))
+
+
+def test_drawing_weights_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    build(BASE)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shards_get_the_full_initial_value():
+    """A sharded model hands in `assign`; it must see each parameter once, with a full-size fp32 value."""
+    model, seen = Llama(BASE).to(torch.bfloat16), {}
+    model.init_weights(0, lambda parameter, full: seen.update({parameter: full}))
+    expected = build(BASE)
+    for name, parameter in model.named_parameters():
+        assert seen[parameter].dtype == torch.float32
+        assert torch.equal(seen[parameter], expected.get_parameter(name)), name
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    arch = dataclasses.replace(BASE, dim=256, vocab_size=4096)
+    tokens = random_tokens(arch, 4, 64)
+    logits = build(arch)(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(4096), abs=0.1)
+
+
+def test_casting_the_model_does_not_round_its_rotary_angles():
+    """bfloat16 frequencies would be off by up to 0.4%: five full turns at position 8000."""
+    cast = random_model(BASE).to(torch.bfloat16).to(torch.float32)
+    rounded = random_model(BASE)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    tokens, positions = random_tokens(BASE, 1, 9), torch.arange(8000, 8009)
+    assert torch.equal(cast(tokens, positions), rounded(tokens, positions))
