@@ -1,0 +1,122 @@
+"""The command `titanlite`: one row for each subcommand, imported when it is called.
+
+Invariant: a user's mistake is a message on standard error and an exit code, never a traceback. May import
+titanlite.config.errors; everything else inside the function that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titanlite.config.errors import UserError
+
+# Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
+    "check": ("Check a job file, for --world-size N ranks, without starting anything.", "titanlite.cli:check"),
+    "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
+}
+
+ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"  # set by titanlite.launch, which prints what its workers report there
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    name = words[0]
+    if name not in COMMANDS:
+        print(f"titanlite {name}: unknown command.\n\n{usage()}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[name][1].split(":")
+    return run_quietly(lambda: getattr(importlib.import_module(module), function)(words[1:]))
+
+
+def usage() -> str:
+    """The text of `titanlite --help`."""
+    rows = "\n".join(f"  {name:<10}{text}" for name, (text, _) in COMMANDS.items())
+    return f"usage: titanlite COMMAND ...\n\n{rows}\n\n`titanlite COMMAND --help` explains the options of one."
+
+
+def run_quietly(command: Callable[[], object]) -> int:
+    """Call `command` and turn the ways in which it can end into an exit code; a crash of ours keeps its traceback."""
+    try:
+        command()
+        sys.stdout.flush()
+        return 0
+    except UserError as error:
+        _report(str(error), error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `titanlite train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception:
+        _report(traceback.format_exc(), 1)
+        return 1
+
+
+def _report(message: str, exit_code: int) -> None:
+    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr."""
+    folder = os.environ.get(ERROR_FOLDER)
+    if folder is None:
+        print(message, file=sys.stderr)
+        return
+    record = {"message": message, "exit_code": exit_code, "time": time.time()}
+    Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def train(argv: Sequence[str]) -> None:
+    """`titanlite train`: check the job for this world, then train. One rank, or one of torchrun's."""
+    from titanlite.validate import load_and_check
+
+    if ERROR_FOLDER in os.environ:
+        _stop_with_launcher()
+    job = load_and_check(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    from titanlite.train import main as train_job
+
+    train_job(job)
+
+
+def check(argv: Sequence[str]) -> None:
+    """`titanlite check [--world-size N] [--job.config_file FILE] [--section.key value ...]`: print OK or all mistakes.
+
+    Raises:
+        UserError: the job is wrong.
+    """
+    from titanlite.validate import load_and_check
+
+    words = [word.replace("--world_size", "--world-size") for word in argv]
+    text = os.environ.get("WORLD_SIZE", "1")
+    if "--world-size" in words:
+        at = words.index("--world-size")
+        text = words[at + 1] if at + 1 < len(words) else ""
+        del words[at : at + 2]
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f'--world-size "{text}": a number of ranks of at least 1 is allowed.')
+    job = load_and_check(words, int(text))
+    print(f"OK: {job.job.config_file} can start on {text} rank{'s' if text != '1' else ''}.")
+
+
+def _stop_with_launcher() -> None:
+    """Let Linux send SIGTERM to this worker if its launcher dies (even by SIGKILL): it saves and stops, too."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

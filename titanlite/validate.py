@@ -1,0 +1,312 @@
+"""Rules that span keys, the world size and files on disk.
+
+Invariant: everything that can be known wrong before the start is reported at once, in a fraction of a second, before
+torch is imported or a folder is made. May import titanlite.config, titanlite.model.flavors and
+titanlite.data.tokenizer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
+from titanlite.config.schema import JobConfig
+from titanlite.data.tokenizer import read_vocab_size
+from titanlite.model.flavors import FLAVORS, Architecture, architecture
+
+
+@dataclass(frozen=True)
+class Context:
+    """What rules look at.
+
+    Attributes:
+        arch: The architecture, or None if the flavor or a field of it is wrong.
+        world_size: Number of ranks.
+        origins: "section.key" -> where the value was set; defaults are absent.
+    """
+
+    job: JobConfig
+    arch: Architecture | None
+    world_size: int
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def wrong(self, key: str, *sentences: str) -> str:
+        """The report's block about a key: where it was set, its value (or the flavor's), the text."""
+        section, name = key.split(".")
+        value = getattr(getattr(self.job, section), name)
+        origin = self.origins.get(key, "default")
+        if section == "model" and value is None and self.arch is not None:
+            value, origin = getattr(self.arch, name), f"flavor {self.job.model.flavor}"
+        return block(origin, f"{key} = {shown(value)}", *sentences)
+
+
+Rule = Callable[[Context], Iterator[str]]
+RULES: list[tuple[tuple[str, ...], Rule]] = []
+
+
+def rule(*keys: str) -> Callable[[Rule], Rule]:
+    """Register a rule over `keys`. It is skipped where one of them is invalid; "model" stands for a whole section."""
+
+    def register(check: Rule) -> Rule:
+        RULES.append((keys, check))
+        return check
+
+    return register
+
+
+def load_and_check(argv: Sequence[str], world_size: int) -> JobConfig:
+    """The job of a command line, checked by the schema and by the rules below.
+
+    Raises:
+        UserError: anything wrong, all mistakes in one message.
+    """
+    draft = read_job(argv)
+    errors = draft.errors + check_job(draft.job, world_size, draft.invalid, draft.origins)
+    if errors:
+        raise UserError(report(errors))
+    return draft.job
+
+
+def check_job(
+    job: JobConfig,
+    world_size: int,
+    invalid: Collection[str] = frozenset(),
+    origins: Mapping[str, str] | None = None,
+) -> list[str]:
+    """One block of text for each broken rule; none if the job can run on `world_size` ranks.
+
+    Args:
+        invalid: Keys of `job` whose value is a stand-in, because what the user wrote was reported already.
+        origins: "section.key" -> where its value was set.
+    """
+    arch = architecture(job.model) if job.model.flavor in FLAVORS else None
+    context = Context(job, arch, world_size, origins or {})
+    errors: list[str] = []
+    for keys, check in RULES:
+        needs_architecture = "model" in keys
+        if needs_architecture and arch is None:
+            continue
+        if not any(key in keys or key.split(".")[0] in keys for key in invalid):
+            errors += check(context)
+    return errors
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+@rule("model.flavor")
+def known_flavor(context: Context) -> Iterator[str]:
+    flavor = context.job.model.flavor
+    if flavor not in FLAVORS:
+        near = difflib.get_close_matches(flavor.lower(), FLAVORS, n=1)
+        hint = f"Did you mean {shown(near[0])}?" if near else ""
+        yield context.wrong("model.flavor", f"must be one of {', '.join(FLAVORS)}.", hint)
+
+
+@rule("model")
+def heads(context: Context) -> Iterator[str]:
+    arch = context.arch
+    assert arch is not None
+    if arch.dim % arch.n_heads:
+        near = _nearest_divisors(arch.dim, arch.n_heads)
+        yield context.wrong("model.n_heads", f"must divide model.dim = {arch.dim}. Near ones that do: {near}.")
+    elif arch.head_dim % 2:
+        text = f"gives heads of width {arch.head_dim} at model.dim = {arch.dim}; rotary embeddings need an even width."
+        even = [n for n in _divisors(arch.dim) if arch.dim // n % 2 == 0]
+        remedy = f"Choose one of {', '.join(map(str, even))}." if even else "Choose an even model.dim."
+        yield context.wrong("model.n_heads", text, remedy)
+    if arch.n_heads % arch.n_kv_heads:
+        near = _nearest_divisors(arch.n_heads, arch.n_kv_heads)
+        text = f"must divide model.n_heads = {arch.n_heads}. Near ones that do: {near}."
+        yield context.wrong("model.n_kv_heads", text)
+
+
+@rule("model")
+def rope_factors(context: Context) -> Iterator[str]:
+    arch = context.arch
+    assert arch is not None
+    if arch.rope_scaling_factor > 1 and arch.rope_low_freq_factor >= arch.rope_high_freq_factor:
+        text = f"must be less than model.rope_high_freq_factor = {arch.rope_high_freq_factor}: frequencies between "
+        yield context.wrong("model.rope_low_freq_factor", text + "the two are blended. Llama 3.1 has 1 and 4.")
+
+
+@rule("model", "training.seq_len")
+def sequence_fits_model(context: Context) -> Iterator[str]:
+    arch = context.arch
+    assert arch is not None
+    if context.job.training.seq_len > arch.max_seq_len:
+        text = f"must be at most model.max_seq_len = {arch.max_seq_len} (flavor {context.job.model.flavor})."
+        yield context.wrong("training.seq_len", text, "Shorten it, or raise model.max_seq_len.")
+
+
+# ------------------------------------------------------------------------------------------------------ tokenizer, data
+
+
+@rule("tokenizer.path")
+def tokenizer_file(context: Context) -> Iterator[str]:
+    path = resolve_path(context.job.tokenizer.path)
+    if not path.exists():
+        yield context.wrong(
+            "tokenizer.path",
+            f"there is no such file in the current folder or in {path.parent}.",
+            "Place a tiktoken-format tokenizer.model or a Hugging Face tokenizer.json there, or leave the key out: the "
+            "default tokenizer comes with titanlite.",
+        )
+        return
+    try:
+        read_vocab_size(path)
+    except UserError as error:
+        yield context.wrong("tokenizer.path", f"{error}")
+
+
+@rule("tokenizer.path", "model")
+def vocabulary_fits_model(context: Context) -> Iterator[str]:
+    arch, path = context.arch, resolve_path(context.job.tokenizer.path)
+    assert arch is not None
+    try:
+        size = read_vocab_size(path)
+    except UserError:
+        return  # tokenizer_file reports it
+    if size > arch.vocab_size:
+        text = f"must be at least {size}, the vocabulary of {context.job.tokenizer.path}."
+        yield context.wrong("model.vocab_size", text, "Raise it, or choose a smaller tokenizer with tokenizer.path.")
+
+
+@rule("dataset.source", "dataset.path")
+def dataset_files(context: Context) -> Iterator[str]:
+    dataset = context.job.dataset
+    if dataset.source == "python_stdlib":
+        if dataset.path is not None:
+            text = (
+                f"is not used: dataset.source is {shown(dataset.source)}. Set it to jsonl or text, or leave path out."
+            )
+            yield context.wrong("dataset.path", text)
+    elif dataset.path is None:
+        text = 'needs dataset.path: a file or a pattern such as "data/*.jsonl".'
+        yield context.wrong("dataset.source", text)
+    elif not any(map(os.path.isfile, [dataset.path, *glob.iglob(dataset.path, recursive=True)])):
+        found = "is a folder" if os.path.isdir(dataset.path) else "matches no file"
+        text = f"{found}. A file or a pattern is allowed, seen from the current folder ({os.getcwd()})."
+        yield context.wrong("dataset.path", text, 'Example: "data/*.jsonl".')
+
+
+# -------------------------------------------------------------------------------------------------------------- layout
+
+
+@rule("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+def layout_fills_world(context: Context) -> Iterator[str]:
+    world, parallelism = context.world_size, context.job.parallelism
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    here = f"The world is {world} rank{'s' if world > 1 else ''} (NGPU times NNODES)."
+    if shard == -1:
+        if world % replicate:
+            near = _nearest_divisors(world, replicate)
+            text = f"must divide the number of ranks. {here} Near ones that do: {near}."
+            yield context.wrong("parallelism.data_parallel_replicate_degree", text)
+    elif replicate * shard != world:
+        text = f"times data_parallel_replicate_degree = {replicate} is {replicate * shard}. {here}"
+        fits = f"Set it to -1 (all that are left){f' or {world // replicate}' if world % replicate == 0 else ''}"
+        fits += f", or start {replicate * shard} ranks."
+        if world % replicate:
+            fits = f"With these ranks data_parallel_replicate_degree must be a divisor of {world}. {fits}"
+        yield context.wrong("parallelism.data_parallel_shard_degree", text, fits)
+
+
+@rule(
+    "training.local_batch_size",
+    "training.global_batch_size",
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+)
+def batch_divides(context: Context) -> Iterator[str]:
+    training = context.job.training
+    if training.global_batch_size == -1 or any(layout_fills_world(context)):
+        return
+    rows = training.local_batch_size * context.world_size  # all ranks are data-parallel
+    if training.global_batch_size % rows:
+        low = training.global_batch_size // rows * rows
+        near = f"{low} or {low + rows}" if low else f"{rows}"
+        text = f"must be a multiple of local_batch_size = {training.local_batch_size} times the data-parallel degree = "
+        yield context.wrong(
+            "training.global_batch_size", f"{text}{context.world_size}, which is {rows}.", f"Nearest: {near}."
+        )
+
+
+# -------------------------------------------------------------------------------------------------- schedule and memory
+
+
+@rule("training.steps", "lr_scheduler.warmup_steps")
+def warmup_ends(context: Context) -> Iterator[str]:
+    steps, warmup = context.job.training.steps, context.job.lr_scheduler.warmup_steps
+    # Cutting a run short from the command line is a way to look at its first steps: the rates stay those of the file.
+    cut_short = context.origins.get("training.steps") == COMMAND_LINE
+    cut_short = cut_short and context.origins.get("lr_scheduler.warmup_steps") != COMMAND_LINE
+    if warmup > steps and not cut_short:
+        text = f"must be at most training.steps = {steps}, or the peak rate is never reached."
+        yield context.wrong(
+            "lr_scheduler.warmup_steps", text, f"Usual is {max(1, steps // 50)} to {max(1, steps // 10)}."
+        )
+
+
+@rule("activation_checkpoint.mode", "compile.enable", "compile.components")
+def memory_budget_compiles(context: Context) -> Iterator[str]:
+    compiled = context.job.compile.enable and "model" in context.job.compile.components
+    if context.job.activation_checkpoint.mode == "memory_budget" and not compiled:
+        text = 'is decided by the compiler: set compile.enable = true with "model" in compile.components, or choose '
+        yield context.wrong("activation_checkpoint.mode", text + "another mode (none, selective, full).")
+
+
+@rule("activation_checkpoint", "model")
+def selects_a_block(context: Context) -> Iterator[str]:
+    checkpoint, arch = context.job.activation_checkpoint, context.arch
+    assert arch is not None
+    every = checkpoint.selective_ac_option
+    if checkpoint.mode == "selective" and every.isdecimal() and int(every) > arch.n_layers:
+        text = f"must be at most model.n_layers = {arch.n_layers}, or no block is checkpointed; mode none says so."
+        yield context.wrong("activation_checkpoint.selective_ac_option", text)
+
+
+# ------------------------------------------------------------------------------------------------------------- float8
+
+
+@rule("float8")
+def float8_all_gather(context: Context) -> Iterator[str]:
+    float8 = context.job.float8
+    if not float8.enable:
+        return
+    if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
+        text = f'needs float8.recipe_name = "tensorwise"; it is "{float8.recipe_name}". A row\'s scale is not known to '
+        yield context.wrong("float8.enable_fsdp_float8_all_gather", text + "the rank that gathers it.")
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        text = "needs float8.enable_fsdp_float8_all_gather = true: the scales are for the gathered weights."
+        yield context.wrong("float8.precompute_float8_dynamic_scale_for_fsdp", text)
+
+
+@rule("float8", "model")
+def float8_sizes(context: Context) -> Iterator[str]:
+    arch, float8 = context.arch, context.job.float8
+    assert arch is not None
+    if not float8.enable:
+        return
+    sizes = {"wq, wk, wv, wo": {"dim": arch.dim, "n_kv_heads": arch.n_kv_heads * arch.head_dim}}
+    sizes |= {"w1, w2, w3": {"dim": arch.dim, "ffn_dim": arch.ffn_dim}}
+    if not arch.tied_embeddings and not any(part in "output" for part in float8.filter_fqns):
+        sizes["output"] = {"vocab_size": arch.vocab_size}
+    odd = {key: (size, layers) for layers, keys in sizes.items() for key, size in keys.items() if size % 16}
+    for key, (size, layers) in odd.items():
+        text = f"gives the layers {layers} a side of {size}; an FP8 matmul takes multiples of 16."
+        yield context.wrong(f"model.{key}", text, "Change it, or set float8.enable = false.")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest_divisors(number: int, to: int) -> str:
+    nearest = sorted(_divisors(number), key=lambda n: abs(n - to))[:2]
+    return " and ".join(map(str, sorted(nearest)))
