@@ -1,0 +1,123 @@
+"""Invariant 5: a checkpoint exists or it does not."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titanlite.checkpoint import commit
+
+
+def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
+    unfinished = folder / commit.unfinished_name(step, "token")
+    unfinished.mkdir(parents=True)
+    digests = []
+    for name, content in (files or {"a.bin": b"weights" * 100, "b.bin": b"more"}).items():
+        file = commit.HashingFile(unfinished / name)
+        for start in range(0, len(content), 7):
+            file.write(content[start : start + 7])
+        file.close()
+        digests.append(file.digest())
+    return commit.publish(unfinished, step, digests, {"tokens": 3})
+
+
+def test_a_published_checkpoint_is_good_and_keeps_the_callers_value(tmp_path):
+    path = write_checkpoint(tmp_path, 100)
+    assert path.name == "step-00000100"
+    assert commit.verify_folder(path) == []
+    assert commit.read_manifest(path)["info"] == {"tokens": 3}
+    assert commit.list_checkpoints(tmp_path) == [path]
+    assert os.listdir(tmp_path) == ["step-00000100"]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
+def test_a_flipped_bit_anywhere_in_any_file_is_detected(tmp_path, name):
+    path = write_checkpoint(tmp_path, 100, {"a.bin": b"w" * 40, "b.bin": b"x"})
+    content = (path / name).read_bytes()
+    for position in range(len(content)):
+        for bit in (position % 8, (position + 5) % 8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            (path / name).write_bytes(flipped)
+            damage = commit.verify_folder(path)
+            assert len(damage) == 1
+            assert damage[0].startswith(name), damage
+    (path / name).write_bytes(content)
+    assert commit.verify_folder(path) == []
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
+def test_every_truncation_and_a_deletion_is_detected(tmp_path, name):
+    path = write_checkpoint(tmp_path, 100, {"a.bin": b"w" * 40, "b.bin": b"x"})
+    content = (path / name).read_bytes()
+    for size in range(len(content)):
+        (path / name).write_bytes(content[:size])
+        assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
+    (path / name).unlink()
+    assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
+    path = write_checkpoint(tmp_path, 100)
+    assert commit.verify_folder(path.rename(tmp_path / "step-00000200")) == ["manifest.json: belongs to step 100"]
+
+
+def test_nothing_is_published_over_an_existing_folder(tmp_path):
+    path = write_checkpoint(tmp_path, 100)
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(FileExistsError, match="exists already"):
+        write_checkpoint(tmp_path, 100, {"a.bin": b"other"})
+    assert (path / "manifest.json").read_bytes() == before
+
+
+def test_publishing_needs_every_file_in_its_full_size(tmp_path):
+    unfinished = tmp_path / ".tmp-step-00000100-x"
+    unfinished.mkdir()
+    with pytest.raises(OSError, match="do all nodes share this folder"):
+        commit.publish(unfinished, 100, [commit.FileDigest("a.bin", 3, "00")], {})
+
+
+def test_foreign_unfinished_and_set_aside_folders_are_no_checkpoints(tmp_path):
+    good = write_checkpoint(tmp_path, 7)
+    for name in (".tmp-step-00000009-x", "step-9", "step-00000009.damaged", "step-00000009-old", "notes", "step-abc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000011").write_text("a file")
+    assert commit.list_checkpoints(tmp_path) == [good]
+    assert commit.list_checkpoints(tmp_path / "absent") == []
+
+
+def test_checkpoints_are_ordered_by_step_beyond_eight_digits(tmp_path):
+    steps = [99_999_999, 100_000_000, 5]
+    for step in steps:
+        write_checkpoint(tmp_path, step)
+    assert [commit.step_of(path) for path in commit.list_checkpoints(tmp_path)] == sorted(steps)
+
+
+def test_only_leftovers_are_removed_at_start(tmp_path):
+    write_checkpoint(tmp_path, 7)
+    (tmp_path / ".tmp-step-00000009-x").mkdir()
+    (tmp_path / ".tmp-step-00000009-x" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "notes").mkdir()
+    assert commit.remove_unfinished(tmp_path) == [".tmp-step-00000009-x"]
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000007"]
+
+
+def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path, 7)
+
+    def killed(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        commit.remove(path)
+    monkeypatch.undo()
+    assert commit.list_checkpoints(tmp_path) == []
+    assert len(commit.remove_unfinished(tmp_path)) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_setting_aside_keeps_every_earlier_one(tmp_path):
+    names = [commit.set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(3)]
+    assert names == ["step-00000007.damaged", "step-00000007.damaged-2", "step-00000007.damaged-3"]
+    assert [path.name for path in commit.list_set_aside(tmp_path)] == names

@@ -1,0 +1,110 @@
+"""A training run in miniature: a sharded two-block Llama, AdamW with two groups, data that depends on the step alone.
+
+As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST` loads what FOLDER holds, trains to step LAST,
+saves, and prints each loss on rank 0.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.config import schema
+from titanlite.model.flavors import Architecture
+from titanlite.model.llama import Llama
+
+ARCHITECTURE = Architecture(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=64)
+ROWS, TOKENS = 4, 16
+
+
+class TinyRun:
+    """Model, optimizer and step; `tied`, `wrapped` (activation checkpointing) and `fused` vary what is saved."""
+
+    def __init__(self, *, seed: int = 0, tied: bool = False, wrapped: bool = False, decay_embeddings: bool = True):
+        self.step = 0
+        self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
+        self.model.init_weights(seed)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        for index, block in enumerate(self.model.layers):
+            if wrapped:
+                from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+                self.model.layers[index] = block = checkpoint_wrapper(block)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        named = list(self.model.named_parameters())
+        decayed = {n for n, p in named if p.ndim == 2 and (decay_embeddings or "embed" not in n)}
+        groups = [
+            {"params": [p for n, p in named if n in decayed], "weight_decay": 0.1},
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    def manager(self, folder: Path, *, lines: list[str] | None = None, **keys) -> CheckpointManager:
+        log = (lambda line: None) if lines is None else lines.append
+        return CheckpointManager(schema.Checkpoint(**keys), folder, self.model, self.optimizer, log=log)
+
+    def train_state(self) -> dict:
+        return {"step": self.step, "cursor": {"row": self.step * ROWS}}
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(1000 + self.step)
+            rows = torch.randint(64, (ROWS, TOKENS + 1), generator=generator)
+            rows = rows[dist.get_rank() :: dist.get_world_size()]
+            logits = self.model(rows[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (ROWS * TOKENS)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item())
+            self.step += 1
+        return losses
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Full copies of all weights and optimizer states."""
+        tensors = dict(self.model.state_dict())
+        for index, state in enumerate(self.optimizer.state.values()):
+            tensors |= {f"{index}.{key}": value for key, value in state.items()}
+        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in tensors.items()}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    run = TinyRun(seed=dist.get_world_size())  # other initial weights: only a real load can make runs agree
+    lines: list[str] = []
+    manager = run.manager(Path(sys.argv[1]), lines=lines)
+    state = manager.load()
+    run.step = state["step"] if state else 0
+    assert run.step == int(sys.argv[2]), (run.step, lines)
+    losses = run.train(int(sys.argv[3]) - run.step)
+    manager.save(run.step, run.train_state())
+    assert manager.failed_saves == 0, lines
+    manager.close()
+    if dist.get_rank() == 0:
+        print("losses", *(loss.hex() for loss in losses), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

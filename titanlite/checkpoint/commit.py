@@ -1,0 +1,250 @@
+"""What a checkpoint is on disk: how one comes into being, is recognised, checked, set aside and removed.
+
+Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
+a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
+ever written into a published folder. May import no torch: the protocol knows files only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+UNFINISHED = ".tmp-"
+
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK = 1 << 22  # bytes read at a time when a checksum is verified
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Name within the checkpoint, size in bytes and XXH3 128-bit checksum (hexadecimal) of one file."""
+
+    name: str
+    size: int
+    xxh3_128: str
+
+
+class HashingFile:
+    """A binary file opened for writing, which takes the checksum of what passes through it.
+
+    Append only: DCP and `torch.save` write their streams from front to back, so no byte is read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.error: OSError | None = None  # what the disk said; torch.save replaces it by a riddle about positions
+        self._file: IO[bytes] = path.open("xb")
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._size += written
+        return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def digest(self) -> FileDigest:
+        return FileDigest(self.name, self._size, self._hash.hexdigest())
+
+
+def step_name(step: int) -> str:
+    """The published name of a step's folder; the zeros make names sort as numbers do."""
+    return f"step-{step:08d}"
+
+
+def unfinished_name(step: int, token: str) -> str:
+    """The name of a step's folder while it is written. `token` makes it fresh; all ranks must use the same one."""
+    return f"{UNFINISHED}{step_name(step)}-{token}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a published folder, or None for any other name."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Published checkpoints by rising step, good or damaged; unfinished, set aside and foreign names are left out."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    """Folders that `set_aside` renamed because they were damaged."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}\.damaged(-\d+)?", path.name))
+
+
+def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[str, Any]) -> Path:
+    """Turn a folder whose files are written and flushed into the checkpoint of a step.
+
+    Args:
+        unfinished: the temporary folder, beside which the checkpoint appears.
+        digests: one for each file in it.
+        info: JSON value kept in the manifest.
+
+    Raises:
+        FileExistsError: the step was published before.
+        OSError: a file is missing or shorter than what its writer reported (a folder that the nodes do not share),
+            or the disk refuses.
+    """
+    for digest in digests:
+        path = unfinished / digest.name
+        if not path.is_file() or path.stat().st_size != digest.size:
+            raise OSError(f"{path} is not complete as seen from the first rank; do all nodes share this folder?")
+    write_manifest(unfinished, step, digests, info)
+    flush_folder(unfinished)
+    target = unfinished.parent / step_name(step)
+    if target.exists():  # a rename would replace an empty folder silently
+        raise FileExistsError(f"{target} exists already")
+    unfinished.rename(target)
+    flush_folder(target.parent)
+    return target
+
+
+def write_manifest(folder: Path, step: int, digests: list[FileDigest], info: dict[str, Any]) -> None:
+    """Write and flush manifest.json: format, step, files, the caller's value, and a checksum of itself."""
+    files = {d.name: {"size": d.size, "xxh3_128": d.xxh3_128} for d in sorted(digests, key=lambda d: d.name)}
+    body = {"format": FORMAT_VERSION, "step": step, "files": files, "info": info}
+    with (folder / MANIFEST).open("xb") as file:
+        file.write(_encode_manifest(body))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a published checkpoint.
+
+    Raises:
+        ValueError: it is missing, unreadable, altered, or of a format that this version does not know.
+    """
+    try:
+        raw = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{MANIFEST}: {error.strerror or error}") from error
+    try:
+        body = json.loads(raw)
+        body.pop("checksum")
+        intact = raw == _encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
+    except (ValueError, KeyError, AttributeError, TypeError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
+    if body["format"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{MANIFEST}: format {body['format']} is unknown to this version, which reads {FORMAT_VERSION}"
+        )
+    return body
+
+
+def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> list[str]:
+    """Check a published checkpoint against its manifest.
+
+    Args:
+        share: picks the file names that this caller reads, so that several ranks can split the work.
+
+    Returns:
+        One line for each damage found; empty when the checkpoint (or this caller's share of it) is good.
+    """
+    try:
+        manifest = read_manifest(path)
+    except ValueError as error:
+        return [str(error)]
+    if manifest["step"] != step_of(path):
+        return [f"{MANIFEST}: belongs to step {manifest['step']}"]
+    damage = (_verify_file(path / name, manifest["files"][name]) for name in share(sorted(manifest["files"])))
+    return [line for line in damage if line]
+
+
+def remove_unfinished(folder: Path) -> list[str]:
+    """Delete what saves and removals that were cut short left behind; returns the names."""
+    if not folder.is_dir():
+        return []
+    leftovers = sorted(path for path in folder.iterdir() if path.name.startswith(UNFINISHED))
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [path.name for path in leftovers]
+
+
+def set_aside(path: Path, reason: str = "damaged") -> Path:
+    """Rename a checkpoint so that no reader finds it, and keep it for a look."""
+    target, count = path.with_name(f"{path.name}.{reason}"), 1
+    while target.exists():
+        count += 1
+        target = path.with_name(f"{path.name}.{reason}-{count}")
+    path.rename(target)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Delete a published checkpoint. It loses its name first, so that a removal cut short leaves no partial one."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}-removed")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is on the disk only after its folder was synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of all files of a checkpoint."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _encode_manifest(body: dict[str, Any]) -> bytes:
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, separators=(",", ":")).encode())
+    return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
+
+
+def _verify_file(path: Path, expected: dict[str, Any]) -> str | None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["size"]:
+                return f"{path.name}: {size} bytes instead of {expected['size']}"
+            checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, size)))
+            while count := file.readinto(buffer):
+                checksum.update(buffer[:count])
+    except FileNotFoundError:
+        return f"{path.name}: missing"
+    except OSError as error:
+        return f"{path.name}: {error.strerror or error}"
+    if checksum.hexdigest() != expected["xxh3_128"]:
+        return f"{path.name}: checksum differs ({size} bytes)"
+    return None
