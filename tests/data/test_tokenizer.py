@@ -1,0 +1,165 @@
+"""The two file formats give equal ids on any text, and text is only text."""
+
+import json
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset
+from titanlite.data import tokenizer as module
+from titanlite.data.sources import open_source
+from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer, read_vocab_size
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "assets" / "tokenizer"
+MODEL, JSON = ASSETS / "tokenizer.model", ASSETS / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def both():
+    return load_tokenizer(MODEL), load_tokenizer(JSON)
+
+
+RUNS = st.builds(
+    lambda piece, count: piece * count,
+    st.sampled_from([" ", "=", "-", "\t", "\n", "\r\n", "\r", " \n", "a", "aa", "0", "_", "#", "é", "\u3000", "'s"]),
+    st.integers(1, 70),
+)
+SPECIAL = st.sampled_from(["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_3|>", "<|eot_id|>", "<|"])
+CODE = st.sampled_from(
+    ["def ", "return", "self.x", "import os", "    ", "class", "'ll", "'S", "\u017f", "'\u017f", "123456"]
+)
+ANY_TEXT = st.lists(st.one_of(st.text(max_size=30), RUNS, SPECIAL, CODE), max_size=12).map("".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(text=ANY_TEXT)
+def test_both_formats_give_equal_ids_and_the_text_back(both, text):
+    model, hf = both
+    ids = model.encode(text)
+    assert hf.encode(text) == ids
+    assert model.decode(ids) == hf.decode(ids) == text
+    assert all(0 <= i < model.bos_id for i in ids)  # no special token comes out of any text
+
+
+def test_both_formats_split_every_assigned_character_alike(both):
+    model, hf = both
+    characters = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cs", "Cn", "Co")]
+    for neighbour in ("a", " ", "-"):
+        text = "".join(c + neighbour for c in characters)
+        assert model.encode(text) == hf.encode(text)
+
+
+def test_both_formats_give_equal_ids_on_the_standard_library(both):
+    model, hf = both
+    source = open_source(Dataset())
+    for i in range(0, len(source), 7):
+        assert model.encode(source[i]) == hf.encode(source[i])
+
+
+def test_long_texts_are_cut_only_where_no_id_changes(both, monkeypatch):
+    source = open_source(Dataset())
+    text = "".join(source[i] for i in range(20)) + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1"
+    whole = [tokenizer.encode(text) for tokenizer in both]
+    monkeypatch.setattr(module, "_PIECE_CHARS", 999)
+    assert [tokenizer.encode(text) for tokenizer in both] == whole
+    for blank in (" " * 5000, "x" * 5000, "\n" * 5000, "\n " * 2500):  # no such place: cut elsewhere, nothing lost
+        for tokenizer in both:
+            assert tokenizer.decode(tokenizer.encode(blank)) == blank
+
+
+def test_a_megabyte_without_a_break_is_no_problem(both):
+    for tokenizer in both:
+        for text in (" " * 1_000_000, "=" * 1_000_000):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_lone_surrogates_become_replacement_characters(both):
+    model, hf = both
+    assert model.encode("a\ud800b") == hf.encode("a\ud800b") == model.encode("a\ufffdb")
+
+
+def test_special_tokens_are_those_of_llama_3_1():
+    names = llama3_special_tokens()
+    assert len(set(names)) == 256
+    at = {0: "begin_of_text", 1: "end_of_text", 2: "reserved_special_token_0", 4: "finetune_right_pad_id"}
+    at |= {5: "reserved_special_token_2", 8: "eom_id", 9: "eot_id", 10: "python_tag", 11: "reserved_special_token_3"}
+    at |= {255: "reserved_special_token_247"}
+    assert {i: names[i] for i in at} == {i: f"<|{name}|>" for i, name in at.items()}
+
+
+def test_sizes_ids_and_bytes(both):
+    for tokenizer, path in zip(both, (MODEL, JSON), strict=True):
+        assert tokenizer.vocab_size == read_vocab_size(path) == 4096
+        assert (tokenizer.bos_id, tokenizer.eos_id) == (3840, 3841)
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("def f(x):\n    pass"))) == b"def f(x):\n    pass"
+        assert tokenizer.token_bytes(3841) == b"<|end_of_text|>"
+    assert both[0].fingerprint == load_tokenizer(MODEL).fingerprint != both[1].fingerprint
+
+
+def test_the_fingerprint_follows_the_file(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(MODEL.read_bytes()[: MODEL.read_bytes().rindex(b"\n", 0, -1) + 1])
+    assert load_tokenizer(path).fingerprint != load_tokenizer(MODEL).fingerprint
+
+
+def test_the_vocabulary_size_needs_no_slow_import():
+    code = (
+        "import sys; from titanlite.data.tokenizer import read_vocab_size as r; "
+        f"assert r({str(MODEL)!r}) == r({str(JSON)!r}) == 4096; "
+        "print([m for m in ('torch', 'tiktoken', 'tokenizers', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
+
+
+def test_tokenizer_config_beside_the_file_names_bos_and_eos(tmp_path):
+    shutil.copy(JSON, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": None, "eos_token": {"content": "<|eot_id|>"}}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").eos_id == 3849
+    config.write_text(json.dumps({"eos_token": "<nothing>"}))
+    with pytest.raises(UserError, match=r"eos_token is '<nothing>', which tokenizer\.json does"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.model", b"hello world\n", "line 1: not a tiktoken tokenizer"),
+        ("tokenizer.model", b"IQ== 0\nIg== 0\n", "ranks repeat"),
+        ("tokenizer.model", b"", "the file is empty"),
+        ("tokenizer.json", b"{", "not valid JSON"),
+        ("tokenizer.json", b"[]", "not an object"),
+        ("tokenizer.json", b"{}", "no vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, name, content, message, load):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
+def test_a_missing_file_and_a_folder_are_named(tmp_path, load):
+    with pytest.raises(UserError, match=r"cannot read tokenizer .*none\.json: No such file"):
+        load(tmp_path / "none.json")
+    with pytest.raises(UserError, match="is a folder"):
+        load(tmp_path)
+
+
+def test_training_again_gives_the_same_files(tmp_path):
+    """Of the interpreter at hand: shipped files hold only for the one that made them."""
+    for name in ("one", "two"):
+        subprocess.run([sys.executable, ROOT / "scripts/train_tokenizer.py", "--out", tmp_path / name], check=True)
+    for file in ("tokenizer.model", "tokenizer.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
