@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Train: sets up .venv where needed, then launches one process for each GPU, or one on the CPU.
+#
+#   ./run_train.sh                                        the debug model, about two minutes on two CPU cores
+#   ./run_train.sh --job.config_file llama_8b.toml        a file here or in train_configs/
+#   ./run_train.sh --help                                 every key of a job file; each is an option, too
+#
+# Variables: NGPU (processes on this machine), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (more machines),
+# LOG_RANK (ranks that write to the terminal, default 0), PYTHON (for .venv, default python3).
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+"$here/scripts/setup.sh" .
+exec "$here/.venv/bin/python" -P -m titanlite.launch "$@"

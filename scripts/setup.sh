@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Create .venv and install titanlite into it, unless that was done for this pyproject.toml.
+# Argument: what pip installs, "." or ".[dev]".
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+wanted="$1"
+state="$(cksum pyproject.toml) $PWD" # an editable installation holds the path of the folder
+for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes the rest
+    [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && exit 0
+done
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 ""}; do
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+    done
+    if [[ -z "$python" ]]; then
+        echo "titanlite needs Python 3.11 or newer, as python3 or named by the variable PYTHON." >&2
+        exit 2
+    fi
+    echo "Creating .venv with $("$python" --version)" >&2
+    "$python" -m venv --clear .venv
+fi
+echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "$wanted"
+echo "$state" >".venv/installed$wanted" # only now: an interrupted installation is done again

@@ -1,0 +1,242 @@
+"""The workers of one node under torch's elastic agent, and what is said about their end.
+
+Invariant: a worker that stops for a known reason (an exit code of `titanlite.config.errors`) ends the launcher with
+the same code and without a traceback; of a crash the root cause is printed first, and once. A signal reaches each
+worker once, and the worker takes the time that it needs to save. May import torch and titanlite.config.errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
+
+ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"  # where a worker leaves the reason of its end, as <rank>.json
+KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
+
+POLL_SECONDS = 0.1
+KNOWN_EXIT_PATIENCE = 300.0  # for the other ranks after one ended for a known reason: they may be finishing a save
+CRASH_PATIENCE = 5.0  # after a crash: the others wait for the dead rank, at best until their collective fails
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run: `workers` on each of `nodes`. Without `node_rank` the nodes number themselves."""
+
+    workers: int
+    nodes: int = 1
+    node_rank: int | None = None
+    master_addr: str = "localhost"
+    master_port: int = 29500
+    shown_ranks: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a worker ended: its exit code (minus the signal's number if one killed it), when, and what it reported."""
+
+    rank: int
+    code: int
+    time: float
+    message: str | None
+
+
+class _Logs(DefaultLogsSpecs):
+    """Standard output of the shown ranks only; standard error of all. No pipes: a terminal stays a terminal."""
+
+    def __init__(self, folder: str, shown: tuple[int, ...]) -> None:
+        super().__init__(log_dir=folder)
+        self._shown = shown
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destination = super().reify(envs)
+        for local_rank, env in envs.items():
+            if int(env["RANK"]) not in self._shown:
+                destination.stdouts[local_rank] = os.devnull
+        return destination
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, except that it forwards signals instead of killing, and lets workers finish after a known exit."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs)
+        self.signal: int | None = None  # the first one that was forwarded
+        self.ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
+        self.killed: set[int] = set()  # ranks that we killed
+        self._deadline: float | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        # Installs handlers that raise, after which workers get 30 s: ours below replace them.
+        ids = super()._start_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
+        signal.signal(signal.SIGINT, self._forward)
+        signal.signal(signal.SIGTERM, self._forward)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else self._forward)
+        return ids
+
+    def _running(self) -> dict[int, Any]:
+        """Global rank -> Popen of each worker that has not ended; notes the ends."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        running = {}
+        for worker in self._worker_group.workers:
+            process = self._pcontext.subprocess_handlers[worker.local_rank].proc
+            code = process.poll()
+            if code is None:
+                running[worker.global_rank] = process
+            else:
+                self.ends.setdefault(worker.global_rank, (code, time.time()))
+        return running
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler. Workers have a session of their own, so that Ctrl-C reaches them through here alone."""
+        if self.signal is None:
+            self.signal = number
+            os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
+            for process in self._running().values():
+                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        elif number == signal.SIGINT:  # a second SIGTERM is a scheduler's impatience: it has SIGKILL for that
+            self._kill()
+
+    def _kill(self) -> None:
+        for rank, process in self._running().items():
+            self.killed.add(rank)
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        running = self._running()
+        bad = [code for code, _ in self.ends.values() if code != 0]
+        if bad and running:
+            now = time.monotonic()
+            if self._deadline is None:
+                patience = KNOWN_EXIT_PATIENCE if any(code in KNOWN_EXITS for code in bad) else CRASH_PATIENCE
+                self._deadline = now + patience
+            if now < self._deadline:
+                return RunResult(state=WorkerState.HEALTHY)
+            self._kill()
+        return super()._monitor_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
+
+
+def run_workers(command: Sequence[str], world: World) -> int:
+    """Run `python -u COMMAND` once for each worker of this node, print why it ended, and return the exit code.
+
+    Raises:
+        UserError: the nodes did not find each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
+        os.environ[ERROR_FOLDER] = folder
+        parameters = _rendezvous(world)
+        agent = Agent(
+            WorkerSpec(
+                role="trainer",
+                local_world_size=world.workers,
+                rdzv_handler=get_rendezvous_handler(parameters),
+                entrypoint=sys.executable,
+                args=("-u", *command),
+                max_restarts=0,
+                monitor_interval=POLL_SECONDS,
+                master_addr=world.master_addr if parameters.backend == "static" else None,
+                master_port=world.master_port if parameters.backend == "static" else None,
+                local_addr=parameters.local_addr,
+            ),
+            _Logs(folder, world.shown_ranks),
+        )
+        try:
+            result: Any = agent.run()
+        except SignalException as stopped:  # while the workers were being started
+            return 128 + stopped.sigval
+        except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+            where = f"MASTER_ADDR={world.master_addr}, MASTER_PORT={world.master_port}"
+            text = f"{world.nodes} nodes did not meet at {where}: {error}."
+            raise UserError(f"{text} The same values, and NNODES={world.nodes}, must be set on every node.") from None
+        finally:
+            agent._worker_group.spec.rdzv_handler.shutdown()
+        if not result.is_failed():
+            return 0
+        text, code = explain(_ends(agent, Path(folder)), agent.signal, agent.killed)
+        if text:
+            print(text, file=sys.stderr)
+        return code
+
+
+def _rendezvous(world: World) -> RendezvousParameters:
+    if world.nodes == 1:  # "localhost" rather than a look-up of this machine's name, which can take seconds
+        return RendezvousParameters("c10d", "localhost:0", f"titanlite-{os.getpid()}", 1, 1, local_addr="localhost")
+    backend = "c10d" if world.node_rank is None else "static"
+    options: dict[str, Any] = {"timeout": 900} | ({} if world.node_rank is None else {"rank": world.node_rank})
+    endpoint = f"{world.master_addr}:{world.master_port}"
+    return RendezvousParameters(backend, endpoint, "titanlite", world.nodes, world.nodes, **options)
+
+
+def _ends(agent: Agent, folder: Path) -> list[End]:
+    """The workers that did not end with 0, the first one first."""
+    agent._running()
+    ends = []
+    for rank, (code, seen) in agent.ends.items():
+        file = folder / f"{rank}.json"
+        if code != 0 and file.exists():
+            record = json.loads(file.read_text(encoding="utf-8"))
+            ends.append(End(rank, code, record["time"], record["message"]))
+        elif code != 0:  # it ended up to two polls before it was seen to
+            ends.append(End(rank, code, seen - 2 * POLL_SECONDS, None))
+    return sorted(ends, key=lambda end: (end.rank in agent.killed, end.time))
+
+
+def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tuple[str, int]:
+    """What to print about ended workers, and the exit code of the launcher.
+
+    Args:
+        ends: Those that did not end with 0, in order of time, at least one.
+        stopped_by: Number of the signal that was forwarded to them, if one was.
+        killed: Ranks that the launcher killed.
+    """
+    known = [end for end in ends if end.code in KNOWN_EXITS]
+    if known:
+        code = known[0].code
+        texts: dict[str, list[int]] = {}  # equal messages of many ranks are printed once
+        for end in known:
+            if end.message:
+                texts.setdefault(end.message, []).append(end.rank)
+        lines = list(texts) if len(texts) == 1 else [f"[{_ranks(ranks)}] {text}" for text, ranks in texts.items()]
+        return "\n".join([*lines, *(_short(end, killed) for end in ends if end.code not in KNOWN_EXITS)]), code
+    quiet = (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # a stop before there was anything to save
+    if stopped_by is not None and all(end.code in quiet for end in ends):
+        return "", 128 + stopped_by
+    root, *others = ends
+    lines = [f"Rank {root.rank} failed first: {_how(root)}", (root.message or "").rstrip()]
+    lines += [_short(end, killed) for end in others]
+    return "\n".join(line for line in lines if line), root.code if root.code > 0 else 128 - root.code
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _how(end: End) -> str:
+    if end.code == -signal.SIGKILL:
+        return "it was killed (SIGKILL). The system does that when memory runs out."
+    return f"it ended with {f'exit code {end.code}' if end.code > 0 else signal.Signals(-end.code).name}."
+
+
+def _short(end: End, killed: set[int]) -> str:
+    if end.rank in killed:
+        return f"Then rank {end.rank} did not end by itself and was killed."
+    last_line = (end.message or "").rstrip().rpartition("\n")[2]
+    return f"Then rank {end.rank} failed: {last_line or _how(end)}"

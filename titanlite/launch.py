@@ -1,0 +1,103 @@
+"""What ./run_train.sh starts: checks the job, then starts torchrun's agent with the workers of this node.
+
+Invariant: a wrong job ends here, in a fraction of a second, before torch is imported or a process is started. May
+import titanlite.config, titanlite.validate and titanlite.observe.logger, none of which has torch; after the check also
+titanlite.agent.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from titanlite.config.errors import UserError
+
+EXPLAINED = {
+    "NGPU": "processes on this machine, one for each GPU",
+    "NNODES": "machines",
+    "NODE_RANK": "number of this machine, from 0",
+    "MASTER_PORT": "a port of MASTER_ADDR that is free",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check, launch and wait; returns the exit code of the run."""
+    try:
+        return launch(argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before there were workers
+        return 130
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Start `titanlite train ARGV` on every rank of this node.
+
+    Raises:
+        UserError: the job, or a variable of the environment, is wrong.
+    """
+    from titanlite.observe.logger import logged_ranks
+    from titanlite.validate import load_and_check
+
+    workers = _number("NGPU", 1) or count_gpus() or 1
+    nodes = _number("NNODES", 1) or 1
+    node_rank = _number("NODE_RANK", 0)
+    if node_rank is not None and node_rank >= nodes:
+        raise UserError(f"NODE_RANK={node_rank} must be less than NNODES={nodes}.")
+    if nodes > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"NNODES={nodes} needs MASTER_ADDR: the name or address of the first machine, as others see it."
+        )
+    shown_ranks = logged_ranks()
+    job = load_and_check(argv, workers * nodes)
+
+    # Threads of all processes together use each core once; more only gets in each other's way.
+    threads = job.training.num_threads or max(1, _cores() // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
+    if "LOGLEVEL" not in os.environ:  # torchrun's switch for its own messages
+        import logging
+
+        logging.disable(logging.ERROR)
+
+    from titanlite.agent import World, run_workers
+
+    addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
+    world = World(workers, nodes, node_rank, addr, port, shown_ranks)
+    return run_workers(["-P", "-m", "titanlite.cli", "train", *argv], world)
+
+
+def count_gpus() -> int:
+    """GPUs that a process started here would see, found without torch. 0 where there is no NVIDIA driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return 0
+    gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
+    return (
+        gpus
+        if visible is None
+        else min(gpus, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    )
+
+
+def _number(name: str, minimum: int) -> int | None:
+    """The environment variable as a number; None where it is not set."""
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < minimum:
+        raise UserError(f"{name}={text}: a whole number of at least {minimum} is allowed ({EXPLAINED[name]}).")
+    return int(text)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
