@@ -1,0 +1,241 @@
+"""The trainer: build, parallelize, loop.
+
+Invariant: the step loop never waits for the device except where it logs or saves, and has no branch on the layout.
+May import every room.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.config.errors import StoppedBySignal
+from titanlite.config.load import dump_config, resolve_path
+from titanlite.config.schema import JobConfig
+from titanlite.data.loader import GlobalBatch, Loader
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.model.flavors import architecture
+from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+from titanlite.observe.guards import check_finite
+from titanlite.observe.logger import setup_logging
+from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.progress import ProgressBar
+from titanlite.optim.clip import clip_grad_norm_
+from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.float8 import precompute_scales
+from titanlite.parallel.fsdp import set_gradient_sync
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.signals import StopSignal
+
+
+def main(job: JobConfig) -> None:
+    """Run the training job in this rank's process; torchrun's environment says which rank it is, if there are many.
+
+    Raises:
+        UserError: Something that a person can mend; its `exit_code` is the program's.
+    """
+    with process_group(job) as device:
+        Trainer(job, device).train()
+
+
+@contextmanager
+def process_group(job: JobConfig) -> Iterator[torch.device]:
+    """The world of ranks, of size one without torchrun, and this rank's device."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo serves offloaded gradients
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    if job.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
+
+
+class Trainer:
+    """Everything that one rank needs for a run."""
+
+    def __init__(self, job: JobConfig, device: torch.device) -> None:
+        """Build and parallelize; resume from the newest checkpoint if there is one.
+
+        Raises:
+            UserError: The data, the tokenizer or the checkpoint cannot be used.
+        """
+        self.job, self.device = job, device
+        self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
+        dump_folder = Path(job.job.dump_folder)
+        self.log = setup_logging(self.rank, dump_folder / "train.log").info
+        training, arch = job.training, architecture(job.model)
+        global_batch_size = training.global_batch_size
+        if global_batch_size == -1:
+            global_batch_size = training.local_batch_size * self.mesh.data_degree
+
+        tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+        self.loader = Loader(
+            job.dataset,
+            tokenizer,
+            seed=training.seed if job.dataset.seed is None else job.dataset.seed,
+            seq_len=training.seq_len,
+            global_batch_size=global_batch_size,
+            local_batch_size=training.local_batch_size,
+            dp_rank=self.mesh.data_rank,
+            dp_size=self.mesh.data_degree,
+            dp_group=self.mesh.data_group,
+            device=device,
+        )
+        tokens = training.steps * global_batch_size * training.seq_len
+        self.log(
+            f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(arch):,} parameters, "
+            f"on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
+            f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {device.type}"
+        )
+        self.model = build_model(job, self.mesh, device, self.log)
+        self.optimizer = build_optimizer(self.model, job.optimizer)
+        compile_loss = job.compile.enable and "loss" in job.compile.components
+        self.loss_fn = torch.compile(cross_entropy_sum) if compile_loss else cross_entropy_sum
+
+        self.step, tokens_seen = 0, 0
+        self.checkpoints = None
+        if job.checkpoint.enable:
+            folder = dump_folder / job.checkpoint.folder
+            self.checkpoints = CheckpointManager(
+                job.checkpoint, folder, self.model, self.optimizer, log=self.log, job=job.model_dump(mode="json")
+            )
+            state = self.checkpoints.load()
+            if state is not None:
+                self.step, tokens_seen = state["step"], state["tokens"]
+                self.loader.load_state_dict(state["data"])
+                self.log(f"Resumed after step {self.step}: {tokens_seen:,} tokens seen")
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        if self.rank == 0:
+            write_outputs(dump_folder, job, device_name)
+        self.metrics = MetricsRecorder(
+            dump_folder,
+            job.metrics,
+            self.rank,
+            flops_per_token(arch, training.seq_len),
+            peak_flops(device_name),
+            dist.get_world_size(),
+            device,
+            training.steps,
+            self.step,
+            tokens_seen,
+        )
+
+    def train(self) -> None:
+        """Loop until the last step, or until a signal; then save.
+
+        Raises:
+            StoppedBySignal: After saving.
+            GuardError: The loss or the gradient norm is not finite; nothing was saved.
+        """
+        steps, stop, signal_name = self.job.training.steps, StopSignal(self.mesh.data_group), None
+        if self.step >= steps:
+            self.log(f"Nothing to do: step {self.step} of {steps} is done. A larger training.steps goes on.")
+        with ProgressBar(steps, self.step, self.rank) as bar:
+            while self.step < steps and signal_name is None:
+                self.step += 1
+                self.train_step()
+                bar.update(self.step, self.metrics.status() if self.metrics.is_log_step(self.step) else None)
+                signal_name = stop.agreed()
+                if self.step % self.job.checkpoint.interval == 0 or self.step == steps or signal_name:
+                    self.save()
+        stop.wait()
+        self.close()
+        if signal_name and self.step < steps:
+            saved = "saved" if self.checkpoints else "nothing saved, as checkpoint.enable is false"
+            raise StoppedBySignal(f"Stopped by {signal_name} after step {self.step}: {saved}. Start again to go on.")
+
+    def train_step(self) -> None:
+        """One optimizer step over this rank's part of the global batch."""
+        waited_from = time.perf_counter()
+        batch = self.loader.next_global_batch()
+        data_time = time.perf_counter() - waited_from
+        num_valid_tokens = self.total(torch.full((), batch.num_valid_tokens, device=self.device))
+        loss = self.forward_backward(batch, num_valid_tokens)
+        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
+        lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_scales(self.model)
+        if self.metrics.is_log_step(self.step):
+            self.metrics.record(self.total(loss), self.grad_norm, num_valid_tokens, data_time)
+            self.log(self.metrics.log(self.step, lr))
+            assert self.metrics.latest is not None
+            check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.step)
+        else:  # nobody reads this step's loss, so the ranks' shares of it are not summed
+            self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
+
+    def forward_backward(self, batch: GlobalBatch, num_valid_tokens: Tensor) -> Tensor:
+        """Accumulate the gradients of all microbatches; returns this rank's share of the loss, on the device."""
+        total = torch.zeros((), device=self.device)
+        for i, microbatch in enumerate(batch.microbatches):
+            set_gradient_sync(self.model, last_microbatch=i == len(batch.microbatches) - 1)
+            loss = self.loss_fn(self.model(microbatch.input_ids), microbatch.labels) / num_valid_tokens
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sum `value` in place over the data-parallel ranks, on the device."""
+        dist.all_reduce(value, group=self.mesh.data_group)
+        return value
+
+    def save(self) -> None:
+        """Save what a resume needs. Never saves weights that a non-finite gradient has spoiled."""
+        check_finite(0.0, self.grad_norm.item(), self.step)
+        if self.checkpoints is not None:
+            state = {"step": self.step, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
+            self.checkpoints.save(self.step, state)
+
+    def close(self) -> None:
+        """Finish what runs in the background and close all files."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        self.loader.close()
+        self.metrics.close()
+
+
+def write_outputs(dump_folder: Path, job: JobConfig, device_name: str) -> None:
+    """Write config.toml, which reloads to the same job, and environment.json beside the outputs."""
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    (dump_folder / "config.toml").write_text(dump_config(job))
+    packages = ("titanlite", "torch", "torchao", "numpy", "tokenizers", "tiktoken")
+    environment = {
+        "python": platform.python_version(),
+        "packages": {package: version(package) for package in packages},
+        "device": device_name,
+        "world_size": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+    (dump_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
