@@ -1,0 +1,307 @@
+"""`titanlite generate`: what it loads, what it writes, and that the cache changes the cost only."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite import generate as command
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.load import REPOSITORY, dump_config
+from titanlite.config.schema import JobConfig
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.generate import TextStream, choose, encode_prompt, find_step, generate, next_logits
+from titanlite.model.attention import LayerCache
+from titanlite.model.flavors import Architecture, architecture
+from titanlite.model.llama import Llama
+
+TOKENIZER = REPOSITORY / "assets" / "tokenizer" / "tokenizer.model"
+ARCH = Architecture(48, 2, 6, 2, 64, vocab_size=307, max_seq_len=48, rope_scaling_factor=4.0)
+JOB = JobConfig.model_validate(
+    {
+        "job": {"dump_folder": "unused"},
+        "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 40},
+    }
+)
+
+
+def random_model(arch, seed=0):
+    """Weights large enough that the likeliest token is far from a tie."""
+    model = Llama(arch)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TOKENIZER)
+
+
+def save_run(folder, fingerprint, steps, **more):
+    """What a training run leaves: config.toml, and checkpoints whose weights differ."""
+    (folder / "config.toml").write_text(dump_config(JOB))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        for step in steps:
+            model = random_model(architecture(JOB.model), seed=step)
+            saver = CheckpointManager(JOB.checkpoint, folder / "checkpoint", model, None, log=lambda line: None, **more)
+            saver.save(step, {"step": step, "data": {"tokenizer": fingerprint}})
+    finally:
+        dist.destroy_process_group()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tokenizer):
+    """The output folder of a run with checkpoints of steps 10 and 20."""
+    return save_run(tmp_path_factory.mktemp("run"), tokenizer.fingerprint, (10, 20))
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of `trained` that a test may damage."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def complete(capsys, folder, *words):
+    """Standard output and standard error of the command."""
+    command.main(["--checkpoint", str(folder), "--max-new-tokens", "12", *words])
+    return capsys.readouterr()
+
+
+# ---------------------------------------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("length", [1, 5, 30])
+def test_greedy_tokens_with_cache_equal_those_without(length):
+    model = random_model(ARCH)
+    prompt = torch.randint(ARCH.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = list(prompt)
+    for _ in range(18):
+        ids.append(int(next_logits(model, ids, cache=None).argmax()))
+    assert list(generate(model, prompt, 18)) == ids[length:]
+    assert len(set(ids[length:])) > 3  # not a loop of one token, which anything would reproduce
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_logits_with_cache_equal_those_without(monkeypatch, chunk):
+    """1e-5 of the largest: attention over the cache takes another kernel, which sums in another order."""
+    monkeypatch.setattr(command, "PREFILL_CHUNK", chunk)
+    model = random_model(ARCH)
+    ids = torch.randint(ARCH.vocab_size, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    cache = [LayerCache((1, 2, 40, 8), torch.float32, torch.device("cpu")) for _ in range(2)]
+    for first, last in ((0, 20), (20, 39), (39, 40)):
+        cached, whole = next_logits(model, ids[first:last], cache), next_logits(model, ids[:last], cache=None)
+        assert ((cached - whole).abs().max() / whole.abs().max()).item() < 1e-5
+
+
+def test_stops_at_the_models_maximum_length():
+    assert len(list(generate(random_model(ARCH), [1] * 40, 100))) == 8
+
+
+def test_stops_at_the_end_of_the_document_and_does_not_show_it():
+    model = random_model(ARCH)
+    free = list(generate(model, [1, 2], 10))
+    end = free[6]
+    assert list(generate(model, [1, 2], 10, eos_id=end)) == free[: free.index(end)]
+
+
+# ------------------------------------------------------------------------------------------------------- the sampling
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def frequencies(**settings):
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.tensor([choose(LOGITS, generator=generator, **settings) for _ in range(4000)])
+    return torch.bincount(chosen, minlength=5) / 4000
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_from_the_softmax_at_the_temperature(temperature):
+    """0.04: five standard errors of 4,000 draws."""
+    expected = torch.softmax(LOGITS / temperature, dim=-1)
+    torch.testing.assert_close(frequencies(temperature=temperature, top_k=0), expected, atol=0.04, rtol=0.0)
+
+
+def test_top_k_leaves_out_all_but_the_likeliest():
+    found = frequencies(temperature=1.0, top_k=2)
+    assert found[[0, 2, 4]].tolist() == [0, 0, 0]
+    torch.testing.assert_close(found[[1, 3]], torch.softmax(torch.tensor([3.0, 2.0]), 0), atol=0.04, rtol=0.0)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0, "top_k": 0}, {"temperature": 1.0, "top_k": 1}])
+def test_greedy_always_takes_the_likeliest(settings):
+    assert frequencies(**settings).tolist() == [0, 1, 0, 0, 0]
+
+
+def test_top_k_beyond_the_vocabulary_takes_all():
+    assert torch.equal(frequencies(temperature=1.0, top_k=99), frequencies(temperature=1.0, top_k=0))
+
+
+@pytest.mark.parametrize(("temperature", "shares"), [(1e-40, [0, 1, 0, 0, 0]), (1e40, [0.2] * 5)])
+def test_extreme_temperatures_do_not_overflow(temperature, shares):
+    torch.testing.assert_close(
+        frequencies(temperature=temperature, top_k=0), torch.tensor(shares) * 1.0, atol=0.04, rtol=0
+    )
+
+
+def test_useless_weights_are_named_instead_of_sampled():
+    with pytest.raises(CheckpointError, match="not finite"):
+        choose(torch.tensor([0.0, math.nan]), 0, 0, None)
+
+
+def test_ids_beyond_the_tokenizer_are_never_chosen():
+    model = random_model(ARCH)
+    tokens = list(generate(model, [1], 40, temperature=5.0, generator=torch.Generator().manual_seed(0), vocab_size=11))
+    assert max(tokens) < 11
+
+
+# ----------------------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 ", "é", "\ufffd?", ""])
+def test_streamed_pieces_add_up_to_the_text(tokenizer, text):
+    stream = TextStream(tokenizer, [tokenizer.bos_id])
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + stream.rest() == text
+
+
+def test_no_piece_shows_half_a_character(tokenizer):
+    ids = tokenizer.encode("🦜!")
+    assert len(ids) > 2  # the bird spans tokens
+    stream = TextStream(tokenizer, ids[-1:])
+    pieces = [stream.push(token) for token in ids]
+    assert [piece for piece in pieces if piece] == ["🦜", "!"]
+
+
+def test_a_character_cut_short_is_shown_at_the_end(tokenizer):
+    stream = TextStream(tokenizer, [tokenizer.bos_id])
+    assert stream.push(tokenizer.encode("🦜")[0]) == ""
+    assert stream.rest() == "\ufffd"
+
+
+def test_prompt_begins_like_a_document(tokenizer):
+    assert encode_prompt("import os", tokenizer, 40) == [tokenizer.bos_id, *tokenizer.encode("import os")]
+    assert encode_prompt("", tokenizer, 40) == [tokenizer.bos_id]
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_prints_prompt_and_completion_and_nothing_else_on_standard_output(capsys, trained, tokenizer):
+    out, err = complete(capsys, trained, "--prompt", "import os", "--temperature", "0")
+    model = random_model(architecture(JOB.model), seed=20)
+    ids = encode_prompt("import os", tokenizer, 40)
+    expected = generate(model, ids, 12, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
+    assert out == "import os" + tokenizer.decode(list(expected)) + "\n"
+    assert "step-00000020" in err
+    assert "12 tokens" in err
+
+
+def test_same_seed_same_text_other_seed_other_text(capsys, trained):
+    first, again, other = (complete(capsys, trained, "--prompt", "x", "--seed", s).out for s in ("3", "3", "4"))
+    assert first == again != other
+
+
+def test_any_of_the_three_folders_will_do(trained, monkeypatch):
+    newest = trained / "checkpoint" / "step-00000020"
+    assert find_step(trained) == find_step(trained / "checkpoint") == find_step(newest) == newest
+    assert find_step(trained / "checkpoint" / "step-00000010") == trained / "checkpoint" / "step-00000010"
+    monkeypatch.chdir(newest)
+    assert find_step(type(newest)(".")) == newest
+
+
+def test_older_step_has_its_own_weights(capsys, trained):
+    texts = {complete(capsys, trained / "checkpoint" / s, "--temperature", "0").out for s in ("step-00000010", ".")}
+    assert len(texts) == 2
+
+
+def test_a_damaged_newest_step_is_named_and_the_older_one_taken(capsys, run):
+    file = next((run / "checkpoint" / "step-00000020").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    err = complete(capsys, run).err
+    assert "step-00000020 is damaged" in err
+    assert "step-00000010:" in err
+
+
+def test_a_damaged_step_that_was_asked_for_is_refused(run):
+    step = run / "checkpoint" / "step-00000020"
+    file = next(step.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        command.main(["--checkpoint", str(step)])
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(UserError, match="does not exist") as caught:
+        command.main(["--checkpoint", str(tmp_path / "nowhere")])
+    assert caught.value.exit_code == 2
+
+
+def test_folder_without_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no good checkpoint here"):
+        command.main(["--checkpoint", str(tmp_path)])
+
+
+def test_without_the_runs_configuration(run):
+    (run / "config.toml").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.toml"):
+        command.main(["--checkpoint", str(run / "checkpoint")])
+
+
+def test_job_in_the_manifest_wins_over_the_file(tmp_path, tokenizer, capsys):
+    """The folder's config.toml is of the last run in it; the manifest's is of the one that saved."""
+    save_run(tmp_path, tokenizer.fingerprint, (5,), job=JOB.model_dump(mode="json"))
+    expected = complete(capsys, tmp_path).out
+    (tmp_path / "config.toml").write_text(dump_config(JOB).replace("dim = 32", "dim = 64"))
+    assert complete(capsys, tmp_path).out == expected
+
+
+def test_a_configuration_of_another_model_is_refused(run):
+    (run / "config.toml").write_text(dump_config(JOB).replace("dim = 32", "dim = 64"))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        command.main(["--checkpoint", str(run)])
+
+
+def test_another_tokenizer_is_refused(run, monkeypatch):
+    monkeypatch.setattr(command, "load_tokenizer", lambda path: load_tokenizer(TOKENIZER.with_name("tokenizer.json")))
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        command.main(["--checkpoint", str(run)])
+
+
+def test_prompt_longer_than_the_model(trained):
+    with pytest.raises(UserError, match=r"the model holds 40.*Shorten it"):
+        command.main(["--checkpoint", str(trained), "--prompt", "a b c d " * 30])
+
+
+def test_all_wrong_values_are_reported_together(trained):
+    words = ["--temperature", "-1", "--top-k", "-2", "--max-new-tokens", "0", "--seed", "-7"]
+    with pytest.raises(UserError) as caught:
+        command.main(["--checkpoint", str(trained), *words])
+    message = str(caught.value)
+    for found in ("--temperature -1.0", "--top-k -2", "--max-new-tokens 0", "--seed -7"):
+        assert found in message
+
+
+def test_as_a_command(trained):
+    """Through `titanlite`: exit code 0 and the text; exit code 2 and no traceback for a wrong option."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "titanlite.cli", "generate", "--checkpoint", str(trained)]
+    good = subprocess.run(
+        [*words, "--prompt", "x", "--max-new-tokens", "2"], capture_output=True, text=True, env=environment
+    )
+    assert (good.returncode, good.stdout[0]) == (0, "x"), good.stderr
+    bad = subprocess.run([*words, "--temperature", "-1"], capture_output=True, text=True, env=environment)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "Traceback" not in bad.stderr

@@ -1,0 +1,319 @@
+"""`titanlite generate`: let a checkpoint complete a text.
+
+Invariant: the same checkpoint, prompt, settings and seed give the same text; the key-value cache changes the cost of
+a token (one position instead of all), not the token. One process. May import every room but the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manager import load_model_weights
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.load import load_job, resolve_path
+from titanlite.config.schema import JobConfig
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.model.attention import LayerCache
+from titanlite.model.flavors import architecture
+from titanlite.model.llama import Llama
+from titanlite.observe.flops import num_params
+
+# Prompt tokens in one forward pass: bounds the logits, of which all but the last row are thrown away.
+PREFILL_CHUNK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Let a checkpoint complete a text: prompt and completion go to standard output, all else to standard error."""
+
+    checkpoint: Path
+    """A step folder (.../step-00000100), the folder of all, or a run's output folder; of several steps the newest."""
+    prompt: str = ""
+    """Text to go on from. Empty: the beginning of a new document."""
+    max_new_tokens: int = 100
+    """Longest completion, in tokens. It ends earlier where the model ends the document or reaches its max_seq_len."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time; 1 samples from what the model believes; more is more random."""
+    top_k: int = 50
+    """Sample from the k likeliest tokens only; 0 takes all."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: a wrong option, no such folder, or a prompt that does not fit the model.
+        CheckpointError: no usable checkpoint.
+    """
+    import tyro
+
+    options = tyro.cli(Options, args=list(argv), prog="titanlite generate", description=Options.__doc__)
+    check_options(options)
+    step_folder = find_step(options.checkpoint)
+    job = job_of(step_folder)
+    tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(step_folder, job, tokenizer, device)
+    ids = encode_prompt(options.prompt, tokenizer, model.arch.max_seq_len)
+    dtype = str(model.norm.weight.dtype).removeprefix("torch.")
+    note(f"{step_folder}: {job.model.flavor}, {num_params(model.arch):,} parameters, {dtype} on {device.type}")
+
+    tokens = generate(
+        model,
+        ids,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=torch.Generator().manual_seed(options.seed),
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+    started, count, stream = time.perf_counter(), 0, TextStream(tokenizer, ids[-1:])
+    write(options.prompt.encode("utf-8", "replace").decode())
+    for token in tokens:
+        count += 1
+        write(stream.push(token))
+    write(stream.rest() + "\n")
+    note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
+
+
+def write(text: str) -> None:
+    """Print a piece of the text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(line: str) -> None:
+    """Print beside the text, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_options(options: Options) -> None:
+    """Raises UserError: all wrong values at once."""
+    rules = (
+        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
+        (
+            "--temperature",
+            options.temperature,
+            options.temperature >= 0 and math.isfinite(options.temperature),
+            "at least 0, which always takes the likeliest token",
+        ),
+        ("--top-k", options.top_k, options.top_k >= 0, "at least 1, or 0 for all tokens"),
+        ("--seed", options.seed, 0 <= options.seed < 2**64, "a number from 0 to 2^64 - 1"),
+    )
+    wrong = [f"{name} {value}: must be {allowed}." for name, value, good, allowed in rules if not good]
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+# ------------------------------------------------------------------------------------------------------- what to load
+
+
+def find_step(folder: Path) -> Path:
+    """The step folder that `folder` stands for: itself, or the newest good one in it or in its run's checkpoint folder.
+
+    Raises:
+        UserError: there is no such folder.
+        CheckpointError: there is no good checkpoint in it.
+    """
+    if not folder.expanduser().is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UserError(
+            f"--checkpoint {folder}: {problem}. Name the folder of a step, the folder of all steps, or the output "
+            "folder of a run, for example outputs/debug_model."
+        )
+    folder = folder.expanduser().resolve()
+    if commit.step_of(folder) is not None:
+        return folder
+    if not commit.list_checkpoints(folder) and (folder / "config.toml").is_file():
+        folder = folder / job_from_file(folder / "config.toml").checkpoint.folder
+    for step_folder in reversed(commit.list_checkpoints(folder)):
+        damage = commit.verify_folder(step_folder)
+        if not damage:
+            return step_folder
+        note(f"{step_folder.name} is damaged ({'; '.join(damage)}): taking an older one")
+    raise CheckpointError(
+        f"{folder}: no good checkpoint here. A run saves one every checkpoint.interval steps and at its end, unless "
+        "checkpoint.enable is false."
+    )
+
+
+def job_of(step_folder: Path) -> JobConfig:
+    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run.
+
+    Raises:
+        CheckpointError: it is in neither, or cannot be read.
+    """
+    try:
+        job: dict[str, Any] | None = commit.read_manifest(step_folder)["info"]["job"]
+        if job is not None:
+            return JobConfig.model_validate(job)
+    except ValidationError as error:
+        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read:\n{error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{step_folder} is damaged: {error}") from None
+    config = step_folder.parents[1] / "config.toml"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{step_folder} does not say which model it holds, and there is no {config}. Put the config.toml of the "
+            "run there, as training wrote it."
+        )
+    return job_from_file(config)
+
+
+def job_from_file(config: Path) -> JobConfig:
+    """The job that a run wrote to its output folder."""
+    return load_job(["--job.config_file", str(config)])
+
+
+def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
+    """The model with the checkpoint's weights: float32 on a CPU, on a GPU the dtype that it was trained to compute in.
+
+    Raises:
+        CheckpointError: the weights are damaged or of another model, or the tokenizer has changed since.
+    """
+    with torch.device("meta"):
+        model = Llama(architecture(job.model))
+    if device.type == "cuda":
+        model.to(getattr(torch, job.training.mixed_precision_param))
+    model.to_empty(device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        info = load_model_weights(step_folder, model)
+    trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
+    if trained_with != tokenizer.fingerprint or tokenizer.vocab_size > model.arch.vocab_size:
+        raise CheckpointError(
+            f"{step_folder} was trained with another tokenizer than {job.tokenizer.path} is now: its tokens would "
+            "read as other text. Put the original file back."
+        )
+    return model
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[int]:
+    """Token ids as training saw them at the beginning of a document.
+
+    Raises:
+        UserError: the prompt fills the model, or is empty and the tokenizer has no token to begin with.
+    """
+    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    if not ids:
+        raise UserError('--prompt "": this tokenizer has no token that begins a document; give at least a character.')
+    if len(ids) >= max_seq_len:
+        raise UserError(
+            f"--prompt has {len(ids)} tokens; the model holds {max_seq_len}, of which one must be left. Shorten it."
+        )
+    return ids
+
+
+# ------------------------------------------------------------------------------------------------------- token by token
+
+
+def generate(
+    model: Llama,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+    eos_id: int | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Yield new token ids, one at a time, as they are chosen.
+
+    Args:
+        prompt: ids to go on from, at least one and fewer than the model's max_seq_len.
+        generator: on the CPU, whatever the model's device; needed unless temperature is 0.
+        eos_id: ends the completion and is not yielded.
+        vocab_size: only ids below it are chosen; a model's embedding may be larger than its tokenizer. None: all.
+
+    Raises:
+        CheckpointError: the model's output is not finite.
+    """
+    arch, weight = model.arch, model.tok_embeddings.weight
+    length = min(len(prompt) + max_new_tokens, arch.max_seq_len)
+    shape = (1, arch.n_kv_heads, length, arch.head_dim)
+    cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
+    ids = list(prompt)
+    for _ in range(length - len(prompt)):
+        logits = next_logits(model, ids, cache)[:vocab_size]
+        token = choose(logits, temperature, top_k, generator)
+        if token == eos_id:
+            return
+        yield token
+        ids = [token]
+
+
+def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | None) -> Tensor:
+    """Logits of the token after `ids`, which follow what `cache` holds: (V,), fp32, on the CPU."""
+    tokens = torch.tensor([list(ids)], device=model.tok_embeddings.weight.device)  # (1, T)
+    chunks = tokens.split(PREFILL_CHUNK, dim=1) if cache is not None else [tokens]
+    with torch.inference_mode():
+        for chunk in chunks:
+            logits = model(chunk, cache=cache)  # (1, T, V)
+    return logits[0, -1].float().cpu()
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
+    """Sample a token id from logits (V,), or take the likeliest at temperature 0.
+
+    Raises:
+        CheckpointError: the logits are not finite.
+    """
+    if not logits.isfinite().all():
+        raise CheckpointError("The model's output is not finite: its weights are useless. Take an older checkpoint.")
+    if temperature == 0:
+        return int(logits.argmax())
+    assert generator is not None
+    candidates = torch.arange(len(logits))
+    if 0 < top_k < len(logits):
+        logits, candidates = logits.topk(top_k)
+    # In fp64 and from the maximum down, so that no temperature overflows.
+    probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
+    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class TextStream:
+    """Turns tokens into text as soon as whole characters are known.
+
+    A character may span tokens, and how a token reads may depend on the one before it. So new text is what the text
+    of the last piece and the tokens since has grown by.
+
+    Args:
+        before: ids already shown; the last one is enough.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        self._shown = len(self._ids)  # of these ids, so many are shown
+
+    def push(self, token: int) -> str:
+        """The text that is known once `token` is; empty in the middle of a character."""
+        self._ids.append(token)
+        text = self._new_text()
+        if text.endswith("\ufffd"):  # more bytes of the character may come
+            return ""
+        self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end: a character cut short, as U+FFFD."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._shown])) :]
