@@ -173,7 +173,7 @@ class LRScheduler(Section):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """The rate at the last step, as a share of the peak rate."""
+    """Where decay ends, right after the last step, as a share of the peak rate."""
 
 
 class Parallelism(Section):
@@ -240,8 +240,14 @@ class Checkpoint(Section):
     """Folder of the checkpoints inside job.dump_folder."""
     interval: PositiveInt = 500
     """Steps between saves: what a crash can cost at most."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem", "process"] = "disabled"
+    """disabled: training stops while a checkpoint is written. async: it stops only for a copy to host memory (one more
+    copy of weights and optimizer state), and a thread writes. async_with_pinned_mem: that copy, too, runs beside the
+    next step; needs a GPU. process: another process writes, so that Python's lock is never shared."""
     keep_latest_k: NonNegativeInt = 10
     """Older checkpoints are removed after a save; 0 keeps all."""
+    keep_every_n_steps: NonNegativeInt = 0
+    """Checkpoints whose step is a multiple of this are kept for good, beside keep_latest_k. 0: none is."""
     load_step: AutoInt = -1
     """Resume from this step. -1: from the newest."""
 

@@ -11,7 +11,10 @@ from titanlite.config import schema
 
 
 def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_steps: int) -> float:
-    """The rate of optimizer step `step`, counted from 1: `peak` after warmup, `peak * min_lr_factor` at the end."""
+    """The rate of optimizer step `step`, counted from 1.
+
+    Decay reaches `peak * min_lr_factor` one step after the last, so that no step is wasted at a rate of zero.
+    """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
     after_warmup = total_steps - config.warmup_steps
@@ -21,7 +24,7 @@ def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_step
     steps_left = total_steps - step
     if steps_left >= decay_steps:
         return peak
-    left = steps_left / decay_steps  # 1 where decay begins, 0 at the last step
+    left = (steps_left + 1) / (decay_steps + 1)  # falls from 1, the last stable step, to 0, after the last step
     if config.decay_type == "linear":
         shape = left
     elif config.decay_type == "cosine":
