@@ -185,7 +185,8 @@ def _unknown(section: str, key: str) -> str:
         near = exact
     else:
         near = [f"{section}.{name}" for name in difflib.get_close_matches(key, _names(section), n=1)]
-    near = near or difflib.get_close_matches(f"{section}.{key}", KEYS, n=1)
+    if section not in SECTIONS:  # its name lacks a letter, too
+        near = near or difflib.get_close_matches(f"{section}.{key}", KEYS, n=1)
     near = near or [
         known
         for name in difflib.get_close_matches(key, {known.split(".")[1] for known in KEYS}, n=1)
@@ -209,11 +210,12 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
     options: list[_Option] = []
     errors: list[str] = []
     words: list[str] | None = None  # of the option that is being read
+    takes_one = False
     for word in argv:
         if word in ("-h", "--help"):
             continue
         if not word.startswith("--"):
-            if words is None:
+            if words is None or (takes_one and words):
                 errors.append(block(COMMAND_LINE, word, "expected an option such as --training.steps 100."))
             else:
                 words.append(word)
@@ -223,7 +225,9 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
         section, _, name = flag[2:].replace("-", "_").partition(".")
         negated = f"{section}.{name}" not in KEYS and name.startswith("no_")
         key = f"{section}.{name.removeprefix('no_') if negated else name}"
-        if key not in KEYS or not _on_command_line(KEYS[key].annotation) or (negated and not _is_flag(key)):
+        known = key in KEYS and _on_command_line(KEYS[key].annotation) and (_is_flag(key) or not negated)
+        takes_one = known and typing.get_origin(KEYS[key].annotation) not in (tuple, list)
+        if not known:
             hint = _unknown(section, name) if name else _unknown("", section)
             errors.append(block(COMMAND_LINE, flag, hint))
         else:

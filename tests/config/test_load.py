@@ -1,0 +1,381 @@
+"""A job file and the command line become one job, or one report of every mistake in them."""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import (
+    KEYS,
+    REPOSITORY,
+    SECTIONS,
+    dump_config,
+    find_job_file,
+    load_job,
+    read_job,
+    resolve_path,
+)
+from titanlite.config.schema import JobConfig
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str, *argv: str) -> JobConfig:
+    Path("job.toml").write_text(text, encoding="utf-8")
+    return load_job(["--job.config_file", "job.toml", *argv])
+
+
+def mistakes(text: str, *argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(text, *argv)
+    assert caught.value.exit_code == 2
+    return re.sub(r"\s+", " ", str(caught.value))  # the report is wrapped
+
+
+# ------------------------------------------------------------------------------------------------------------ what wins
+
+
+def test_without_arguments_it_is_the_debug_model():
+    job = load_job([])
+    assert Path(job.job.config_file or "").name == "debug_model.toml"
+    assert job.job.dump_folder == "outputs/debug_model"
+    assert job.model.flavor == "debugmodel"
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults():
+    job = load("[training]\nsteps = 5\nseq_len = 64\n", "--training.steps", "7")
+    assert (job.training.steps, job.training.seq_len) == (7, 64)
+    assert job.training.local_batch_size == JobConfig().training.local_batch_size
+
+
+def test_a_value_equal_to_the_default_wins_over_the_file_too():
+    default = JobConfig().training.steps
+    assert load("[training]\nsteps = 5\n", "--training.steps", str(default)).training.steps == default
+
+
+def test_the_command_line_mends_a_wrong_value_in_the_file():
+    assert load('[training]\nsteps = "abc"\n', "--training.steps", "7").training.steps == 7
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--training.local_batch_size", "3"],
+        ["--training.local-batch-size", "3"],
+        ["--training.local_batch_size=3"],
+        ["--training.local-batch-size=3"],
+        ["--training.local_batch_size", "5", "--training.local_batch_size", "3"],
+    ],
+)
+def test_hyphen_and_underscore_are_the_same_and_the_last_one_counts(argv: list[str]):
+    assert load("", *argv).training.local_batch_size == 3
+
+
+def test_every_kind_of_value_can_be_given_on_the_command_line():
+    job = load(
+        "[compile]\ncomponents = ['model']\n",
+        "--compile.enable",
+        "--checkpoint.no-enable",
+        "--model.tied_embeddings",
+        *("--float8.filter_fqns", "output", "layers.0"),
+        *("--training.global_batch_size", "-1"),
+        *("--optimizer.lr", "1e-3"),
+        *("--dataset.path", "data/*.jsonl"),
+        *("--model.dim", "512"),
+    )
+    assert (job.compile.enable, job.checkpoint.enable, job.model.tied_embeddings) == (True, False, True)
+    assert job.float8.filter_fqns == ("output", "layers.0")
+    assert job.compile.components == ("model",)
+    assert (job.training.global_batch_size, job.optimizer.lr, job.model.dim) == (-1, 1e-3, 512)
+    assert job.dataset.path == "data/*.jsonl"
+
+
+def test_an_absent_optional_key_stays_absent():
+    job = load("[model]\nflavor = '8b'\n")
+    assert job.model.tied_embeddings is None
+    assert job.lr_scheduler.decay_ratio is None
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model.tied_embeddings", "--model.no-tied-embeddings", "--model.no_tied_embeddings"]
+)
+def test_an_optional_boolean_is_a_flag(flag: str):
+    assert load("", flag).model.tied_embeddings is ("no" not in flag)
+
+
+def test_whole_numbers_are_fine_where_fractions_are_allowed():
+    assert load("[optimizer]\neps = 1\n").optimizer.eps == 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------- which file
+
+
+@pytest.mark.parametrize("name", ["sub/mine.toml", "sub/mine", "llama_8b.toml", "llama_8b", "debug_model"])
+def test_a_bare_name_is_found_in_the_folders_of_job_files(name: str):
+    Path("sub").mkdir()
+    Path("sub/mine.toml").write_text("")
+    assert load_job([f"--job.config-file={name}"]).job.dump_folder == f"outputs/{Path(name).stem}"
+
+
+def test_the_current_folder_comes_before_train_configs_and_that_before_titanlites_own():
+    assert find_job_file("llama_8b") == REPOSITORY / "train_configs/llama_8b.toml"
+    Path("train_configs").mkdir()
+    Path("train_configs/llama_8b.toml").write_text("")
+    assert find_job_file("llama_8b") == Path("train_configs/llama_8b.toml")
+    Path("llama_8b.toml").write_text("")
+    assert find_job_file("llama_8b") == Path("llama_8b.toml")
+
+
+def test_a_missing_file_is_reported_with_the_places_and_the_names_there():
+    with pytest.raises(UserError, match=r"(?s)lama_9.*train_configs.*debug_model.*llama_8b"):
+        load_job(["--job.config_file", "lama_9"])
+
+
+def test_the_option_without_a_name_is_a_mistake():
+    with pytest.raises(UserError, match=r"--job.config_file \(no value\)"):
+        load_job(["--job.config_file"])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[training]\nsteps = \n", "line 2, column 9"),
+        (b"[training]\nsteps = 1\nsteps = 2\n", "line 3"),
+        (b"[training\n", "line 1"),
+        (b"[job]\ndescription = '\xff'\n", "UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_named_with_the_place(content: bytes, said: str):
+    Path("job.toml").write_bytes(content)
+    with pytest.raises(UserError, match=rf"(?s)job\.toml.*{said}"):
+        load_job(["--job.config_file", "job.toml"])
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file: Path):
+    first, second, *_ = file.read_text().splitlines()
+    assert "./run_train.sh" in first
+    assert file.name in first or file.stem == "debug_model"
+    assert second.startswith("# ")
+    defaults = JobConfig().model_dump()
+    load_job(["--job.config_file", str(file)])
+    for section, table in tomli.loads(file.read_text()).items():
+        for key, value in table.items():
+            assert defaults[section][key] != value, f"{section}.{key} is the default"
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "allowed"),
+    [
+        ('[training]\nsteps = "abc"', 'training.steps = "abc"', "whole number greater than 0"),
+        ('[training]\nsteps = "5"', 'training.steps = "5"', "whole number"),
+        ("[training]\nsteps = 0", "training.steps = 0", "greater than 0"),
+        ("[training]\nsteps = true", "training.steps = true", "whole number"),
+        ("[training]\nsteps = 1e4", "training.steps = 10000.0", "whole number"),
+        ("[training]\nlocal_batch_size = 2.5", "training.local_batch_size = 2.5", "whole number greater than 0"),
+        ("[training]\nseq_len = -8", "training.seq_len = -8", "greater than 0"),
+        ("[training]\nseed = -1", "training.seed = -1", "at least 0"),
+        ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0", "at least 1, or -1 for automatic"),
+        ("[training]\nglobal_batch_size = -2", "training.global_batch_size = -2", "at least 1, or -1 for automatic"),
+        ("[training]\nmax_norm = -1.0", "training.max_norm = -1.0", "at least 0"),
+        ('[training]\ndtype = "fp8"', 'training.dtype = "fp8"', '"float32" or "bfloat16"'),
+        ("[training]\nsteps = 2000-01-01", 'training.steps = "2000-01-01"', "whole number"),
+        ("[model]\ndim = 0", "model.dim = 0", "greater than 0"),
+        ('[model]\ntied_embeddings = "yes"', 'model.tied_embeddings = "yes"', "true or false"),
+        ("[model]\nrope_scaling_factor = 0.5", "model.rope_scaling_factor = 0.5", "at least 1.0"),
+        ("[model]\nflavor = 8", "model.flavor = 8", "a text"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan", "a number greater than 0"),
+        ("[optimizer]\nlr = inf", "optimizer.lr = inf", "a number greater than 0"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0", "at least 0.0 and less than 1.0"),
+        ("[lr_scheduler]\ndecay_ratio = 2", "lr_scheduler.decay_ratio = 2", "at most 1"),
+        ("[compile]\nenable = 1", "compile.enable = 1", "true or false"),
+        ("[compile]\ncomponents = ['optimizer']", 'compile.components.0 = "optimizer"', '"model" or "loss"'),
+        ("[compile]\ncomponents = 'model'", 'compile.components = "model"', "a list"),
+        ("[float8]\nfilter_fqns = ['a', 1]", "float8.filter_fqns.1 = 1", "a list, each a text"),
+        ("[activation_checkpoint]\nselective_ac_option = '0'", 'selective_ac_option = "0"', "op: save attention"),
+        ("training = 5", "training = 5", "must be a table: write [training]"),
+        ("[[training]]\nsteps = 5", 'training = [{"steps": 5}]', "must be a table"),
+    ],
+)
+def test_a_wrong_value_is_reported_with_file_key_value_and_what_is_allowed(text: str, key: str, allowed: str):
+    report = mistakes(text)
+    assert f"1 mistake in the job: job.toml: {key}" in report or f"job.toml: activation_checkpoint.{key}" in report
+    assert allowed in report
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[model]\nsteps = 5", "model.steps = 5 unknown key; did you mean training.steps?"),
+        ("[training]\nstesp = 5", "did you mean training.steps?"),
+        ("[training]\nbatch_size = 5", "did you mean training.local_batch_size?"),
+        ("[optimizer]\nwarmup_steps = 5", "did you mean lr_scheduler.warmup_steps?"),
+        ("[trainig]\nsteps = 5", "[trainig] unknown section; did you mean [training]?"),
+        ("[zzz]\nsteps = 5", "unknown section; sections are job, model, tokenizer"),
+        ("steps = 5", "steps = 5 unknown key; did you mean training.steps?"),
+        ("[metrics]\nqqqqq = 1", "unknown key; [metrics] has log_freq"),
+    ],
+)
+def test_an_unknown_name_is_reported_with_the_nearest_known_one(text: str, said: str):
+    assert said in mistakes(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--training.steps", "abc"], 'command line: training.steps = "abc" must be a whole number greater than 0'),
+        (["--training.steps", "0"], "command line: training.steps = 0 must be a whole number greater than 0"),
+        (["--training.steps"], "command line: --training.steps (no value) must be a whole number"),
+        (["--training.steps", "1", "2"], "command line: 2 expected an option such as --training.steps 100"),
+        (["--training.stps", "5"], "command line: --training.stps unknown key; did you mean training.steps?"),
+        (["--steps", "5"], "command line: --steps unknown key; did you mean training.steps?"),
+        (["--training.no-steps"], "command line: --training.no-steps unknown key"),
+        (["--compile.enable", "true"], "--compile.enable true takes no value: write --compile.enable for true"),
+        (["--compile.enable=true"], "takes no value"),
+        (["--optimizer.name", "SGD"], 'optimizer.name = "SGD" must be "AdamW"'),
+        (["steps=5"], "command line: steps=5 expected an option such as --training.steps 100"),
+    ],
+)
+def test_a_wrong_option_is_reported(argv: list[str], said: str, capfd: pytest.CaptureFixture[str]):
+    report = mistakes("", *argv)
+    assert report.startswith("1 mistake")
+    assert said in report
+    assert capfd.readouterr() == ("", "")  # the parser's own message is not printed beside it
+
+
+def test_all_mistakes_of_file_and_command_line_are_reported_together():
+    text = '[training]\nsteps = "abc"\nseq_len = 0\n[modle]\ndim = 1\n[optimizer]\nlrr = 1\nbeta1 = 7\n'
+    report = mistakes(text, "--metrics.log_freq", "x", "--checkpoint.interval", "0", "--checkpoint.kep", "1")
+    assert report.startswith("8 mistakes")
+    found = (
+        "training.steps",
+        "training.seq_len",
+        "[modle]",
+        "lrr",
+        "beta1",
+        "log_freq",
+        "interval",
+        "--checkpoint.kep",
+    )
+    assert all(name in report for name in found)
+
+
+def test_mistakes_of_the_command_line_are_reported_beside_a_file_that_cannot_be_read():
+    assert mistakes("[training\n", "--training.steps", "x").startswith("2 mistakes")
+
+
+def test_the_draft_of_a_wrong_job_has_defaults_where_values_are_wrong():
+    Path("job.toml").write_text("[training]\nsteps = 0\nseq_len = 64\n")
+    draft = read_job(["--job.config_file", "job.toml", "--metrics.log_freq", "x"])
+    assert (draft.job.training.steps, draft.job.training.seq_len) == (JobConfig().training.steps, 64)
+    assert draft.invalid == {"training.steps", "metrics.log_freq"}
+    assert draft.origins["training.seq_len"] == "job.toml"
+
+
+names = st.sampled_from([*KEYS, "steps", "trainin.x", "compile.no_enable", ""])
+words = st.sampled_from(["5", "-1", "x", "", "true", "None", "--", "--=", "-h=", "a b", "1e9", "é"]) | st.text(
+    max_size=5
+)
+
+
+@given(st.lists(st.builds("--{}".format, names) | words, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_no_command_line_leads_to_a_traceback(argv: list[str]):
+    argv = [word for word in argv if word not in ("-h", "--help")]
+    with contextlib.suppress(UserError):  # anything else fails the test
+        load_job(argv)
+
+
+anything = st.recursive(
+    st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+section_names = st.sampled_from([*SECTIONS, "steps", "modle"])
+key_names = st.sampled_from([*{key.split(".")[1] for key in KEYS}, "setps"])
+
+
+@given(st.dictionaries(section_names, anything | st.dictionaries(key_names, anything, max_size=4), max_size=4))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
+    with contextlib.suppress(UserError):
+        load(tomli_w.dumps(content))
+
+
+# ---------------------------------------------------------------------------------------------------- the resolved copy
+
+
+def valid_values(key: str) -> st.SearchStrategy[Any]:
+    """Valid values of a key, drawn from its JSON schema."""
+    section, name = key.split(".")
+    schema = SECTIONS[section].model_json_schema()["properties"][name]
+    schema = next((option for option in schema.get("anyOf", []) if option["type"] != "null"), schema)
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum", 1)), schema.get("maximum", 1)
+    if key == "activation_checkpoint.selective_ac_option":
+        return st.just("op") | st.integers(1, 99).map(str)
+    kinds = {
+        "boolean": st.booleans(),
+        "integer": st.integers(max(low, 1), 2**40),
+        "number": st.floats(max(low, 1e-9), high, exclude_max="exclusiveMaximum" in schema),
+        "string": st.text(st.characters(exclude_categories=["Cs"]), min_size=name == "dump_folder", max_size=20),
+        "array": st.lists(st.sampled_from(["model", "loss"]), max_size=3),
+    }
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return st.sampled_from(choices) if choices else kinds[schema["type"]]
+
+
+some_keys = st.lists(st.sampled_from(sorted(set(KEYS) - {"job.config_file"})), unique=True, max_size=12)
+
+
+@given(some_keys.flatmap(lambda keys: st.fixed_dictionaries({key: valid_values(key) for key in keys})))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_written_configuration_reloads_to_an_equal_object(values: dict[str, Any]):
+    content: dict[str, Any] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        content.setdefault(section, {})[name] = value
+    job = load(tomli_w.dumps(content))
+    Path("copy.toml").write_text(dump_config(job), encoding="utf-8")
+    assert load_job(["--job.config_file", "copy.toml"]) == job
+
+
+def test_a_resolved_copy_keeps_the_name_of_its_original_and_its_outputs():
+    job = load("", "--training.steps", "3")
+    folder = Path(job.job.dump_folder)
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(job))
+    again = load_job(["--job.config_file", str(folder / "config.toml")])
+    assert again == job
+    assert (again.job.config_file, again.job.dump_folder) == ("job.toml", "outputs/job")
+
+
+def test_a_job_cannot_be_changed():
+    job = load_job([])
+    with pytest.raises(ValidationError, match="frozen"):
+        job.training.steps = 5
+    assert isinstance(hash(job), int)
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_a_path_is_seen_from_the_current_folder_or_else_from_titanlites_own(in_empty_folder: Path):
+    assert resolve_path("pyproject.toml") == REPOSITORY / "pyproject.toml"
+    Path("pyproject.toml").write_text("")
+    assert resolve_path("pyproject.toml").resolve() == in_empty_folder / "pyproject.toml"
+    assert resolve_path("/nowhere/x") == Path("/nowhere/x")
