@@ -22,6 +22,7 @@ from titanlite.config.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
     "check": ("Check a job file, for --world-size N ranks, without starting anything.", "titanlite.cli:check"),
+    "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
 }
 

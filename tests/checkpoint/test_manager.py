@@ -5,6 +5,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tiny_run import TinyRun, assert_equal
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manager import load_model_weights
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -170,6 +171,7 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path):
     for step in (1, 2, 3, 4):
         manager.save(step, run.train_state())
         manager.save(step, run.train_state())  # nothing to do: saved already
+    manager.close()
     assert manager.failed_saves == 0
     assert names(tmp_path) == [
         ".tmp-step-00000009-other",
@@ -247,23 +249,113 @@ def test_weights_from_a_damaged_or_absent_checkpoint_are_refused(two_saved):
         load_model_weights(folder / "elsewhere", Llama(run.model.arch))
 
 
+def test_some_steps_are_kept_for_good(tmp_path):
+    run = TinyRun()
+    manager = run.manager(tmp_path, keep_latest_k=1, keep_every_n_steps=3)
+    for step in range(1, 8):
+        manager.save(step, run.train_state())
+    manager.close()
+    assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000007"]
+
+
+def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
+    straight = TinyRun()
+    losses = straight.train(8)
+    first = TinyRun()
+    lines: list[str] = []
+    manager = first.manager(tmp_path, lines=lines, async_mode="async", keep_latest_k=0)
+    for _ in range(3):  # the next steps change the live state while a save is under way
+        first.train(2)
+        manager.save(first.step, first.train_state())
+    first.train(2)
+    manager.close()
+    assert manager.failed_saves == 0
+    assert sum("of which training waited" in line for line in lines) == 3
+    for step in (2, 4, 6):
+        resumed = TinyRun(seed=99)
+        assert resumed.manager(tmp_path, load_step=-1).load() == {"step": 8 - step, "cursor": {"row": (8 - step) * 4}}
+        resumed.step = 8 - step
+        assert resumed.train(step) == losses[8 - step :]
+        shutil.rmtree(tmp_path / f"step-{8 - step:08d}")
+
+
+def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
+    run = TinyRun()
+    lines: list[str] = []
+    manager = run.manager(tmp_path, lines=lines, async_mode="async")
+    release = threading.Event()
+    publish = commit.publish
+
+    def slow_publish(*args):
+        assert release.wait(20)
+        return publish(*args)
+
+    monkeypatch.setattr(commit, "publish", slow_publish)
+    manager.save(1, run.train_state())
+    assert "step-00000001" not in names(tmp_path)
+    threading.Timer(0.2, release.set).start()
+    manager.save(2, run.train_state())
+    manager.close()
+    assert manager.waits >= 1
+    assert "waiting for the save of step 1, which is still under way" in lines
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkeypatch):
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines, async_mode="async")
+    monkeypatch.setattr(commit, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded")))
+    manager.save(6, run.train_state())
+    manager._saver.settle()
+    monkeypatch.undo()
+    assert manager.failed_saves == 1
+    assert "Quota exceeded" in lines[-1]
+    manager.save(6, run.train_state())
+    manager.close()
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_pinned_memory_without_a_gpu_is_refused(tmp_path):
+    with pytest.raises(UserError, match="needs a GPU"):
+        TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
+
+
+def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/checkpoint"):
+        TinyRun().manager(tmp_path / "file" / "checkpoint")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes about 0\.00 GB, 0\.00 GB are free"):
+        TinyRun().manager(tmp_path)
+
+
+def train_ranks(ranks: int, *args: object) -> list[float]:
+    script = Path(__file__).with_name("tiny_run.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*launcher, str(script), *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
+    return [float.fromhex(word) for word in line.split()[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "process"])
+def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
+    straight = train_ranks(2, tmp_path / "straight", 0, 6)
+    assert train_ranks(2, tmp_path / mode, 0, 4, mode) == straight[:4]
+    assert train_ranks(2, tmp_path / mode, 4, 6, mode) == straight[4:]
+    assert names(tmp_path / mode) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
 @pytest.mark.slow
 def test_a_run_moves_from_one_rank_to_two_and_back(tmp_path):
-    straight = TinyRun(seed=1)
-    expected = straight.train(6)
-
-    def train(ranks: int, first: int, last: int) -> list[float]:
-        script = Path(__file__).with_name("tiny_run.py")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*launcher, str(script), str(tmp_path), str(first), str(last)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-        assert done.returncode == 0, done.stderr
-        line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
-        return [float.fromhex(word) for word in line.split()[1:]]
-
-    assert train(1, 0, 2) == expected[:2]  # bitwise: the same layout
-    moved = [*train(2, 2, 4), *train(1, 4, 6)]
+    expected = TinyRun(seed=1).train(6)
+    assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
+    moved = [*train_ranks(2, tmp_path, 2, 4), *train_ranks(1, tmp_path, 4, 6)]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
     assert not commit.verify_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))

@@ -1,7 +1,7 @@
 """A training run in miniature: a sharded two-block Llama, AdamW with two groups, data that depends on the step alone.
 
-As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST` loads what FOLDER holds, trains to step LAST,
-saves, and prints each loss on rank 0.
+As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST [MODE]` loads what FOLDER holds, trains from
+step FIRST to LAST, saves every second step in async mode MODE, and prints each loss on rank 0.
 """
 
 import dataclasses
@@ -93,14 +93,17 @@ def main() -> None:
     dist.init_process_group("gloo")
     run = TinyRun(seed=dist.get_world_size())  # other initial weights: only a real load can make runs agree
     lines: list[str] = []
-    manager = run.manager(Path(sys.argv[1]), lines=lines)
+    mode = sys.argv[4] if len(sys.argv) > 4 else "disabled"
+    manager = run.manager(Path(sys.argv[1]), lines=lines, async_mode=mode)
     state = manager.load()
     run.step = state["step"] if state else 0
     assert run.step == int(sys.argv[2]), (run.step, lines)
-    losses = run.train(int(sys.argv[3]) - run.step)
-    manager.save(run.step, run.train_state())
-    assert manager.failed_saves == 0, lines
+    losses = []
+    while run.step < int(sys.argv[3]):
+        losses += run.train(2)
+        manager.save(run.step, run.train_state())
     manager.close()
+    assert manager.failed_saves == 0, lines
     if dist.get_rank() == 0:
         print("losses", *(loss.hex() for loss in losses), flush=True)
     dist.destroy_process_group()

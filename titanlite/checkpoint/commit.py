@@ -21,6 +21,7 @@ import xxhash
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 UNFINISHED = ".tmp-"
+PROBE = f"{UNFINISHED}probe-"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 22  # bytes read at a time when a checksum is verified
@@ -186,14 +187,20 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
     return [line for line in damage if line]
 
 
+def list_unfinished(folder: Path) -> list[Path]:
+    """What saves and removals that were cut short, or are under way, left behind."""
+    return sorted(path for path in folder.iterdir() if path.name.startswith(UNFINISHED)) if folder.is_dir() else []
+
+
 def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what saves and removals that were cut short left behind; returns the names."""
-    if not folder.is_dir():
-        return []
-    leftovers = sorted(path for path in folder.iterdir() if path.name.startswith(UNFINISHED))
+    """Delete what `list_unfinished` finds; returns the names of folders."""
+    leftovers = list_unfinished(folder)
     for path in leftovers:
-        shutil.rmtree(path)
-    return [path.name for path in leftovers]
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [path.name for path in leftovers if not path.name.startswith(PROBE)]
 
 
 def set_aside(path: Path, reason: str = "damaged") -> Path:

@@ -6,29 +6,26 @@ that fails costs that save only. May import config, torch and the other modules 
 
 from __future__ import annotations
 
-import hashlib
-import json
+import pickle
 import secrets
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite.checkpoint import commit, state
-from titanlite.checkpoint.storage import CommittingWriter, SafeReader
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.saver import Saver
+from titanlite.checkpoint.storage import SafeReader
 from titanlite.config import schema
-from titanlite.config.errors import CheckpointError
-
-T = TypeVar("T")
+from titanlite.config.errors import CheckpointError, UserError
 
 
 class CheckpointManager:
@@ -57,49 +54,37 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self.job = job
-        self.failed_saves = 0
         self._log = log
-        group = dist.new_group(backend="gloo")  # objects travel between hosts, never through a GPU
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-        self._rank = dist.get_rank()
-        self._token = self._on_rank0(self._start)
-        self._saves = 0
-        self._current_step: int | None = None  # the step whose checkpoint equals the live state, if any
+        self._ranks = Ranks()
+        self._current_step: int | None = None  # the step that the live state was loaded from
+        token = self._ranks.on_rank0(self._start)
+        self._check_storage(token)
+        self._saver = Saver(config, folder, self._ranks, token, log)
+        if optimizer is not None and config.async_mode == "async_with_pinned_mem":
+            optimizer.register_step_pre_hook(lambda *_: self._saver.wait_for_staging())
 
-    def _start(self) -> str:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if leftovers := commit.remove_unfinished(self.folder):
-            self._log(f"removed {len(leftovers)} unfinished checkpoint folders: {', '.join(leftovers)}")
-        return secrets.token_hex(8)
+    @property
+    def failed_saves(self) -> int:
+        """Saves that failed; counted on all ranks alike."""
+        return self._saver.failed
+
+    @property
+    def waits(self) -> int:
+        """Saves that found the one before still under way."""
+        return self._saver.waits
 
     def save(self, step: int, train_state: dict[str, Any]) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.
 
-        A failure (disk full, permission) is logged and counted in `failed_saves`; the run goes on.
+        With an async mode it returns once the state is staged; a save still under way is waited for first. A failure
+        (disk full, permission) is logged and counted in `failed_saves`; the run goes on.
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `load` returns it.
         """
-        if step == self._current_step:
-            return
-        self._saves += 1
-        started = time.perf_counter()
-        writer = CommittingWriter(self.folder, step, f"{self._token}-{self._saves}", self._describe(train_state))
-        tensors = self._live_tensors(with_rng=True)
-        try:
-            planner = DefaultSavePlanner(flatten_state_dict=False)
-            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
-        except CheckpointException as error:
-            self.failed_saves += 1
-            self._on_rank0(lambda: shutil.rmtree(writer.unfinished, ignore_errors=True))
-            self._say(f"save of step {step} FAILED ({_cause(error)}); the run goes on, the next save is a new try")
-            return
-        self._current_step = step
-        self._say(
-            f"saved step {step} to {self.folder / commit.step_name(step)} in {time.perf_counter() - started:.1f} s"
-        )
-        self._on_rank0(self._purge)
+        self._saver.settle()
+        if step not in (self._current_step, self._saver.last_step):
+            self._saver.save(step, self._live_tensors(with_rng=True), self._describe(train_state))
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
@@ -116,24 +101,62 @@ class CheckpointManager:
         path = self._choose()
         if path is None:
             return None
-        manifest = self._on_rank0(lambda: commit.read_manifest(path))
+        manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
         info = manifest["info"]
         tensors = self._tensors_to_load(path, info)
         dcp_load(
             tensors,
             storage_reader=SafeReader(path),
             planner=DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=self._group,
+            process_group=self._ranks.group,
         )
         if rng := {name.removeprefix("rng."): tensor for name, tensor in tensors.items() if name.startswith("rng.")}:
-            state.restore_rng(rng, self._rank)
+            state.restore_rng(rng, self._ranks.rank)
         self._current_step = manifest["step"]
         self._say(f"resumed from step {manifest['step']} ({path})")
         return info["train_state"]
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        dist.barrier(self._group)
+        """Wait for the save and the removals under way."""
+        self._saver.close()
+        dist.barrier(self._ranks.group)
+
+    # --- what is found at start
+
+    def _start(self) -> str:
+        """On rank 0: the folder without leftovers, and in it a file whose name no earlier run has used."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if leftovers := commit.remove_unfinished(self.folder):
+            self._log(f"removed {len(leftovers)} unfinished checkpoint folders: {', '.join(leftovers)}")
+        token = secrets.token_hex(8)
+        (self.folder / f"{commit.PROBE}{token}").touch(exist_ok=False)
+        return token
+
+    def _check_storage(self, token: str) -> None:
+        """Raises UserError, on all ranks, if a save could not succeed: storage not shared, or too little space."""
+        probe = self.folder / f"{commit.PROBE}{token}"
+        patience = time.monotonic() + 10  # network storage shows another node's file with a delay
+        while not (seen := probe.exists()) and time.monotonic() < patience:
+            time.sleep(0.5)
+        if not all(self._ranks.distinct(seen)):
+            raise UserError(f"{self.folder} is not the same folder on all nodes. Put it on storage that they share.")
+        size = self._estimated_size()
+        free = self._ranks.on_rank0(lambda: _remove_probe_and_measure(probe))
+        needed = f"{self.folder}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        if free < size:
+            raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
+        present = len(self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder)))
+        if size * max(1, self.config.keep_latest_k + 1 - present) > free:
+            self._say(f"{needed}: not enough for checkpoint.keep_latest_k = {self.config.keep_latest_k}")
+
+    def _estimated_size(self) -> int:
+        """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
+        tensors = self._live_tensors(with_rng=False)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        if self.optimizer is not None and not self.optimizer.state:
+            sizes |= {f"state of {name}": 2 * size for name, size in sizes.items()}
+        of_all = {name: size for of_rank in self._ranks.distinct(sizes) for name, size in of_rank.items()}
+        return sum(of_all.values())
 
     # --- what is saved
 
@@ -144,7 +167,7 @@ class CheckpointManager:
             of_optimizer = state.optimizer_tensors(self.optimizer, names)
             tensors |= {f"optimizer.{name}": tensor for name, tensor in of_optimizer.items()}
         if with_rng:
-            tensors |= {f"rng.{name}": tensor for name, tensor in state.rng_tensors(self._rank).items()}
+            tensors |= {f"rng.{name}": tensor for name, tensor in state.rng_tensors(self._ranks.rank).items()}
         return tensors
 
     def _describe(self, train_state: dict[str, Any]) -> dict[str, Any]:
@@ -161,24 +184,25 @@ class CheckpointManager:
         if self.optimizer is None or not self.optimizer.state:
             return []
         own = state.optimizer_groups(self.optimizer, state.parameter_names(self.model))
-        return state.merge_groups(_distinct(own, self._group))
+        return state.merge_groups(self._ranks.distinct(own))
 
     # --- what is loaded
 
     def _choose(self) -> Path | None:
-        candidates = self._on_rank0(lambda: commit.list_checkpoints(self.folder))
-        if not all(_distinct(all(path.is_dir() for path in candidates), self._group)):
+        candidates = self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder))
+        if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
             raise CheckpointError(f"{self.folder} is not seen by all ranks. Put it on storage that all nodes share.")
         if self.config.load_step != -1:
             return self._choose_step(candidates, self.config.load_step)
         found = [
-            f"{path.name}: set aside earlier" for path in self._on_rank0(lambda: commit.list_set_aside(self.folder))
+            f"{path.name}: set aside earlier"
+            for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
         ]
         for path in reversed(candidates):
             damage = self._verify(path)
             if not damage:
                 return path
-            aside = self._on_rank0(lambda path=path: commit.set_aside(path))
+            aside = self._ranks.on_rank0(lambda path=path: commit.set_aside(path))
             self._say(f"checkpoint {path.name} is DAMAGED ({'; '.join(damage)}); renamed to {aside.name}")
             found.append(f"{path.name}: {'; '.join(damage)}")
         if found:
@@ -195,26 +219,26 @@ class CheckpointManager:
             raise CheckpointError(f"checkpoint.load_step = {step}: {self.folder} has no such step (present: {present})")
         if damage := self._verify(by_step[step]):
             raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {'; '.join(damage)}")
-        for later in (path for path in candidates if path.name > by_step[step].name):
-            aside = self._on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
+        for later in (path for path in candidates if (commit.step_of(path) or 0) > step):
+            aside = self._ranks.on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
             self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
         return by_step[step]
 
     def _verify(self, path: Path) -> list[str]:
         """Damage of a checkpoint; the ranks share the reading."""
-        own = commit.verify_folder(path, lambda names: names[self._rank :: dist.get_world_size()])
-        return sorted({line for lines in _distinct(own, self._group) for line in lines})
+        own = commit.verify_folder(path, lambda names: names[self._ranks.rank :: self._ranks.size])
+        return self._ranks.union(own)
 
     def _tensors_to_load(self, path: Path, info: dict[str, Any]) -> dict[str, Tensor]:
         with_optimizer = self.optimizer is not None and len(info["optimizer_groups"]) > 0
         if self.optimizer is not None and with_optimizer:
             state.initialise_optimizer(self.optimizer)
-        same_world = info["layout"]["world_size"] == dist.get_world_size()
+        same_world = info["layout"]["world_size"] == self._ranks.size
         live = self._live_tensors(with_rng=same_world)
         wanted = {name: t for name, t in live.items() if with_optimizer or not name.startswith("optimizer.")}
-        saved = SafeReader(path).read_metadata().state_dict_metadata
+        saved = read_index(path)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.") or name in saved}
-        if misfits := _misfits(wanted, saved, self._group):
+        if misfits := _misfits(wanted, saved, self._ranks):
             raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
         if with_optimizer:
             differences = state.group_differences(info["optimizer_groups"], self._optimizer_groups())
@@ -225,37 +249,9 @@ class CheckpointManager:
                 )
         return wanted
 
-    # --- what is kept
-
-    def _purge(self) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k. The newest, just written, is never among them."""
-        if self.config.keep_latest_k == 0:
-            return
-        complete = [path for path in commit.list_checkpoints(self.folder) if (path / commit.MANIFEST).is_file()]
-        for path in complete[: -self.config.keep_latest_k]:
-            try:
-                commit.remove(path)
-            except OSError as error:
-                self._log(f"could not remove the old checkpoint {path.name}: {error}")
-
-    # --- talking to other ranks and to people
-
     def _say(self, line: str) -> None:
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             self._log(line)
-
-    def _on_rank0(self, function: Callable[[], T]) -> T:
-        """Call it on rank 0; its value, or its error, comes back on every rank."""
-        result: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                result[0] = function()
-            except (OSError, ValueError) as error:
-                result[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(result, src=0, group=self._group)
-        if result[1] is not None:
-            raise CheckpointError(f"{self.folder}: {result[1]}")
-        return result[0]
 
 
 def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
@@ -279,27 +275,23 @@ def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
     if damage := commit.verify_folder(chosen):
         raise CheckpointError(f"{chosen} is damaged: {'; '.join(damage)}")
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if misfits := _misfits(tensors, SafeReader(chosen).read_metadata().state_dict_metadata, group):
+    ranks = Ranks() if dist.is_initialized() else None
+    if misfits := _misfits(tensors, read_index(chosen), ranks):
         raise CheckpointError(f"{chosen} does not fit this model:\n  " + _abridge(misfits))
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    dcp_load(tensors, storage_reader=SafeReader(chosen), planner=planner, no_dist=group is None)
+    dcp_load(tensors, storage_reader=SafeReader(chosen), planner=planner, no_dist=ranks is None)
     return commit.read_manifest(chosen)["info"]
 
 
-def _distinct(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The different JSON values that the ranks hold. Equal ones travel once: at thousands of ranks, lists of names
-    would add up to gigabytes."""
-    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
-    first = digests.index(digest) == dist.get_rank(group)
-    values: list[Any] = [None] * len(digests)
-    dist.all_gather_object(values, (value,) if first else None, group=group)
-    return [entry[0] for entry in values if entry is not None]
+def read_index(path: Path) -> dict[str, Any]:
+    """Name -> size, dtype and chunks of every tensor in a checkpoint. Raises CheckpointError if it is no such index."""
+    try:
+        return SafeReader(path).read_metadata().state_dict_metadata
+    except (OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _misfits(wanted: dict[str, Tensor], saved: dict[str, Any], group: dist.ProcessGroup | None) -> list[str]:
+def _misfits(wanted: dict[str, Tensor], saved: dict[str, Any], ranks: Ranks | None) -> list[str]:
     """One line for each tensor whose name or shape differs between the live state of all ranks and a checkpoint."""
     lines = []
     for name, tensor in wanted.items():
@@ -308,7 +300,7 @@ def _misfits(wanted: dict[str, Tensor], saved: dict[str, Any], group: dist.Proce
         elif tuple(saved[name].size) != tuple(tensor.shape):
             lines.append(f"{name}: shape {tuple(saved[name].size)} saved, {tuple(tensor.shape)} now")
     own = {"lines": lines, "names": sorted(wanted)}
-    of_ranks = [own] if group is None else _distinct(own, group)  # with pipeline stages a rank knows some names only
+    of_ranks = [own] if ranks is None else ranks.distinct(own)  # with pipeline stages a rank knows some names only
     known = {name for value in of_ranks for name in value["names"]}
     extra = sorted(name for name in saved if name.startswith("model.") and name not in known)
     return sorted({line for value in of_ranks for line in value["lines"]}) + [f"{n}: only in it" for n in extra]
@@ -319,7 +311,6 @@ def _abridge(lines: list[str], limit: int = 8) -> str:
     return "\n  ".join([*lines[:limit], *more])
 
 
-def _cause(error: CheckpointException) -> str:
-    """What really went wrong, by rank: DCP nests it."""
-    causes = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
-    return "; ".join(sorted(causes))
+def _remove_probe_and_measure(probe: Path) -> int:
+    probe.unlink()
+    return shutil.disk_usage(probe.parent).free

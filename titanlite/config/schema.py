@@ -128,18 +128,74 @@ class Training(Section):
     """CPU threads of one process. 0: the cores of the machine divided by the processes on it."""
 
 
-class Dataset(Section):
-    """Where the text comes from, and in which order."""
+class DataSource(Section):
+    """One source of documents."""
 
-    source: Literal["python_stdlib", "jsonl", "text"] = "python_stdlib"
-    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line.
-    text: plain UTF-8 files."""
+    source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = "python_stdlib"
+    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line, also
+    .gz and .zst. text: plain UTF-8 files. parquet: files. arrow: a folder that `datasets` saved to disk. huggingface:
+    anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare` made."""
     path: str | None = None
-    """File or glob for jsonl and text, for example "data/*.jsonl"."""
+    """File or glob for jsonl, text and parquet, for example "data/*.jsonl"; folder for arrow and shards; id on the
+    hub or local folder for huggingface."""
+    config: str | None = None
+    """huggingface: name of the configuration."""
+    split: str = "train"
+    """huggingface and arrow: the split."""
     text_column: str = "text"
-    """jsonl: the field that holds the text."""
+    """The field that holds the text."""
+    streaming: bool = False
+    """huggingface: read while training instead of downloading first."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the sequences of a mix, relative to the weights of the other sources."""
+    max_epochs: NonNegativeInt = 0
+    """The run ends, with a checkpoint, once it has read this source so many times; 0: never. Each rank then tokenizes
+    all of the source (nothing to pay for shards), so that all of them know where it ends."""
+
+
+class DataStage(Section):
+    """New weights from some step on, for example to anneal on better data."""
+
+    start_step: NonNegativeInt
+    """The first global batch of the stage is the one after this step."""
+    weights: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
+    """One weight for each of dataset.sources, in their order."""
+
+
+class Dataset(DataSource):
+    """Where the text comes from, and in which order. One source stands here; a mix in [[dataset.sources]]."""
+
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
+    """A mix: a table [[dataset.sources]] for each source, instead of the keys of one source here. Job file only."""
+    stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
+    """Changes of the weights in mid-run: a table [[dataset.stages]] for each. Job file only."""
     seed: NonNegativeInt | None = None
     """Seed of the data order; left out, it is training.seed."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: documents are joined and cut into rows, nothing is lost. best_fit: a document starts and ends in one row
+    where it fits, and what rows have left is padding."""
+    document_mask: bool = False
+    """A token attends to its own document only, positions restart there, and no document predicts the next one."""
+    on_change: Literal["error", "warn"] = "error"
+    """What a resumed run does whose data is not what it was. warn goes on with the new data where the old one stood."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """A record that cannot be read (not JSON, no text in it, not UTF-8) ends the run, or is skipped and counted."""
+    num_workers: NonNegativeInt = 1
+    """Background processes of a rank that read and tokenize; one delivers millions of tokens/s. 0: the trainer itself."""
+    prefetch: PositiveInt = 2
+    """Global batches that each background process may be ahead."""
+
+
+class Validation(Dataset):
+    """A loss on data that is never trained on; its keys of the data are those of [dataset]."""
+
+    freq: NonNegativeInt = 0
+    """Steps between two validations; there is one more before the first step and one at the end. 0: none at all."""
+    sequences: PositiveInt = 64
+    """Rows of training.seq_len tokens in each validation, whatever the number of ranks."""
+    holdout: Fraction = 0.0
+    """Above 0: validate on this share of the documents of [dataset], chosen by a hash of each one, and never train on
+    them. The keys of the data here are not used then."""
 
 
 class Optimizer(Section):
@@ -276,6 +332,7 @@ class JobConfig(Section):
     tokenizer: Tokenizer = Tokenizer()
     training: Training = Training()
     dataset: Dataset = Dataset()
+    validation: Validation = Validation()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()

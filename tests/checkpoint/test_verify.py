@@ -1,0 +1,46 @@
+import json
+import shutil
+
+import pytest
+from test_commit import write_checkpoint
+
+from titanlite.checkpoint.verify import verify
+from titanlite.cli import main
+from titanlite.config.errors import CheckpointError
+
+
+def test_all_checkpoints_of_a_folder_are_listed_with_their_state(tmp_path, capsys):
+    write_checkpoint(tmp_path, 100)
+    bad = write_checkpoint(tmp_path, 200)
+    (bad / "b.bin").write_bytes(b"m0re")
+    (tmp_path / ".tmp-step-00000300-x").mkdir()
+    shutil.copytree(bad, tmp_path / "step-00000050.damaged")
+    assert main(["verify", str(tmp_path)]) == 4
+    out = capsys.readouterr()
+    assert [line.split()[0] for line in out.out.splitlines()] == [
+        "step-00000100",
+        "step-00000200",
+        "b.bin:",
+        ".tmp-step-00000300-x",
+        "step-00000050.damaged",
+    ]
+    assert out.err == "1 of 2 checkpoints damaged: step-00000200\n"
+
+
+def test_json_is_one_object_and_nothing_else(tmp_path, capsys):
+    path = write_checkpoint(tmp_path, 100)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "folder": str(tmp_path),
+        "checkpoints": [{"name": "step-00000100", "step": 100, "bytes": size, "state": "good", "damage": []}],
+        "unfinished": [],
+        "set_aside": [],
+    }
+
+
+def test_one_step_folder_can_be_verified_and_an_empty_folder_cannot(tmp_path):
+    path = write_checkpoint(tmp_path, 100)
+    assert verify(path)["checkpoints"][0]["state"] == "good"
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        verify(tmp_path / "elsewhere")

@@ -1,0 +1,59 @@
+"""What the ranks tell each other about files: small JSON values, between hosts.
+
+Invariant: every method is called by all ranks together and returns the same on each. May import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from titanlite.config.errors import UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A gloo group over all ranks, beside the one that training uses: nothing here travels through a GPU."""
+
+    def __init__(self) -> None:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def distinct(self, value: T) -> list[T]:
+        """The different JSON values that the ranks hold. Equal ones travel once: at thousands of ranks, lists of
+        names would add up to gigabytes."""
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        digests: list[Any] = [None] * self.size
+        dist.all_gather_object(digests, digest, group=self.group)
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, (value,) if digests.index(digest) == self.rank else None, group=self.group)
+        return [entry[0] for entry in values if entry is not None]
+
+    def union(self, lines: list[str]) -> list[str]:
+        """Every line that some rank holds, once, sorted."""
+        return sorted({line for of_rank in self.distinct(lines) for line in of_rank})
+
+    def on_rank0(self, function: Callable[[], T]) -> T:
+        """Call it on rank 0; its value comes back on every rank.
+
+        Raises:
+            UserError: on every rank, if the function met an OSError or ValueError.
+        """
+        result: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                result[0] = function()
+            except (OSError, ValueError) as error:
+                result[1] = f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        if result[1] is not None:
+            raise UserError(f"Checkpoints: {result[1]}")
+        return result[0]

@@ -1,0 +1,182 @@
+"""Write checkpoints, in the step loop or beside it, and remove old ones.
+
+Invariant: one save is under way at a time; one that fails costs nothing but itself. May import config, torch, commit,
+storage and ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.storage import CommittingWriter
+from titanlite.config import schema
+from titanlite.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class _PendingSave:
+    """A save that may still be under way. Times in seconds."""
+
+    step: int
+    writer: CommittingWriter
+    future: Future[Any]
+    started: float
+    blocked: float
+
+
+class Saver:
+    """Writes to one folder, for all ranks together.
+
+    Args:
+        token: equal on all ranks and used by no other run; temporary folders are named after it.
+        log: called on rank 0, also from other threads.
+
+    Raises:
+        UserError: the async mode needs a GPU.
+    """
+
+    def __init__(
+        self, config: schema.Checkpoint, folder: Path, ranks: Ranks, token: str, log: Callable[[str], None]
+    ) -> None:
+        self.failed = 0
+        self.waits = 0
+        self.last_step: int | None = None  # of the newest save that is known to be complete
+        self._config = config
+        self._folder = folder
+        self._ranks = ranks
+        self._token = token
+        self._log = log
+        self._count = 0
+        self._pending: _PendingSave | None = None
+        self._purger = ThreadPoolExecutor(1, "purge")
+        self._stager = build_stager(config.async_mode)
+
+    def save(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
+        """Write a checkpoint, or stage it and leave the writing to the background. Call `settle` before."""
+        assert self._pending is None
+        self._count += 1
+        started = time.perf_counter()
+        writer = CommittingWriter(self._folder, step, f"{self._token}-{self._count}", info)
+        future = self._write(tensors, writer)
+        self._pending = pending = _PendingSave(step, writer, future, started, time.perf_counter() - started)
+        if self._ranks.rank == 0:
+            future.add_done_callback(lambda _: self._conclude(pending))
+        if self._stager is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the save under way, if there is one, and agree with all ranks on how it ended."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not pending.future.done():
+            self.waits += 1
+            if self._ranks.rank == 0:
+                self._log(f"waiting for the save of step {pending.step}, which is still under way")
+        failed = pending.future.exception() is not None
+        if any(self._ranks.distinct(failed)):
+            self.failed += 1
+        else:
+            self.last_step = pending.step
+
+    def wait_for_staging(self) -> None:
+        """Return when the live tensors may change again."""
+        if self._stager is not None:
+            self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        """Wait for the save and the removals under way."""
+        self.settle()
+        self._purger.shutdown(wait=True)
+        if self._stager is not None:
+            self._stager.close()
+
+    def _write(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
+        """Start writing, or write; the future fails if any rank failed."""
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        if self._stager is None:
+            future: Future[Any] = Future()
+            try:
+                dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+                future.set_result(None)
+            except CheckpointException as error:
+                future.set_exception(error)
+            return future
+        by_process = self._config.async_mode == "process"
+        response = async_save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self._ranks.group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
+            async_stager=self._stager,
+        )
+        return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+
+    def _conclude(self, pending: _PendingSave) -> None:
+        """On rank 0, in whichever thread the save ended: say so, and clean up."""
+        if error := pending.future.exception():
+            self._log(f"save of step {pending.step} FAILED ({cause(error)}); the run goes on and tries at the next one")
+            shutil.rmtree(pending.writer.unfinished, ignore_errors=True)
+            return
+        took = f"{time.perf_counter() - pending.started:.1f} s"
+        if self._stager is not None:
+            took += f", of which training waited {pending.blocked:.2f} s"
+        self._log(f"saved step {pending.step} to {self._folder / commit.step_name(pending.step)} in {took}")
+        self._purger.submit(self._purge)
+
+    def _purge(self) -> None:
+        """Remove the oldest checkpoints beyond keep_latest_k. The newest, just written, is never among them."""
+        for path in expendable(self._folder, self._config.keep_latest_k, self._config.keep_every_n_steps):
+            try:
+                commit.remove(path)
+            except OSError as error:
+                self._log(f"could not remove the old checkpoint {path.name}: {error}")
+
+
+def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> list[Path]:
+    """Checkpoints that retention does not keep. Folders without a manifest are none of ours and never counted."""
+    if keep_latest_k == 0:
+        return []
+    complete = [path for path in commit.list_checkpoints(folder) if (path / commit.MANIFEST).is_file()]
+    every = keep_every_n_steps
+    return [path for path in complete[:-keep_latest_k] if not every or (commit.step_of(path) or 0) % every != 0]
+
+
+def build_stager(async_mode: str) -> DefaultStager | None:
+    """What copies the live tensors to host memory; None if they are written from where they are."""
+    if async_mode == "disabled":
+        return None
+    pinned = async_mode == "async_with_pinned_mem"
+    if pinned and not torch.cuda.is_available():
+        raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
+    options = StagingOptions(
+        use_pinned_memory=pinned,
+        use_shared_memory=async_mode == "process",
+        use_async_staging=pinned,
+        use_non_blocking_copy=pinned,
+    )
+    return DefaultStager(options)
+
+
+def cause(error: BaseException) -> str:
+    """What really went wrong; DCP nests it, by rank."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))
