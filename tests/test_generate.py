@@ -1,15 +1,13 @@
 """`titanlite generate`: what it loads, what it writes, and that the cache changes the cost only."""
 
 import math
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite import cli
 from titanlite import generate as command
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import CheckpointError, UserError
@@ -45,6 +43,11 @@ def random_model(arch, seed=0):
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(TOKENIZER)
+
+
+@pytest.fixture(scope="module", params=["tokenizer.model", "tokenizer.json"])
+def either_tokenizer(request):
+    return load_tokenizer(TOKENIZER.with_name(request.param))
 
 
 def save_run(folder, fingerprint, steps, **more):
@@ -171,23 +174,23 @@ def test_ids_beyond_the_tokenizer_are_never_chosen():
 
 
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 ", "é", "\ufffd?", ""])
-def test_streamed_pieces_add_up_to_the_text(tokenizer, text):
-    stream = TextStream(tokenizer, [tokenizer.bos_id])
-    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+def test_streamed_pieces_add_up_to_the_text(either_tokenizer, text):
+    stream = TextStream(either_tokenizer, [either_tokenizer.bos_id])
+    pieces = [stream.push(token) for token in either_tokenizer.encode(text)]
     assert "".join(pieces) + stream.rest() == text
 
 
-def test_no_piece_shows_half_a_character(tokenizer):
-    ids = tokenizer.encode("🦜!")
+def test_no_piece_shows_half_a_character(either_tokenizer):
+    ids = either_tokenizer.encode("🦜!")
     assert len(ids) > 2  # the bird spans tokens
-    stream = TextStream(tokenizer, ids[-1:])
+    stream = TextStream(either_tokenizer, ids[-1:])
     pieces = [stream.push(token) for token in ids]
     assert [piece for piece in pieces if piece] == ["🦜", "!"]
 
 
-def test_a_character_cut_short_is_shown_at_the_end(tokenizer):
-    stream = TextStream(tokenizer, [tokenizer.bos_id])
-    assert stream.push(tokenizer.encode("🦜")[0]) == ""
+def test_a_character_cut_short_is_shown_at_the_end(either_tokenizer):
+    stream = TextStream(either_tokenizer, [either_tokenizer.bos_id])
+    assert stream.push(either_tokenizer.encode("🦜")[0]) == ""
     assert stream.rest() == "\ufffd"
 
 
@@ -294,14 +297,11 @@ def test_all_wrong_values_are_reported_together(trained):
         assert found in message
 
 
-def test_as_a_command(trained):
-    """Through `titanlite`: exit code 0 and the text; exit code 2 and no traceback for a wrong option."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "titanlite.cli", "generate", "--checkpoint", str(trained)]
-    good = subprocess.run(
-        [*words, "--prompt", "x", "--max-new-tokens", "2"], capture_output=True, text=True, env=environment
-    )
-    assert (good.returncode, good.stdout[0]) == (0, "x"), good.stderr
-    bad = subprocess.run([*words, "--temperature", "-1"], capture_output=True, text=True, env=environment)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert "Traceback" not in bad.stderr
+def test_exit_codes(capsys, trained):
+    good = cli.main(["generate", "--checkpoint", str(trained), "--prompt", "x", "--max-new-tokens", "2"])
+    assert (good, capsys.readouterr().out[0]) == (0, "x")
+    assert cli.main(["generate", "--checkpoint", str(trained), "--temperature", "-1"]) == 2
+    assert cli.main(["generate", "--checkpoint", str(trained / "nowhere")]) == 2
+    assert cli.main(["generate", "--checkpoint", str(trained.parent)]) == 4  # no checkpoint in it
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err

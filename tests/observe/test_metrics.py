@@ -79,9 +79,9 @@ def test_numbers_of_a_logged_step(tmp_path, clock):
     assert entry["data_time"] == pytest.approx(0.1)
     assert entry["elapsed"] == 5.0
     assert entry["time"] == 1.7e9 + 105
-    memory = f"memory {entry['memory']:.2f} GiB"
+    memory = f"{entry['memory']:.2f} GiB"
     assert lines[-1] == (
-        f"step 10/25  loss  7.0000  grad_norm 10.0000  lr 3.00e-04  2,000 tokens/s  mfu 6.0%  {memory}  eta 0:00:08"
+        f"step 10/25  loss 7.0000  grad_norm 10.000  lr 3.00e-04  2,000 tokens/s  mfu 6.0%  {memory}  eta 0:00:08"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_complete_last_line_without_its_newline_is_kept(tmp_path):
 
 def test_only_rank_0_writes_and_the_others_still_have_a_line(tmp_path):
     lines = train(recorder(tmp_path, rank=1, tensorboard=True), [1])
-    assert "loss  7.9000" in lines[0]
+    assert "loss 7.9000" in lines[0]
     assert not list(tmp_path.iterdir())
 
 

@@ -25,8 +25,7 @@ def check_finite(loss: float, grad_norm: float, step: int) -> None:
     if not wrong:
         return
     raise GuardError(
-        f"Step {step}: {' and '.join(wrong)}. The weights are lost from some step since the last logged one on, so "
-        "nothing was saved here. Start again from the newest checkpoint before it (checkpoint.load_step) with a lower "
-        "optimizer.lr, a longer lr_scheduler.warmup_steps or a smaller training.max_norm; if it happens at the same "
-        "step again, look at the data of that step."
+        f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved; starting again "
+        "resumes from the newest checkpoint, which is older. First lower optimizer.lr or training.max_norm, or raise "
+        "lr_scheduler.warmup_steps. If it happens at the same step whatever you set, look at the data of that step."
     )

@@ -226,9 +226,8 @@ class MetricsRecorder:
         width = len(str(self._total_steps))
         mfu = "" if entry.mfu is None else f"mfu {entry.mfu:.1%}  "
         return (
-            f"step {entry.step:>{width}}/{self._total_steps}  loss {entry.loss:7.4f}  "
-            f"grad_norm {entry.grad_norm:7.4f}  lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  "
-            f"{mfu}memory {entry.memory:.2f} GiB  eta {self._eta}"
+            f"step {entry.step:>{width}}/{self._total_steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
+            f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  eta {self._eta}"
         )
 
 
