@@ -152,7 +152,7 @@ def test_top_k_beyond_the_vocabulary_takes_all():
     assert torch.equal(frequencies(temperature=1.0, top_k=99), frequencies(temperature=1.0, top_k=0))
 
 
-@pytest.mark.parametrize(("temperature", "shares"), [(1e-40, [0, 1, 0, 0, 0]), (1e40, [0.2] * 5)])
+@pytest.mark.parametrize(("temperature", "shares"), [(1e-310, [0, 1, 0, 0, 0]), (1e40, [0.2] * 5)])
 def test_extreme_temperatures_do_not_overflow(temperature, shares):
     torch.testing.assert_close(
         frequencies(temperature=temperature, top_k=0), torch.tensor(shares) * 1.0, atol=0.04, rtol=0
@@ -289,11 +289,11 @@ def test_prompt_longer_than_the_model(trained):
 
 
 def test_all_wrong_values_are_reported_together(trained):
-    words = ["--temperature", "-1", "--top-k", "-2", "--max-new-tokens", "0", "--seed", "-7"]
+    words = ["--temperature", "-1", "--top-k", "-2", "--max-new-tokens", "0", "--seed", str(2**64)]
     with pytest.raises(UserError) as caught:
         command.main(["--checkpoint", str(trained), *words])
     message = str(caught.value)
-    for found in ("--temperature -1.0", "--top-k -2", "--max-new-tokens 0", "--seed -7"):
+    for found in ("--temperature -1.0", "--top-k -2", "--max-new-tokens 0", f"--seed {2**64}"):
         assert found in message
 
 

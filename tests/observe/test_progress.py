@@ -17,6 +17,7 @@ logger = setup_logging(rank, None)
 with ProgressBar(total_steps=40, resumed_step=10, rank=rank) as bar:
     bar.update(11, "loss 4.3210  1,234 tokens/s  eta 0:00:09")
     logger.info("a log line")
+    logger.info("another one")
     bar.update(12)
 """
 
@@ -44,7 +45,8 @@ def test_terminal_shows_step_and_status_and_keeps_log_lines_whole():
     output = run_in_terminal(rank=0)
     assert "12/40" in output
     assert "loss 4.3210  1,234 tokens/s  eta 0:00:09" in output
-    assert re.search(r"\[\d\d:\d\d:\d\d\] a log line", output)
+    for line in ("a log line", "another one"):
+        assert re.search(rf"\[\d\d:\d\d:\d\d\] {line}", output)
 
 
 def test_other_ranks_show_no_bar():
