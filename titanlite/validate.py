@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.tokenizer import read_vocab_size
 from titanlite.model.flavors import FLAVORS, Architecture, architecture
 
@@ -120,7 +120,7 @@ def heads(context: Context) -> Iterator[str]:
         even = [n for n in _divisors(arch.dim) if arch.dim // n % 2 == 0]
         remedy = f"Choose one of {', '.join(map(str, even))}." if even else "Choose an even model.dim."
         yield context.wrong("model.n_heads", text, remedy)
-    if arch.n_heads % arch.n_kv_heads:
+    elif arch.n_heads % arch.n_kv_heads:
         near = _nearest_divisors(arch.n_heads, arch.n_kv_heads)
         text = f"must divide model.n_heads = {arch.n_heads}. Near ones that do: {near}."
         yield context.wrong("model.n_kv_heads", text)
@@ -177,22 +177,47 @@ def vocabulary_fits_model(context: Context) -> Iterator[str]:
         yield context.wrong("model.vocab_size", text, "Raise it, or choose a smaller tokenizer with tokenizer.path.")
 
 
-@rule("dataset.source", "dataset.path")
+@rule("dataset")
 def dataset_files(context: Context) -> Iterator[str]:
-    dataset = context.job.dataset
-    if dataset.source == "python_stdlib":
-        if dataset.path is not None:
-            text = (
-                f"is not used: dataset.source is {shown(dataset.source)}. Set it to jsonl or text, or leave path out."
-            )
-            yield context.wrong("dataset.path", text)
-    elif dataset.path is None:
-        text = 'needs dataset.path: a file or a pattern such as "data/*.jsonl".'
-        yield context.wrong("dataset.source", text)
-    elif not any(map(os.path.isfile, [dataset.path, *glob.iglob(dataset.path, recursive=True)])):
-        found = "is a folder" if os.path.isdir(dataset.path) else "matches no file"
-        text = f"{found}. A file or a pattern is allowed, seen from the current folder ({os.getcwd()})."
-        yield context.wrong("dataset.path", text, 'Example: "data/*.jsonl".')
+    yield from _check_sources(context, "dataset", context.job.dataset)
+
+
+@rule("validation")
+def validation_files(context: Context) -> Iterator[str]:
+    validation = context.job.validation
+    if validation.freq > 0 and validation.holdout == 0:
+        yield from _check_sources(context, "validation", validation)
+
+
+def _check_sources(context: Context, section: str, dataset: Dataset) -> Iterator[str]:
+    for number, source in enumerate(dataset.sources or (dataset,)):
+        key = f"{section}.sources.{number}" if dataset.sources else section
+        origin = context.origins.get(f"{section}.sources" if dataset.sources else f"{section}.path", "default")
+        problem = _source_problem(source)
+        if problem:
+            found = f"{key}.source = {shown(source.source)}, path = {shown(source.path)}"
+            yield block(origin, found, problem)
+    for number, stage in enumerate(dataset.stages):
+        if len(stage.weights) != len(dataset.sources):
+            found = f"{section}.stages.{number}.weights = {shown(stage.weights)}"
+            text = f"must have {len(dataset.sources)} weights, one for each of {section}.sources."
+            yield block(context.origins.get(f"{section}.stages", "default"), found, text)
+
+
+def _source_problem(source: DataSource) -> str | None:
+    """What is wrong about the place that a source's documents come from."""
+    path, here = source.path, f"seen from the current folder ({os.getcwd()})"
+    if source.source in ("python_stdlib", "c4"):
+        return None if path is None else "path is not used by this source: name another source, or leave path out."
+    if path is None:
+        return 'path is missing. It names what to read, for example path = "data/*.jsonl".'
+    if source.source in ("jsonl", "text", "parquet"):
+        if not any(map(os.path.isfile, [path, *glob.iglob(path, recursive=True)])):
+            found = "is a folder" if os.path.isdir(path) else "matches no file"
+            return f'path {found}. A file or a pattern such as "data/*.jsonl" is allowed, {here}.'
+    elif source.source in ("arrow", "shards") and not os.path.isdir(path):
+        return f"path must be a folder, {here}."
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------------- layout

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import operator
@@ -92,7 +93,9 @@ def block(origin: str, what: str, *sentences: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it would be written in TOML."""
+    """A value as it would be written in TOML, which has no word for none."""
+    if value is None:
+        return "none"
     return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
 
 
@@ -180,19 +183,13 @@ def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str,
 
 def _unknown(section: str, key: str) -> str:
     """What to say about an unknown key: the nearest known one, wherever it lives."""
-    exact = [known for known in KEYS if known.endswith(f".{key}")]
-    if 1 <= len(exact) <= 3:
-        near = exact
-    else:
+    section = section if section in SECTIONS else next(iter(difflib.get_close_matches(section, SECTIONS, n=1)), "")
+    near = [known for known in KEYS if known.endswith(f".{key}")]
+    if not 1 <= len(near) <= 3:
         near = [f"{section}.{name}" for name in difflib.get_close_matches(key, _names(section), n=1)]
-    if section not in SECTIONS:  # its name lacks a letter, too
-        near = near or difflib.get_close_matches(f"{section}.{key}", KEYS, n=1)
-    near = near or [
-        known
-        for name in difflib.get_close_matches(key, {known.split(".")[1] for known in KEYS}, n=1)
-        for known in KEYS
-        if known.endswith(f".{name}")
-    ]
+    if not near:
+        elsewhere = difflib.get_close_matches(key, {known.split(".")[1] for known in KEYS}, n=1)
+        near = [known for known in KEYS if known.split(".")[1] in elsewhere]
     if near:
         return f"unknown key; did you mean {' or '.join(near[:3])}?"
     return f"unknown key; [{section}] has {', '.join(_names(section))}." if section else "unknown key."
@@ -252,7 +249,8 @@ def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], 
             errors.append(block(COMMAND_LINE, str(option), text))
         else:
             found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
-            errors.append(block(COMMAND_LINE, found, _must_be(option.key)))
+            section, name = option.key.split(".")
+            errors.append(block(COMMAND_LINE, found, _must_be(SECTIONS[section], name)))
     invalid = frozenset(option.key for option in options) - frozenset(values)
     return values, invalid, errors
 
@@ -313,9 +311,7 @@ def _mirror(sections: Iterable[str], job: JobConfig | None) -> type:
 
 def _on_command_line(annotation: Any) -> bool:
     """False for tables within a section: they are written in the file only."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return not issubclass(annotation, BaseModel)
-    return all(_on_command_line(part) for part in typing.get_args(annotation))
+    return _table_within(annotation) is None
 
 
 def _is_flag(key: str) -> bool:
@@ -340,25 +336,50 @@ def _validate(raw: dict[str, dict[str, Any]], origins: dict[str, str]) -> tuple[
                 key = ".".join(path.split(".")[:2])
                 wrong.add(key)
                 origin = origins.get(key, name)
-                errors.append(block(origin, f"{path} = {shown(error['input'])}", _explain(key, error)))
+                errors.append(block(origin, f"{path} = {shown(error['input'])}", _explain(name, error)))
             valid = {key: value for key, value in table.items() if f"{name}.{key}" not in wrong and name not in wrong}
             sections[name] = SECTIONS[name].model_validate(valid)
             invalid |= wrong
     return JobConfig(**sections), frozenset(invalid), errors  # type: ignore[arg-type]
 
 
-def _explain(key: str, error: Any) -> str:
+def _explain(section: str, error: Any) -> str:
+    """What is allowed at the place of a pydantic error, which may be in a table within the section."""
+    model: type[BaseModel] = SECTIONS[section]
+    name = str(error["loc"][0])
+    for part in error["loc"][1:]:
+        inner = _table_within(model.model_fields[name].annotation) if name in model.model_fields else None
+        if inner is not None and isinstance(part, str):
+            model, name = inner, part
+    if error["type"] == "missing":
+        return f"is missing. {model.model_fields[name].description}"
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, model.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(model.model_fields)}."
+        return f"unknown key; {hint}"
     if error["type"] == "value_error":  # a validator of ours: its message is the rule
         text = error["msg"].removeprefix("Value error, ")
-        return f"{text}. {KEYS[key].description}" if key in KEYS else f"{text}."
-    return _must_be(key)
+        return f"{text}. {model.model_fields[name].description if name in model.model_fields else ''}"
+    return _must_be(model, name)
 
 
-def _must_be(key: str) -> str:
-    """What is allowed for a key, from its schema, and its help text."""
-    section, name = key.split(".")
-    allowed = _allowed(SECTIONS[section].model_json_schema()["properties"][name])
-    return f"must be {allowed}. {KEYS[key].description or ''}"
+def _table_within(annotation: Any) -> type[BaseModel] | None:
+    """The model of a list of tables such as tuple[DataSource, ...]."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next(filter(None, map(_table_within, typing.get_args(annotation))), None)
+
+
+def _must_be(model: type[BaseModel], name: str) -> str:
+    """What is allowed for a field, from its schema, and its help text."""
+    allowed = _allowed(json_schema(model)["properties"][name])
+    return f"must be {allowed}. {model.model_fields[name].description or ''}"
+
+
+@functools.cache
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a section."""
+    return model.model_json_schema()
 
 
 def _allowed(schema: dict[str, Any]) -> str:
@@ -368,6 +389,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"a list, each {_allowed(schema.get('items', {}))}"
+    if "$ref" in schema:
+        return "a table"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
     limits = {"exclusiveMinimum": "greater than", "minimum": "at least", "exclusiveMaximum": "less than"}
     limits |= {"maximum": "at most", "pattern": "matching"}

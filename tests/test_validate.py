@@ -1,0 +1,244 @@
+"""Rules that span keys, the world size and files on disk: each is reported with its remedy, all in one report."""
+
+import base64
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import KEYS, load_job
+from titanlite.config.schema import JobConfig
+from titanlite.validate import RULES, check_job, load_and_check
+
+
+@pytest.fixture(autouse=True)
+def in_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("[training]\nsteps = 1000\n")
+
+
+def check(*argv: str, ranks: int = 1) -> str:
+    """The report on job.toml with these options; empty if there is nothing to say."""
+    try:
+        load_and_check(["--job.config_file", "job.toml", *argv], ranks)
+    except UserError as error:
+        return re.sub(r"\s+", " ", str(error))  # the report is wrapped
+    return ""
+
+
+def write_tokenizer(path: str, size: int) -> None:
+    """A tiktoken file with `size` ids, 256 of which are the special tokens."""
+    tokens = (base64.b64encode(rank.to_bytes(4, "big")).decode() for rank in range(size - 256))
+    Path(path).write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(tokens)))
+
+
+def test_a_sound_job_passes_and_is_returned():
+    argv = ["--job.config_file", "job.toml"]
+    assert load_and_check(argv, 4) == load_job(argv)
+
+
+BROKEN = [  # options, ranks, and what the report must hold
+    (["--model.flavor", "8B"], 1, ['model.flavor = "8B"', "debugmodel, 150m, 1b", 'Did you mean "8b"?']),
+    (["--model.n_heads", "3"], 1, ["model.n_heads = 3", "must divide model.dim = 256", "2 and 4"]),
+    (["--model.dim", "258"], 1, ["flavor debugmodel: model.n_heads = 4", "must divide model.dim = 258"]),
+    (
+        ["--model.n_heads", "256", "--model.n_kv_heads", "1"],
+        1,
+        ["heads of width 1", "even width", "Choose one of 1, 2"],
+    ),
+    (["--model.n_kv_heads", "3"], 1, ["model.n_kv_heads = 3", "must divide model.n_heads = 4", "2 and 4"]),
+    (["--model.n_kv_heads", "8"], 1, ["model.n_kv_heads = 8", "must divide model.n_heads = 4", "2 and 4"]),
+    (
+        ["--model.rope_scaling_factor", "8", "--model.rope_low_freq_factor", "4"],
+        1,
+        ["model.rope_low_freq_factor = 4.0", "less than model.rope_high_freq_factor = 4.0"],
+    ),
+    (["--training.seq_len", "8193"], 1, ["training.seq_len = 8193", "at most model.max_seq_len = 8192", "Shorten"]),
+    (["--tokenizer.path", "none.model"], 1, ['tokenizer.path = "none.model"', "no such file", "comes with titanlite"]),
+    (["--tokenizer.path", "job.toml"], 1, ['tokenizer.path = "job.toml"', "not a tiktoken tokenizer"]),
+    (["--model.vocab_size", "4095"], 1, ["model.vocab_size = 4095", "at least 4096, the vocabulary of assets/tok"]),
+    (["--dataset.source", "jsonl"], 1, ['dataset.source = "jsonl", path = none', "path is missing"]),
+    (["--dataset.source", "text", "--dataset.path", "no/*.txt"], 1, ['path = "no/*.txt"', "path matches no file"]),
+    (["--dataset.source", "text", "--dataset.path", "."], 1, ['path = "."', "path is a folder"]),
+    (["--dataset.source", "shards", "--dataset.path", "job.toml"], 1, ['"shards"', "path must be a folder"]),
+    (["--dataset.path", "job.toml"], 1, ['dataset.source = "python_stdlib"', "path is not used by this source"]),
+    (
+        ["--validation.freq", "10", "--validation.source", "jsonl"],
+        1,
+        ['validation.source = "jsonl"', "path is missing"],
+    ),
+    (
+        ["--parallelism.data_parallel_replicate_degree", "3"],
+        4,
+        ["data_parallel_replicate_degree = 3", "must divide the number of ranks", "4 ranks (NGPU times", "2 and 4"],
+    ),
+    (
+        ["--parallelism.data_parallel_shard_degree", "8"],
+        4,
+        ["shard_degree = 8", "is 8. The world is 4 ranks", "Set it to -1 (all that are left) or 4, or start 8 ranks"],
+    ),
+    (
+        [*("--parallelism.data_parallel_shard_degree", "2"), *("--parallelism.data_parallel_replicate_degree", "4")],
+        4,
+        ["times data_parallel_replicate_degree = 4 is 8", "or 1, or start 8 ranks"],
+    ),
+    (
+        ["--training.local_batch_size", "4", "--training.global_batch_size", "12"],
+        2,
+        ["global_batch_size = 12", "local_batch_size = 4 times the data-parallel degree = 2, which is 8", "8 or 16"],
+    ),
+    (
+        ["--training.local_batch_size", "4", "--training.global_batch_size", "3"],
+        2,
+        ["training.global_batch_size = 3", "Nearest: 8."],
+    ),
+    (["--lr_scheduler.warmup_steps", "1001"], 1, ["lr_scheduler.warmup_steps = 1001", "at most training.steps = 1000"]),
+    (
+        ["--training.steps", "5", "--lr_scheduler.warmup_steps", "6"],
+        1,
+        ["lr_scheduler.warmup_steps = 6", "at most training.steps = 5"],
+    ),
+    (
+        ["--activation_checkpoint.mode", "memory_budget"],
+        1,
+        ['activation_checkpoint.mode = "memory_budget"', "set compile.enable = true", "selective"],
+    ),
+    (
+        ["--activation_checkpoint.mode", "memory_budget", "--compile.enable", "--compile.components", "loss"],
+        1,
+        ["activation_checkpoint.mode", '"model" in compile.components'],
+    ),
+    (
+        ["--activation_checkpoint.selective_ac_option", "7"],
+        1,
+        ['selective_ac_option = "7"', "at most model.n_layers = 6"],
+    ),
+    (
+        ["--float8.enable", "--float8.recipe_name", "rowwise", "--float8.enable_fsdp_float8_all_gather"],
+        1,
+        ["float8.enable_fsdp_float8_all_gather = true", 'needs float8.recipe_name = "tensorwise"', '"rowwise"'],
+    ),
+    (
+        ["--float8.enable", "--float8.precompute_float8_dynamic_scale_for_fsdp"],
+        1,
+        ["precompute_float8_dynamic_scale_for_fsdp = true", "needs float8.enable_fsdp_float8_all_gather = true"],
+    ),
+    (["--float8.enable", "--model.ffn_dim", "700"], 1, ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"]),
+    (
+        ["--float8.enable", "--float8.filter_fqns", "wq", "--model.vocab_size", "4100"],
+        1,
+        ["model.vocab_size = 4100", "output", "multiples of 16"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "ranks", "said"), BROKEN)
+def test_a_broken_rule_is_reported_once_with_key_value_and_remedy(argv: list[str], ranks: int, said: list[str]):
+    report = check(*argv, ranks=ranks)
+    assert report.startswith("1 mistake in the job:")
+    for words in said:
+        assert words in report
+
+
+SOUND = [
+    (["--training.local_batch_size", "4", "--training.global_batch_size", "16"], 2),
+    ([*("--parallelism.data_parallel_replicate_degree", "2"), *("--parallelism.data_parallel_shard_degree", "2")], 4),
+    (["--parallelism.data_parallel_replicate_degree", "4"], 4),
+    (["--training.seq_len", "8192"], 1),
+    (["--training.seq_len", "9000", "--model.max_seq_len", "9000"], 1),
+    (["--activation_checkpoint.selective_ac_option", "6"], 1),
+    (["--activation_checkpoint.mode", "memory_budget", "--compile.enable"], 1),
+    (["--float8.precompute_float8_dynamic_scale_for_fsdp", "--model.ffn_dim", "700"], 1),  # float8 is off
+    (["--float8.enable", "--model.vocab_size", "4100"], 1),  # the output projection is filtered by default
+    (["--dataset.source", "text", "--dataset.path", "job.toml"], 1),
+    (["--dataset.source", "text", "--dataset.path", "**/*.toml"], 1),
+    (["--validation.source", "jsonl"], 1),  # there is no validation
+    (["--training.steps", "5"], 1),  # a look at the first steps of a longer run, with its own warmup
+]
+
+
+@pytest.mark.parametrize(("argv", "ranks"), SOUND)
+def test_what_is_allowed_is_not_reported(argv: list[str], ranks: int):
+    assert check(*argv, ranks=ranks) == ""
+
+
+def test_a_file_with_a_warmup_longer_than_its_run_is_reported():
+    Path("job.toml").write_text("[training]\nsteps = 100\n")
+    assert "default: lr_scheduler.warmup_steps = 200 must be at most training.steps = 100" in check()
+
+
+def test_the_tokenizer_is_compared_with_the_model_in_either_format():
+    write_tokenizer("big.model", 5000)
+    assert "at least 5000" in check("--tokenizer.path", "big.model")
+    Path("tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 6000}}}')
+    assert "at least 6001" in check("--tokenizer.path", "tokenizer.json")
+    assert check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6001") == ""
+
+
+def test_each_source_of_a_mix_is_checked():
+    sources = '[[dataset.sources]]\nsource = "c4"\n[[dataset.sources]]\nsource = "jsonl"\npath = "none"\n'
+    Path("job.toml").write_text(f"{sources}[[dataset.stages]]\nstart_step = 5\nweights = [1]\n")
+    report = check()
+    assert report.startswith("2 mistakes")
+    assert 'job.toml: dataset.sources.1.source = "jsonl", path = "none" path matches no file' in report
+    assert "dataset.stages.0.weights = [1.0] must have 2 weights" in report
+
+
+def test_rules_and_schema_are_reported_together():
+    report = check("--model.n_heads", "3", "--training.seq_len", "9000", "--optimizer.lr", "-1", "--trainin.x", "1")
+    assert report.startswith("4 mistakes")
+    assert all(name in report for name in ("model.n_heads", "training.seq_len", "optimizer.lr", "--trainin.x"))
+
+
+def test_a_rule_is_skipped_where_a_key_of_it_is_invalid_already():
+    report = check("--training.local_batch_size", "0", "--training.global_batch_size", "7", "--model.dim", "x", ranks=2)
+    assert report.startswith("2 mistakes")
+    assert "training.global_batch_size" not in report
+
+
+def test_no_rule_runs_on_the_defaults_of_a_file_that_cannot_be_read():
+    Path("job.toml").write_text("[training")
+    assert check(ranks=3).startswith("1 mistake")
+
+
+def test_each_rule_names_keys_that_exist():
+    sections = {key.split(".")[0] for key in KEYS}
+    assert all(key in KEYS or key in sections for keys, _ in RULES for key in keys)
+
+
+def test_a_value_is_reported_with_the_place_where_it_was_set():
+    Path("job.toml").write_text("[training]\nseq_len = 9000\n[model]\nn_heads = 3\n")
+    report = check("--model.vocab_size", "100")
+    assert "job.toml: training.seq_len = 9000" in report
+    assert "job.toml: model.n_heads = 3" in report
+    assert "command line: model.vocab_size = 100" in report
+
+
+degrees = st.integers(1, 6)
+
+
+@given(degrees, st.integers(1, 60), degrees, degrees | st.just(-1), st.integers(1, 12))
+@settings(deadline=None, max_examples=200)
+def test_layout_and_batch_are_accepted_exactly_when_they_divide(
+    local: int, wanted: int, replicate: int, shard: int, ranks: int
+):
+    training = {"local_batch_size": local, "global_batch_size": wanted}
+    layout = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
+    job = JobConfig.model_validate({"training": training, "parallelism": layout})
+    fits = ranks % replicate == 0 and shard in (-1, ranks // replicate)
+    divides = wanted % (local * ranks) == 0
+    errors = check_job(job, ranks)
+    assert (errors == []) == (fits and divides)
+    assert len(errors) <= 1  # without a layout nothing is known about the batch
+
+
+def test_a_wrong_job_of_the_largest_model_is_found_out_in_a_fraction_of_a_second():
+    write_tokenizer("llama.model", 128256)
+    started = time.perf_counter()
+    report = check("--model.flavor", "405b", "--tokenizer.path", "llama.model", "--model.n_heads", "127")
+    assert report.startswith("1 mistake")
+    assert time.perf_counter() - started < 2.0  # 0.3 s on two idle cores, most of it reading the tokenizer twice
