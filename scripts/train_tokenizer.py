@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from titanlite.config.schema import Dataset
-from titanlite.data.sources import open_source
+from titanlite.config.schema import DataSource
+from titanlite.data.sources import RandomAccess, open_source
 from titanlite.data.tokenizer import LLAMA3_PATTERN, llama3_special_tokens
 
 BASE_TOKENS = 3840
@@ -73,8 +73,9 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
 
-    source = open_source(Dataset(source="python_stdlib"))
-    tokens = train([source[i] for i in range(len(source))], BASE_TOKENS)
+    source = open_source(DataSource(source="python_stdlib"))
+    assert isinstance(source, RandomAccess)
+    tokens = train([str(source[i]) for i in range(len(source))], BASE_TOKENS)
     assert len(tokens) == BASE_TOKENS
 
     to_byte = symbol_bytes()
@@ -87,7 +88,7 @@ def main() -> None:
     vocab = {token: rank for rank, token in enumerate(tokens)}
     tokenizer = byte_level(models.BPE(vocab, all_merges(tokens), ignore_merges=True))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in llama3_special_tokens()])
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     print(f"{out}: {tokenizer.get_vocab_size():,} tokens from {source.describe()}")
 
 

@@ -14,8 +14,9 @@ import torch
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset
+from titanlite.data.documents import MAX_STREAMS
 from titanlite.data.loader import Loader
-from titanlite.data.packing import NUM_STREAMS
+from titanlite.data.reader import BatchReader
 from titanlite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def dataset(tmp_path_factory):
     with path.open("w") as file:
         for i in range(150):
             file.write(json.dumps({"text": f"<{i}> " + "word " * int(generator.integers(0, 90))}) + "\n")
-    return Dataset(source="jsonl", path=str(path))
+    return Dataset(source="jsonl", path=str(path), num_workers=0)
 
 
 class Ranks:
@@ -137,7 +138,7 @@ def test_restarts_on_other_layouts_change_nothing(dataset, reference, sizes, eve
 def test_a_state_loaded_and_saved_is_the_same(dataset, reference):
     state = reference[1][4]
     assert Ranks(dataset, 2).load(state).state() == state
-    assert len(json.dumps(state)) < 2000
+    assert len(json.dumps(state)) < 3000
 
 
 def test_another_global_batch_size_goes_on_with_the_same_sequences(dataset, reference):
@@ -148,7 +149,7 @@ def test_another_global_batch_size_goes_on_with_the_same_sequences(dataset, refe
 
 def test_each_document_is_read_once_an_epoch_and_each_token_predicted_once(dataset):
     """Joined again, the rows of a stream are whole documents; together the streams hold each once an epoch."""
-    ranks = Ranks(dataset, 1, global_batch=NUM_STREAMS)
+    ranks = Ranks(dataset, 1, global_batch=MAX_STREAMS)
     rows = torch.stack([ranks.batch() for _ in range(30)], dim=1)  # (V, rows, T + 1)
     assert torch.equal(rows[:, :-1, -1], rows[:, 1:, 0])  # the last token is the first of the next row
     streams = torch.cat([rows[:, :, :-1].flatten(1), rows[:, -1:, -1]], dim=1)
@@ -158,7 +159,7 @@ def test_each_document_is_read_once_an_epoch_and_each_token_predicted_once(datas
         parts = text.split("<|end_of_text|>")[:-1]
         assert all(part.startswith("<|begin_of_text|><") for part in parts)
         turns.append([int(part.removeprefix("<|begin_of_text|><").split(">")[0]) for part in parts])
-    positions = {v + turn * NUM_STREAMS: doc for v, docs in enumerate(turns) for turn, doc in enumerate(docs)}
+    positions = {v + turn * MAX_STREAMS: doc for v, docs in enumerate(turns) for turn, doc in enumerate(docs)}
     first = [positions[p] for p in range(150)]
     second = [positions[p] for p in range(150, 300)]
     assert sorted(first) == sorted(second) == list(range(150))
@@ -175,19 +176,21 @@ def test_a_rank_tokenizes_only_its_own_streams(dataset):
     ranks = Ranks(dataset, 4)
     for _ in range(STEPS):
         ranks.batch()
-    touched = Counter(number for loader in ranks.loaders for number in loader._streams)
+    readers = [loader._reader for loader in ranks.loaders]
+    touched = Counter(stream for reader in readers if isinstance(reader, BatchReader) for stream in reader._open)
+    assert len(touched) == MAX_STREAMS
     assert set(touched.values()) == {1}
 
 
 def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path):
     state = reference[1][0]
     other = tmp_path / "a.jsonl"
-    other.write_text('{"text": "other"}\n')
+    other.write_text(json.dumps({"text": "other " * 99}) + "\n")
     other = Dataset(source="jsonl", path=str(other))
     json_tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
     for ranks, message in [
-        (Ranks(other, 1), "the source jsonl has changed since"),
-        (Ranks(Dataset(), 1), "the source jsonl is now python_stdlib"),
+        (Ranks(other, 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
+        (Ranks(Dataset(), 1), r"the source jsonl .*a\.jsonl is now python_stdlib"),
         (Ranks(dataset, 1, tokenizer=json_tokenizer), "the tokenizer is another one"),
         (Ranks(dataset, 1, seed=8), "the seed of the data order was 7, it is now 8"),
         (Ranks(dataset, 1, seq_len=64), r"training\.seq_len was 32, it is now 64"),
@@ -199,7 +202,7 @@ def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path)
 
 
 def test_describe_names_the_source(dataset):
-    assert Ranks(dataset, 1).loaders[0].describe().startswith("jsonl: 150 documents, 0.0 MB")
+    assert Ranks(dataset, 1).loaders[0].describe().endswith("a.jsonl: 150 documents, 0.0 MB")
 
 
 @pytest.mark.slow

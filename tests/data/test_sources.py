@@ -3,6 +3,7 @@
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data import sources
-from titanlite.data.sources import TEXT_DOCUMENT_BYTES, find_files, open_source
+from titanlite.data.sources import TEXT_DOCUMENT_BYTES, RandomAccess, find_files
+
+
+def open_source(dataset) -> RandomAccess:
+    source = sources.open_source(dataset)
+    assert isinstance(source, RandomAccess)
+    return source
 
 
 def write_jsonl(path, texts, column="text"):
@@ -19,7 +26,7 @@ def write_jsonl(path, texts, column="text"):
     return path
 
 
-def texts(source):
+def texts(source) -> list[Any]:
     return [source[i] for i in range(len(source))]
 
 
@@ -126,7 +133,7 @@ def test_missing_and_empty_sources_are_errors(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             find_files(dataset)
-    with pytest.raises(UserError, match=r"text is empty: .*empty\.txt holds no document"):
+    with pytest.raises(UserError, match=r"text .* is empty: .*empty\.txt holds no document"):
         open_source(Dataset(source="text", path=str(tmp_path / "empty.txt")))
 
 

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data import tokenizer as module
-from titanlite.data.sources import open_source
+from titanlite.data.sources import RandomAccess, open_source
 from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer, read_vocab_size
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "assets" / "tokenizer"
 MODEL, JSON = ASSETS / "tokenizer.model", ASSETS / "tokenizer.json"
+
+
+def stdlib():
+    source = open_source(Dataset())
+    assert isinstance(source, RandomAccess)
+    return source
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +65,14 @@ def test_both_formats_split_every_assigned_character_alike(both):
 
 def test_both_formats_give_equal_ids_on_the_standard_library(both):
     model, hf = both
-    source = open_source(Dataset())
+    source = stdlib()
     for i in range(0, len(source), 7):
         assert model.encode(source[i]) == hf.encode(source[i])
 
 
 def test_long_texts_are_cut_only_where_no_id_changes(both, monkeypatch):
-    source = open_source(Dataset())
-    text = "".join(source[i] for i in range(20)) + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1"
+    source = stdlib()
+    text = "".join(str(source[i]) for i in range(20)) + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1"
     whole = [tokenizer.encode(text) for tokenizer in both]
     monkeypatch.setattr(module, "_PIECE_CHARS", 999)
     assert [tokenizer.encode(text) for tokenizer in both] == whole

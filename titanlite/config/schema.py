@@ -131,7 +131,9 @@ class Training(Section):
 class DataSource(Section):
     """One source of documents."""
 
-    source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = "python_stdlib"
+    source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = (
+        "python_stdlib"
+    )
     """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line, also
     .gz and .zst. text: plain UTF-8 files. parquet: files. arrow: a folder that `datasets` saved to disk. huggingface:
     anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare` made."""

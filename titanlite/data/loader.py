@@ -1,16 +1,15 @@
 """Global batches for one data-parallel rank, and the one small state that resumes them on any number of ranks.
 
-Invariant: row k of a global batch depends on the seed, the source, the tokenizer, seq_len and the number of rows before
-that batch, never on the number of ranks, the local batch size or restarts. May import titanlite.config and data.
-
-Sequence n = 0, 1, ... of a run is row n // V of virtual stream n % V (see packing). Global batch s holds the sequences
-that follow those of batch s - 1; rank r of R takes its rows r, r + R, r + 2R, ...
+Invariant: row k of a global batch depends on the seed, the sources, the tokenizer, seq_len, packing and the batches
+before it, never on the number of ranks, the local batch size, the workers or restarts. May import titanlite.config and
+data.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,17 @@ from torch import Tensor
 
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.data.packing import NUM_STREAMS, Cursor, Documents, Stream
+from titanlite.data.documents import Encoder, Place
+from titanlite.data.mixing import Schedule
+from titanlite.data.packing import Cursor, Row
+from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.worker import WorkerPool
 
-_STATE_VERSION = 1
+__all__ = ["GlobalBatch", "Loader", "Microbatch", "OutOfData"]
+
+_STATE_VERSION = 2
 
 Gather = Callable[[Any], list[Any]]
 
@@ -37,6 +42,10 @@ class Microbatch:
     """(B, T) int64, on the device."""
     labels: Tensor
     """(B, T) int64, on the device: the token after each input; -100 where none is to be predicted."""
+    document_ids: Tensor | None = None
+    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to those of equal id."""
+    positions: Tensor | None = None
+    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class GlobalBatch:
 
 
 class Loader:
-    """Endless global batches of one source.
+    """Global batches of one source or a mix.
 
     Args:
         dataset: where the text comes from; dataset.seed wins over `seed`.
@@ -57,9 +66,10 @@ class Loader:
         global_batch_size: rows of one optimizer step over all ranks; dp_size times local_batch_size divides it.
         dp_rank, dp_size: which of how many data-parallel ranks this one is.
         dp_group: the process group of these ranks; None if this is the only one.
+        holdout: share of the documents that is kept for validation; held_out: read those, and no others.
 
     Raises:
-        UserError: the source is missing or empty.
+        UserError: a source is missing, empty, or smaller than one row.
     """
 
     def __init__(
@@ -75,108 +85,205 @@ class Loader:
         dp_size: int,
         dp_group: dist.ProcessGroup | None,
         device: torch.device,
+        holdout: float = 0.0,
+        held_out: bool = False,
         gather: Gather | None = None,
     ) -> None:
         assert global_batch_size % (dp_size * local_batch_size) == 0
+        self._dataset, self._tokenizer, self._seq_len = dataset, tokenizer, seq_len
         self._seed = seed if dataset.seed is None else dataset.seed
-        self._tokenizer, self._seq_len = tokenizer, seq_len
         self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._gather = gather or _gather_over(dp_group)
-        self._source = open_source(dataset)
-        self._documents = Documents(self._source, tokenizer, self._seed)
-        self._start_at(0, [Cursor()] * NUM_STREAMS)
+        self._encoder = Encoder(tokenizer, holdout, held_out, dataset.on_bad_record == "skip")
+        self.sources = [open_source(spec) for spec in source_specs(dataset)]
+        for source in self.sources:
+            check_enough(source, replace(self._encoder), seq_len)
+        self._schedule = Schedule(dataset, global_batch_size)
+        self._cursors = start_cursors(dataset, self.sources)
+        self._reader: BatchReader | WorkerPool | None = None
+        self._valid_tokens = self._tokens = 0
+
+    def start(self) -> None:
+        """Start reading ahead in the background, if it has not begun. The first batch does it otherwise."""
+        if self._reader is not None:
+            return
+        arguments = {
+            "dataset": self._dataset,
+            "sources": self.sources,
+            "seed": self._seed,
+            "seq_len": self._seq_len,
+            "schedule": self._new_schedule(),  # the reader's own: it runs ahead of ours
+            "cursors": [list(cursors) for cursors in self._cursors],
+        }
+        if self._dataset.num_workers:
+            workers, prefetch = self._dataset.num_workers, self._dataset.prefetch
+            self._reader = WorkerPool(arguments, self._encoder, self._dp_rank, self._dp_size, workers, prefetch)
+        else:
+            self._reader = BatchReader(**arguments, encoder=self._encoder, part=Part(self._dp_rank, self._dp_size))
 
     def next_global_batch(self) -> GlobalBatch:
-        """The next optimizer step's rows of this rank, on the device."""
-        rows = [self._row(self._sequences + k) for k in range(self._dp_rank, self._global_batch_size, self._dp_size)]
-        self._sequences += self._global_batch_size
+        """The next optimizer step's rows of this rank, on the device.
+
+        Raises:
+            OutOfData: a source with max_epochs has no further batch; all ranks raise it at the same step.
+            UserError: a record cannot be read.
+            WorkerError: a background process died.
+        """
+        self.start()
+        assert self._reader is not None
+        read = self._reader.next_batch()
+        self._schedule.next_batch()
+        for _, _, source, stream, cursor in read:
+            self._cursors[source][stream] = cursor
         local = self._local_batch_size
-        microbatches = [self._microbatch(rows[i : i + local]) for i in range(0, len(rows), local)]
-        return GlobalBatch(microbatches, num_valid_tokens=len(rows) * self._seq_len)
+        batches = [self._microbatch([r.row for r in read[i : i + local]]) for i in range(0, len(read), local)]
+        valid = sum(count for _, count in batches)
+        self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * self._seq_len
+        return GlobalBatch([microbatch for microbatch, _ in batches], valid)
+
+    def stats(self) -> dict[str, float]:
+        """Of this rank, since it started: share of the positions that are trained on, and records skipped."""
+        skipped = self._reader.skipped if self._reader else 0
+        return {"utilization": self._valid_tokens / max(1, self._tokens), "skipped_records": skipped}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
         dp_group call it together, because each one knows only the streams that it read."""
-        own = {number: vars(stream.cursor) for number, stream in self._streams.items()}
-        known = list(self._cursors)
-        for cursors in self._gather(own):
-            for number, cursor in cursors.items():
-                known[number] = max(known[number], Cursor(**cursor), key=lambda c: c.row)
-        assert all(cursor.row == _rows_before(self._sequences, v) for v, cursor in enumerate(known))
+        known = [list(cursors) for cursors in self._cursors]
+        for gathered in self._gather(self._cursors):
+            for mine, theirs in zip(known, gathered, strict=True):
+                mine[:] = [max(pair, key=lambda cursor: cursor.row) for pair in zip(mine, theirs, strict=True)]
+        for rows, cursors in zip(self._schedule.rows, known, strict=True):
+            assert all(cursor.row == _rows_before(rows, v, len(cursors)) for v, cursor in enumerate(cursors))
         return {
             "version": _STATE_VERSION,
             "seed": self._seed,
             "seq_len": self._seq_len,
+            "packing": self._dataset.packing,
             "tokenizer": self._tokenizer.fingerprint,
-            "source": {"name": self._source.name, "fingerprint": self._source.fingerprint},
-            "sequences": self._sequences,
-            "streams": [[cursor.turn, cursor.offset] for cursor in known],
+            "holdout": self._encoder.holdout,
+            "schedule": self._schedule.state_dict(),
+            "sources": [
+                {
+                    "name": source.name,
+                    "fingerprint": source.fingerprint,
+                    "streams": [[*cursor.place, cursor.offset] for cursor in cursors],
+                }
+                for source, cursors in zip(self.sources, known, strict=True)
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state`, saved on any number of ranks, left off.
 
         Raises:
-            UserError: the source, the tokenizer, the seed or seq_len is another one than in the run that saved it.
+            UserError: a source, the tokenizer, the seed, seq_len or packing is another one than in the run that saved
+                it, and dataset.on_change is not "warn", or the old place means nothing in the new data.
             CheckpointError: a version of titanlite wrote it that this one does not know.
         """
         if state["version"] != _STATE_VERSION:
-            raise CheckpointError(
-                f"the data state has version {state['version']}; this titanlite reads {_STATE_VERSION}"
-            )
-        saved, name = state["source"], self._source.name
-        wrong = []
-        if (saved["name"], saved["fingerprint"]) != (name, self._source.fingerprint):
-            what = f"is now {name}" if saved["name"] != name else "has changed since: other files or other contents"
-            wrong.append(f"the source {saved['name']} {what}")
-        if state["tokenizer"] != self._tokenizer.fingerprint:
-            wrong.append("the tokenizer is another one")
-        if state["seed"] != self._seed:
-            wrong.append(f"the seed of the data order was {state['seed']}, it is now {self._seed}")
-        if state["seq_len"] != self._seq_len:
-            wrong.append(f"training.seq_len was {state['seq_len']}, it is now {self._seq_len}")
-        if wrong:
+            found = state["version"]
+            raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
+        hard, soft = self._changes(state)
+        if hard or (soft and self._dataset.on_change == "error"):
+            remedy = "Restore that, or start a new run in another job.dump_folder"
+            remedy += "." if hard else ', or go on with the new data by dataset.on_change = "warn".'
             raise UserError(
-                f"cannot go on with the data of the checkpoint: {'; '.join(wrong)}. Restore that, or start a new run "
-                "in another job.dump_folder."
+                f"cannot go on with the data of the checkpoint: {'; '.join([*hard, *soft.values()])}. {remedy}"
             )
-        self._start_at(
-            state["sequences"],
+        for change in soft.values():
+            logging.getLogger("titanlite").warning("going on with other data than before: %s", change)
+        self.close()
+        self._schedule = self._new_schedule(state["schedule"])
+        self._cursors = [
             [
-                Cursor(_rows_before(state["sequences"], v), turn, offset)
-                for v, (turn, offset) in enumerate(state["streams"])
-            ],
-        )
+                # A place within a document means nothing if the documents are others.
+                Cursor(
+                    _rows_before(rows, v, len(saved["streams"])),
+                    *((Place(stream[0]), 0) if i in soft else (Place(*stream[:3]), stream[3])),
+                )
+                for v, stream in enumerate(saved["streams"])
+            ]
+            for i, (rows, saved) in enumerate(zip(self._schedule.rows, state["sources"], strict=True))
+        ]
 
     def describe(self) -> str:
         """One line for the log: what is read."""
-        return self._source.describe()
+        return " + ".join(source.describe() for source in self.sources)
 
     def close(self) -> None:
-        """Let go of files and documents in memory."""
-        self._streams.clear()
+        """End the background processes. The next batch starts them again."""
+        if isinstance(self._reader, WorkerPool):
+            self._reader.close()
+        self._reader = None
 
-    def _start_at(self, sequences: int, cursors: list[Cursor]) -> None:
-        self._sequences, self._cursors = sequences, cursors
-        self._streams: dict[int, Stream] = {}  # those that this rank reads
+    def _changes(self, state: dict[str, Any]) -> tuple[list[str], dict[int, str]]:
+        """What differs from the run that saved `state`: what nobody can go on with, and, by the number of the source,
+        what a user may accept."""
+        hard: list[str] = []
+        soft: dict[int, str] = {}
+        for key, now, name in (
+            ("seed", self._seed, "the seed of the data order"),
+            ("seq_len", self._seq_len, "training.seq_len"),
+            ("packing", self._dataset.packing, "dataset.packing"),
+            ("holdout", self._encoder.holdout, "validation.holdout"),
+        ):
+            if state[key] != now:
+                hard.append(f"{name} was {state[key]}, it is now {now}")
+        if state["tokenizer"] != self._tokenizer.fingerprint:
+            hard.append("the tokenizer is another one")
+        if len(state["sources"]) != len(self.sources):
+            hard.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
+            return hard, soft
+        for i, (saved, source, cursors) in enumerate(zip(state["sources"], self.sources, self._cursors, strict=True)):
+            if len(saved["streams"]) != len(cursors):
+                streams = f"{len(saved['streams'])} streams, {source.name} is read in {len(cursors)}"
+                hard.append(f"the source {saved['name']} was read in {streams}")
+            elif saved["fingerprint"] != source.fingerprint:
+                same = saved["name"] == source.name
+                what = "has changed since: other files or other contents" if same else f"is now {source.name}"
+                soft[i] = f"the source {saved['name']} {what}"
+        return hard, soft
 
-    def _row(self, sequence: int) -> np.ndarray:
-        row, number = divmod(sequence, NUM_STREAMS)
-        stream = self._streams.get(number)
-        if stream is None:
-            stream = self._streams[number] = Stream(self._documents, number, self._seq_len, self._cursors[number])
-        stream.skip_to(row)  # no step where dp_size divides V; else other ranks read the rows between
-        return stream.next_row()
+    def _new_schedule(self, state: dict[str, Any] | None = None) -> Schedule:
+        schedule = Schedule(self._dataset, self._global_batch_size)
+        schedule.load_state_dict(state or self._schedule.state_dict())
+        return schedule
 
-    def _microbatch(self, rows: list[np.ndarray]) -> Microbatch:
-        tokens = torch.from_numpy(np.stack(rows)).to(self._device, torch.int64, non_blocking=True)  # (B, T + 1)
-        return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    def _microbatch(self, rows: list[Row]) -> tuple[Microbatch, int]:
+        """The rows as tensors on the device, and the number of valid labels."""
+        tokens = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64))  # (B, T + 1)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        for label, row in zip(labels, rows, strict=True):
+            label[int(row.segments[:, 3].sum()) - 1 :] = -100  # what pads the row
+        extra: dict[str, Tensor] = {}
+        if self._dataset.document_mask:
+            ids, positions = _document_tensors(rows, self._seq_len)  # (B, T + 1)
+            labels[positions[:, 1:] == 0] = -100  # no document predicts the next one
+            extra = {"document_ids": ids[:, :-1].contiguous(), "positions": positions[:, :-1].contiguous()}
+        valid = int((labels != -100).sum())
+        tensors = {"input_ids": inputs, "labels": labels, **extra}
+        if self._device.type == "cuda":  # so that the copies overlap with the step that is running
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return Microbatch(**{name: t.to(self._device, non_blocking=True) for name, t in tensors.items()}), valid
 
 
-def _rows_before(sequences: int, stream: int) -> int:
-    """Rows of `stream` among the first `sequences` sequences."""
-    return (sequences - stream + NUM_STREAMS - 1) // NUM_STREAMS
+def _document_tensors(rows: list[Row], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Document ids, int32, and positions, int64, both (B, T + 1); what pads a row is a document of its own."""
+    ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)
+    positions = np.empty((len(rows), seq_len + 1), dtype=np.int64)
+    for i, row in enumerate(rows):
+        lengths = row.segments[:, 3]
+        lengths = np.append(lengths, seq_len + 1 - lengths.sum())
+        ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions[i] = np.arange(seq_len + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(ids), torch.from_numpy(positions)
+
+
+def _rows_before(rows: int, stream: int, streams: int) -> int:
+    """Rows of `stream` among the first `rows` rows of its source."""
+    return (rows - stream + streams - 1) // streams
 
 
 def _gather_over(group: dist.ProcessGroup | None) -> Gather:

@@ -47,3 +47,33 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+class EpochOrder:
+    """An endless order of n things: a permutation of all of them, then another one, and so on."""
+
+    _SMALL = 1 << 14  # for up to so many things the latest permutations are kept
+
+    def __init__(self, n: int, seed: int) -> None:
+        self._n, self._seed = n, seed
+        self._known: dict[int, np.ndarray] = {}
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The things at `positions`, int64 of the same shape. Position p is in epoch p // n."""
+        epochs, places = np.divmod(positions, self._n)
+        result = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            result[here] = self._in_epoch(epoch, places[here])
+        return result
+
+    def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        if epoch in self._known:
+            return self._known[epoch][places]
+        permutation = Permutation(self._n, f"{self._seed} epoch {epoch}")
+        if self._n > self._SMALL:
+            return permutation(places)
+        if len(self._known) >= 32:
+            self._known.pop(next(iter(self._known)))
+        self._known[epoch] = permutation(np.arange(self._n))
+        return self._known[epoch][places]

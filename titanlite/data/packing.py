@@ -1,29 +1,32 @@
-"""Virtual streams: the documents of a source in training order, joined and cut into rows of equal length.
+"""Documents of a stream to rows of equal length.
 
-Invariant: row i of stream v is a pure function of (seed, source, tokenizer, seq_len, v, i), and two integers say where
-it begins. May import titanlite.config and the other modules of data below it: tokenizer, sources, order.
-
-Global document position p = 0, 1, ... means document `permutation of epoch p // N (p % N)` of a source of N documents.
-Stream v of V reads the positions v, v + V, v + 2V, ...: together they read each document once an epoch.
+Invariant: row i of a stream is a pure function of (the stream, seq_len, i), and four integers say where it begins.
+May import data.documents and data.order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from titanlite.data.documents import Documents, Exhausted, Place
 from titanlite.data.order import Permutation
-from titanlite.data.sources import Source
-from titanlite.data.tokenizer import Tokenizer
 
-NUM_STREAMS = 64
-"""V. Part of the data order: changing it changes every run. A power of two, so that usual numbers of data-parallel
-ranks divide it and each rank then tokenizes only its own streams."""
+_WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
 
-_ORDER_BLOCK = 32  # turns permuted at once, as numpy's cost is a call, not an element
-_SMALL_SOURCE = 1 << 14  # up to so many documents, the orders of the latest epochs are kept
+
+class Row(NamedTuple):
+    """What one sequence of a batch is made of."""
+
+    tokens: np.ndarray
+    """(T + 1,) int32: inputs and, one further, labels. What lies behind the last segment is padding."""
+    segments: np.ndarray
+    """(S, 4) int64, a document or a piece of one in each line: part, document number, offset of its first token in the
+    document, number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,64 +35,30 @@ class Cursor:
 
     row: int = 0
     """Number of the row."""
-    turn: int = 0
-    """The document is the turn-th one of the stream, that is global position v + turn * V."""
+    place: Place = field(default_factory=Place)
+    """concat: the document it begins in. best_fit: the first document of its window."""
     offset: int = 0
-    """Token of the document, bos and eos counted."""
+    """concat: token of that document. best_fit: row of the window."""
 
 
-class Documents:
-    """Token ids of the documents of one source, by stream and turn."""
+class Packer(ABC):
+    """Rows of one stream.
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int) -> None:
-        self._source, self._tokenizer, self._seed = source, tokenizer, seed
-        self._begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        self._whole_epoch = lru_cache(maxsize=32)(lambda epoch: self._permutation(epoch)(np.arange(len(source))))
+    Attributes:
+        cursor: where the next row begins.
+    """
 
-    def _permutation(self, epoch: int) -> Permutation:
-        return Permutation(len(self._source), f"{self._seed} epoch {epoch}")
-
-    def order(self, positions: np.ndarray) -> np.ndarray:
-        """Document numbers at global positions: another permutation each epoch."""
-        n = len(self._source)
-        epochs, places = np.divmod(positions, n)
-        result = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            small = n <= _SMALL_SOURCE
-            result[here] = self._whole_epoch(epoch)[places[here]] if small else self._permutation(epoch)(places[here])
-        return result
-
-    def tokens(self, document: int) -> np.ndarray:
-        """bos, the text, eos: int32 ids."""
-        text = self._tokenizer.encode(self._source[document])
-        return np.array([*self._begin, *text, self._tokenizer.eos_id], dtype=np.int32)
-
-
-class Stream:
-    """One virtual stream: rows of seq_len + 1 tokens whose last token is the first of the next row, so that each
-    token but the very first is predicted exactly once."""
-
-    def __init__(self, documents: Documents, number: int, seq_len: int, cursor: Cursor) -> None:
-        self._documents, self._number, self._seq_len = documents, number, seq_len
+    def __init__(self, documents: Documents, seq_len: int, padding: int, cursor: Cursor) -> None:
+        self._documents, self._length, self._padding = documents, seq_len + 1, padding
         self.cursor = cursor
-        self._turn, self._tokens = -1, np.empty(0, dtype=np.int32)  # the document that was read last
-        self._block, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def next_row(self) -> np.ndarray:
-        """The row at `cursor`, int32 of shape (seq_len + 1,); `cursor` goes on to the next row."""
-        turn, offset = self.cursor.turn, self.cursor.offset
-        parts: list[np.ndarray] = []
-        need = self._seq_len + 1
-        while True:
-            part = self._read(turn)[offset : offset + need]
-            parts.append(part)
-            need -= len(part)
-            if need == 0:
-                break
-            turn, offset = turn + 1, 0
-        self.cursor = Cursor(self.cursor.row + 1, turn, offset + len(parts[-1]) - 1)
-        return np.concatenate(parts)
+    @abstractmethod
+    def next_row(self) -> Row:
+        """The row at `cursor`, which goes on to the next one.
+
+        Raises:
+            Exhausted: there is no further one.
+        """
 
     def skip_to(self, row: int) -> None:
         """Go forward to `row`. Tokenizes what lies between, as only its length says where a row begins."""
@@ -97,11 +66,94 @@ class Stream:
         while self.cursor.row < row:
             self.next_row()
 
-    def _read(self, turn: int) -> np.ndarray:
-        if turn != self._turn:
-            block, place = divmod(turn, _ORDER_BLOCK)
-            if block != self._block:
-                turns = np.arange(block * _ORDER_BLOCK, (block + 1) * _ORDER_BLOCK)
-                self._block, self._order = block, self._documents.order(turns * NUM_STREAMS + self._number)
-            self._turn, self._tokens = turn, self._documents.tokens(int(self._order[place]))
-        return self._tokens
+    def _row(self, parts: list[np.ndarray], segments: list[tuple[int, int, int, int]]) -> Row:
+        missing = self._length - sum(map(len, parts))
+        if missing:
+            parts = [*parts, np.full(missing, self._padding, dtype=np.int32)]
+        return Row(np.concatenate(parts).astype(np.int32, copy=False), np.array(segments, dtype=np.int64))
+
+
+class ConcatPacker(Packer):
+    """Documents joined and cut. The last token of a row is the first one of the next, so that each token of the stream
+    but the very first is predicted exactly once. Only the last row of a capped source is padded."""
+
+    def next_row(self) -> Row:
+        documents, offset = self._documents, self.cursor.offset
+        documents.seek(self.cursor.place)
+        parts: list[np.ndarray] = []
+        segments: list[tuple[int, int, int, int]] = []
+        need, last = self._length, self.cursor
+        try:
+            while True:
+                document = documents.current()
+                part = document.tokens[offset : offset + need]
+                if len(part):
+                    parts.append(part)
+                    segments.append((document.part, document.number, offset, len(part)))
+                    need -= len(part)
+                    # place is read after current(), which moves on to the next part where one is over
+                    last = Cursor(self.cursor.row + 1, documents.place, offset + len(part) - 1)
+                if not need:
+                    break
+                documents.advance()
+                offset = 0
+        except Exhausted:
+            if need > self._length - 2:  # not one token to predict
+                raise
+        self.cursor = last
+        return self._row(parts, segments)
+
+
+class BestFitPacker(Packer):
+    """Documents whole in a row where they fit, after "Fewer Truncations Improve Language Modeling" (Ding et al., 2024):
+    a longer one is cut into rows of its own and a rest; then the pieces of a window of documents go, the longest
+    first, each into the row with the least room that is enough."""
+
+    _window: tuple[Place, Place, list[Row]] | None = None  # its first place, the place after it, its rows
+
+    def next_row(self) -> Row:
+        start, index = self.cursor.place, self.cursor.offset
+        if self._window is None or self._window[0] != start:
+            self._window = self._fill(start)
+        _, after, rows = self._window
+        row = rows[index]
+        number = self.cursor.row + 1
+        self.cursor = Cursor(number, start, index + 1) if index + 1 < len(rows) else Cursor(number, after, 0)
+        return row
+
+    def _fill(self, start: Place) -> tuple[Place, Place, list[Row]]:
+        self._documents.seek(start)
+        pieces: list[tuple[np.ndarray, tuple[int, int, int, int]]] = []
+        total = 0
+        try:
+            while total < _WINDOW_ROWS * self._length:
+                document = self._documents.current()
+                for offset in range(0, max(1, len(document.tokens) - 1), self._length - 1):
+                    part = document.tokens[offset : offset + self._length]
+                    if len(part):
+                        pieces.append((part, (document.part, document.number, offset, len(part))))
+                total += len(document.tokens)
+                self._documents.advance()
+        except Exhausted:
+            if not pieces:
+                raise
+        rows = [self._row([pieces[i][0] for i in bin], [pieces[i][1] for i in bin]) for bin in self._fit(pieces)]
+        # By construction the fullest rows come first: shuffle them, so that each batch is like the others.
+        order = Permutation(len(rows), f"rows {start} {total}")(np.arange(len(rows)))
+        return start, self._documents.place, [rows[i] for i in order]
+
+    def _fit(self, pieces: list[tuple[np.ndarray, tuple[int, int, int, int]]]) -> list[list[int]]:
+        bins: list[list[int]] = []
+        room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+        for i in sorted(range(len(pieces)), key=lambda i: -len(pieces[i][0])):
+            size = len(pieces[i][0])
+            at = bisect_left(room, (size, -1))
+            if at < len(room):
+                left, number = room.pop(at)
+            else:
+                left, number = self._length, len(bins)
+                bins.append([])
+            bins[number].append(i)
+            if left > size:
+                insort(room, (left - size, number))
+        return bins

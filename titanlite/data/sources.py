@@ -1,7 +1,7 @@
-"""Documents at random access: the standard library of the running interpreter, JSON lines, plain text files.
+"""Documents by number: the base classes of all sources, files read at random access, and which class a key means.
 
 Invariant: document i of a source is the same text each time, whatever else was read before; the fingerprint changes
-when any document does. May import titanlite.config.
+when the documents do. May import titanlite.config; other sources are imported where a job names them.
 """
 
 from __future__ import annotations
@@ -11,81 +11,110 @@ import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset
+
+if TYPE_CHECKING:
+    from titanlite.config.schema import DataSource
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SCAN_BYTES = 1 << 22
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+COMPRESSED = (".gz", ".zst")
+
+
+class BadRecord(UserError):
+    """One record cannot be read; the message names file and place. `dataset.on_bad_record` says what follows."""
 
 
 class Source(ABC):
-    """A numbered set of documents.
+    """A set of documents, picklable so that background processes can read it, too.
 
     Attributes:
-        name: what a message calls it.
-        size: bytes of all documents.
-        fingerprint: hash of the names and contents.
+        name: what messages call it.
+        fingerprint: hash of the contents, or of a sample where a file is too large to read before the first step.
+        num_documents: None where only reading everything would tell.
+        size: bytes of text, None where unknown.
     """
 
     name: str
-    size: int
     fingerprint: str
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> str:
-        """Text of document `index`.
-
-        Raises:
-            UserError: the document is broken; the message names file and place.
-        """
+    num_documents: int | None
+    size: int | None
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"{self.name}: {len(self):,} documents, {self.size / 1e6:,.1f} MB"
+        documents = "" if self.num_documents is None else f"{self.num_documents:,} documents, "
+        return f"{self.name}: {documents}" + ("streamed" if self.size is None else f"{self.size / 1e6:,.1f} MB")
 
 
-class FileSpans(Source):
-    """Documents that are spans of bytes in files. Memory: 8 bytes a document, whatever its length.
+class RandomAccess(Source):
+    """Documents that can be read in any order: `num_documents` of them."""
 
-    `cut(file)` yields the end offsets of the documents in one file while it hashes what it reads.
+    @abstractmethod
+    def __getitem__(self, index: int) -> str | np.ndarray:
+        """Text of document `index`, or its tokens.
+
+        Raises:
+            BadRecord: it cannot be read.
+        """
+
+    def __len__(self) -> int:
+        assert self.num_documents is not None
+        return self.num_documents
+
+
+class Sequential(Source):
+    """Documents in parts (files, row groups) that are read from front to back.
+
+    Attributes:
+        num_parts: how many.
     """
 
-    def __init__(
-        self, name: str, files: list[Path], label: list[str], cut: Callable[[BinaryIO, xxhash.xxh3_128], np.ndarray]
-    ) -> None:
+    num_parts: int
+
+    @abstractmethod
+    def read(self, part: int, start: int) -> Iterator[str | BadRecord]:
+        """Documents of `part` from number `start` on; one that cannot be read is yielded as an error."""
+
+
+class FileSpans(RandomAccess):
+    """Documents that are spans of bytes in files. Memory: 8 bytes a document, whatever its length.
+
+    `cut(file, digest)` returns the end offsets of the documents in one file and hashes what it reads.
+    """
+
+    def __init__(self, name: str, files: list[Path], labels: list[str], cut: _Cut) -> None:
         self.name, self._files = name, files
         digest = xxhash.xxh3_128()
         self._ends: list[np.ndarray] = []  # one array of end offsets a file
-        for file, part in zip(files, label, strict=True):
-            digest.update(part.encode() + b"\0")
-            with _open(file) as stream:
+        for file, label in zip(files, labels, strict=True):
+            digest.update(label.encode() + b"\0")
+            with open_file(file) as stream:
                 self._ends.append(cut(stream, digest))
         self._first = np.cumsum([0, *(len(ends) for ends in self._ends)])  # number of the first document of each file
         self.size = sum(int(ends[-1]) for ends in self._ends if len(ends))
+        self.num_documents = int(self._first[-1])
         self.fingerprint = digest.hexdigest()
-        if not len(self):
-            raise UserError(f"{name} is empty: {_listed(files)} holds no document")
+        if not self.num_documents:
+            raise UserError(f"{name} is empty: {listed(files)} holds no document")
 
-    def __len__(self) -> int:
-        return int(self._first[-1])
+    def sizes(self) -> np.ndarray:
+        """Bytes of each document."""
+        return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
 
     def _read(self, index: int) -> tuple[Path, int, bytes]:
         """File, offset in it, and the bytes of document `index`."""
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         ends, local = self._ends[number], index - int(self._first[number])
         start, end = (int(ends[local - 1]) if local else 0), int(ends[local])
-        with _open(self._files[number]) as stream:
+        with open_file(self._files[number]) as stream:
             stream.seek(start)
             return self._files[number], start, stream.read(end - start)
 
@@ -94,83 +123,163 @@ class FileSpans(Source):
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
+            raise BadRecord(
                 f"{file}, byte {start + error.start}: not valid UTF-8 (0x{raw[error.start]:02x}); convert the file, "
                 f"for example with: iconv -f latin1 -t utf-8"
             ) from None
 
 
+_Cut = Callable[[BinaryIO, "xxhash.xxh3_128"], np.ndarray]
+
+
 class JsonLines(FileSpans):
     """One JSON object a line; blank lines are no documents."""
 
-    def __init__(self, files: list[Path], column: str) -> None:
-        super().__init__("jsonl", files, [file.name for file in files], _line_ends)
+    def __init__(self, name: str, files: list[Path], column: str) -> None:
+        super().__init__(name, files, [file.name for file in files], _line_ends)
         self._column = column
 
     def __getitem__(self, index: int) -> str:
         file, start, raw = self._read(index)
 
-        def wrong(what: str) -> UserError:
+        def place() -> str:
             skipped = len(raw) - len(raw.lstrip())
-            with _open(file) as stream:  # only an error pays for counting the lines before it
-                before, left = 1, start + skipped
+            with open_file(file) as stream:  # only an error pays for counting the lines before it
+                line, left = 1, start + skipped
                 while left:
                     part = stream.read(min(left, _SCAN_BYTES))
-                    before, left = before + part.count(b"\n"), left - len(part)
-            return UserError(f"{file}, line {before}: {what}")
+                    line, left = line + part.count(b"\n"), left - len(part)
+            return f"{file}, line {line}"
 
-        try:
-            record = json.loads(raw)
-        except UnicodeDecodeError as error:
-            raise wrong(f"not valid UTF-8 (0x{raw[error.start]:02x})") from None
-        except ValueError as error:
-            raise wrong(f"not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise wrong(f"a JSON object is needed, this is a {type(record).__name__}")
-        if self._column not in record:
-            raise wrong(f"no field {self._column!r} (dataset.text_column); there are: {', '.join(map(repr, record))}")
-        text = record[self._column]
-        if not isinstance(text, str):
-            raise wrong(
-                f"field {self._column!r} must be a string, it is {'null' if text is None else type(text).__name__}"
-            )
+        return parse_json_line(raw, self._column, place)
+
+
+def parse_json_line(raw: bytes, column: str, place: Callable[[], str]) -> str:
+    """The text in a line; `place` is asked where the line stands if it has none.
+
+    Raises:
+        BadRecord: no JSON object, or no text in it.
+    """
+    try:
+        record = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"{place()}: not valid UTF-8 (0x{raw[error.start]:02x})") from None
+    except ValueError as error:
+        raise BadRecord(f"{place()}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise BadRecord(f"{place()}: a JSON object is needed, this is a {type(record).__name__}")
+    if column not in record:
+        raise BadRecord(f"{place()}: {no_column(column, list(record))}")
+    return check_text(record[column], column, place)
+
+
+def check_text(text: object, column: str, place: Callable[[], str]) -> str:
+    """`text` if it is one.
+
+    Raises:
+        BadRecord: it is null or of another type.
+    """
+    if isinstance(text, str):
         return text
+    found = "null" if text is None else type(text).__name__
+    raise BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
 
 
-def open_source(dataset: Dataset) -> Source:
-    """The source that a [dataset] section names.
-
-    Raises:
-        UserError: a file is missing or the source is empty.
-    """
-    files = find_files(dataset)
-    if dataset.source == "python_stdlib":
-        root = _stdlib()
-        labels = [file.relative_to(root).as_posix() for file in files]
-        return FileSpans("python_stdlib", files, labels, _whole_file)
-    if dataset.source == "jsonl":
-        return JsonLines(files, dataset.text_column)
-    return FileSpans("text", files, [file.name for file in files], _text_cuts)
+def no_column(column: str, columns: list[str]) -> str:
+    """What to say about a text column that is not there."""
+    return f"no field {column!r} (dataset.text_column); there are: {', '.join(map(repr, columns))}"
 
 
-def find_files(dataset: Dataset) -> list[Path]:
-    """The files of a [dataset] section in a stable order; reads none of them, so that validation can call it.
+def open_source(spec: DataSource) -> Source:
+    """The source that a table names.
 
     Raises:
-        UserError: dataset.path is missing, or matches no readable file.
+        UserError: a file is missing, the source is empty, or cannot be opened.
     """
-    if dataset.source == "python_stdlib":
+    name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
+    if spec.source in ("huggingface", "c4", "arrow"):
+        from titanlite.data.hub import open_hub
+
+        return open_hub(name, spec)
+    if spec.source == "shards":
+        from titanlite.data.shards import Shards
+
+        return Shards(name, find_files(spec)[0].parent)
+    files = find_files(spec)
+    if spec.source == "python_stdlib":
+        labels = [file.relative_to(_stdlib()).as_posix() for file in files]
+        return FileSpans(name, files, labels, _whole_file)
+    if spec.source == "text":
+        return FileSpans(name, files, [file.name for file in files], _text_cuts)
+    if spec.source == "parquet" or any(file.suffix in COMPRESSED for file in files):
+        from titanlite.data.sequential import CompressedLines, Parquet
+
+        return (Parquet if spec.source == "parquet" else CompressedLines)(name, files, spec.text_column)
+    return JsonLines(name, files, spec.text_column)
+
+
+def find_files(spec: DataSource) -> list[Path]:
+    """The files of a source in a stable order, none for what `datasets` loads; reads none of them, so that validation
+    can call it.
+
+    Raises:
+        UserError: the path is missing, or matches no readable file.
+    """
+    if spec.source == "python_stdlib":
         return _stdlib_files()
-    if dataset.path is None:
-        raise UserError(f"dataset.path is missing: dataset.source = {dataset.source!r} needs a file or a glob")
-    files = sorted(Path(name) for name in glob.glob(dataset.path, recursive=True))
-    if Path(dataset.path).is_file():
-        files = [Path(dataset.path)]  # a name that holds glob characters
+    if spec.source == "c4":
+        return []
+    if spec.path is None:
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if spec.source == "huggingface":
+        return []
+    path = Path(spec.path)
+    if spec.source in ("arrow", "shards"):
+        marks = ["manifest.json"] if spec.source == "shards" else ["dataset_info.json", "dataset_dict.json"]
+        files = [path / mark for mark in marks if (path / mark).is_file()]
+        if not files:
+            maker = "titanlite prepare" if spec.source == "shards" else "datasets' save_to_disk"
+            raise UserError(
+                f"dataset.path = {spec.path!r} is not a folder made by {maker}: no {' or '.join(marks)} in it"
+            )
+        return files
+    # A name that holds glob characters is still a name.
+    files = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(spec.path, recursive=True))]
     files = [file for file in files if file.is_file()]
     if not files:
-        found = "is a folder; name files, for example with a glob" if Path(dataset.path).is_dir() else "matches no file"
-        raise UserError(f"dataset.path = {dataset.path!r} {found} (current folder: {Path.cwd()})")
+        found = "is a folder; name files, for example with a glob" if path.is_dir() else "matches no file"
+        raise UserError(f"dataset.path = {spec.path!r} {found} (current folder: {Path.cwd()})")
     return files
+
+
+def open_file(file: Path) -> BinaryIO:
+    """`file` for reading.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+
+
+def listed(files: list[Path]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+
+
+def sampled_fingerprint(files: list[Path], sample: int = 1 << 16) -> str:
+    """Hash of the names, the sizes, and the first and last `sample` bytes of files too large to read in advance."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        with open_file(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest.update(f"{file.name} {size}\0".encode())
+            for start in (0, max(0, size - sample)):
+                stream.seek(start)
+                digest.update(stream.read(sample))
+    return digest.hexdigest()
 
 
 def _stdlib() -> Path:
@@ -184,17 +293,6 @@ def _stdlib_files() -> list[Path]:
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # do not even look into site-packages
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted((file for file in files if file.stat().st_size), key=lambda file: file.relative_to(root))
-
-
-def _open(file: Path) -> BinaryIO:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-
-
-def _listed(files: list[Path]) -> str:
-    return ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
 
 
 def _whole_file(stream: BinaryIO, digest: xxhash.xxh3_128) -> np.ndarray:
@@ -213,8 +311,8 @@ def _line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> np.ndarray:
         newlines = np.flatnonzero(data == 0x0A)
         # Number of visible bytes before each newline: the difference between neighbours is that of one line.
         seen = np.concatenate([[0], np.cumsum(data > 0x20)])
-        counts = np.diff(seen[newlines], prepend=0)
         if len(newlines):
+            counts = np.diff(seen[newlines], prepend=0)
             counts[0] += visible
             ends.append(newlines[counts > 0] + base + 1)
             visible = bool(seen[-1] > seen[newlines[-1]])

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titanlite.config.errors import UserError
 
 # Llama 3's split pattern: contractions, words with one leading symbol, numbers of up to three digits, punctuation,
@@ -54,31 +56,34 @@ class Tokenizer(ABC):
     """Common interface of both formats.
 
     Attributes:
+        path: the file.
         vocab_size: number of ids, special tokens included; every id is below it.
         bos_id: put before each document, or None where the tokenizer has no such token.
         eos_id: put after each document.
         fingerprint: equal if and only if the file and the choice of bos and eos are.
     """
 
+    path: Path
     vocab_size: int
     bos_id: int | None
     eos_id: int
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without bos and eos. Texts beyond 256 Ki characters are cut at line starts first,
-        which for Llama 3's pattern changes no id."""
+        """Token ids of `text`, without bos and eos."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as uint32. Texts beyond 256 Ki characters are cut at line starts first, which for Llama 3's pattern
+        changes no id."""
         try:
-            pieces = _pieces(text)
-            ids = self._encode_piece(next(pieces))
-            for piece in pieces:
-                ids += self._encode_piece(piece)
-            return ids
+            pieces = [self._encode_piece(piece) for piece in _pieces(text)]
         except UnicodeEncodeError:  # lone surrogates, which JSON escapes can hold, have no UTF-8 form
-            return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            return self.encode_array(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     @abstractmethod
-    def _encode_piece(self, text: str) -> list[int]: ...
+    def _encode_piece(self, text: str) -> np.ndarray: ...
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -95,6 +100,7 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tiktoken
 
+        self.path = path
         raw = _read(path)
         ranks = _parse_ranks(path, raw)
         base = max(ranks.values()) + 1
@@ -107,8 +113,9 @@ class TiktokenTokenizer(Tokenizer):
         self.eos_id = special["<|end_of_text|>"]
         self.fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + raw).hexdigest()
 
-    def _encode_piece(self, text: str) -> list[int]:
-        return self._encoding._core_bpe.encode_ordinary(text)
+    def _encode_piece(self, text: str) -> np.ndarray:
+        # Twice as fast as encode_ordinary followed by np.array: no Python integer is made. No special token is allowed.
+        return np.frombuffer(self._encoding._core_bpe.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(ids)
@@ -124,6 +131,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
+        self.path = path
         raw = _read(path)
         self.vocab_size = _json_vocab_size(path, raw)
         try:
@@ -155,9 +163,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 return token
         return next((i for i in map(self._tokenizer.token_to_id, names) if i is not None), None)
 
-    def _encode_piece(self, text: str) -> list[int]:
+    def _encode_piece(self, text: str) -> np.ndarray:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except TypeError:  # what the library makes of a lone surrogate
             text.encode()  # raises UnicodeEncodeError then
             raise

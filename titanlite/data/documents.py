@@ -1,0 +1,256 @@
+"""The documents of one virtual stream of a source, one after the other, as tokens.
+
+Invariant: the documents of a stream and their order are a pure function of (seed, source, stream). Together the streams
+of a source read each document once an epoch. May import titanlite.config and data: tokenizer, sources, order.
+
+Random access: global document position p = 0, 1, ... means document `order of epoch p // N (p % N)` of N documents.
+Stream v of V reads the positions v, v + V, v + 2V, ... Sequential sources: the same with parts in place of documents;
+a part is read from its front in windows of neighbours, and each window is shuffled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.data.order import EpochOrder, Permutation
+from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.tokenizer import Tokenizer
+
+MAX_STREAMS = 64
+"""Part of the data order: changing it changes every run. A power of two, so that usual numbers of data-parallel
+ranks divide it and each rank then tokenizes only its own streams."""
+
+_ORDER_BLOCK = 32  # turns permuted at once, as numpy's cost is a call, not an element
+_WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends at the first of these
+
+
+class Exhausted(Exception):
+    """The stream has read its source as often as it may."""
+
+
+class Place(NamedTuple):
+    """Where a document stands in its stream."""
+
+    turn: int = 0
+    """The stream's turn-th document (random access) or part (sequential), over all epochs."""
+    window: int = 0
+    """Sequential: number of the first document of the window within the part."""
+    index: int = 0
+    """Sequential: which document of the shuffled window."""
+
+
+class Document(NamedTuple):
+    """Tokens and where they are from."""
+
+    part: int
+    """Part of a sequential source; 0 otherwise."""
+    number: int
+    """Number within the source, or within the part."""
+    tokens: np.ndarray
+    """int32, bos and eos included; empty if the document is skipped or held out."""
+
+
+def num_streams(source: Source, max_epochs: int) -> int:
+    """V of a source: a power of two. One, if its epochs are capped: then each rank sees by itself where it ends, and
+    nothing is left over in a longer stream."""
+    if max_epochs:
+        return 1
+    units = source.num_parts if isinstance(source, Sequential) else MAX_STREAMS
+    return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
+
+
+@dataclass
+class Encoder:
+    """Documents to tokens.
+
+    Attributes:
+        holdout: share of the documents that is held out for validation.
+        held_out: whether this is the validation, which reads those and no others.
+        skip_bad: go on after a record that cannot be read.
+        skipped: how many records were skipped.
+    """
+
+    tokenizer: Tokenizer
+    holdout: float = 0.0
+    held_out: bool = False
+    skip_bad: bool = False
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        bos = self.tokenizer.bos_id
+        self._begin = np.array([] if bos is None else [bos], dtype=np.int32)
+        self._end = np.array([self.tokenizer.eos_id], dtype=np.int32)
+
+    def fetch(self, source: RandomAccess, index: int) -> np.ndarray:
+        """Tokens of document `index`."""
+        try:
+            return self.encode(source[index])
+        except BadRecord as error:
+            return self.encode(error)
+
+    def encode(self, record: str | np.ndarray | BadRecord) -> np.ndarray:
+        """bos, text, eos; tokens as they are; nothing for what is held out or skipped.
+
+        Raises:
+            BadRecord: the record is one, and such records are not skipped.
+        """
+        if isinstance(record, BadRecord):
+            if not self.skip_bad:
+                raise record
+            self.skipped += 1
+            if self.skipped <= 5:
+                logging.getLogger("titanlite").warning("skipped a record: %s", record)
+            return self._end[:0]
+        if self.holdout and self._is_held_out(record) != self.held_out:
+            return self._end[:0]
+        if isinstance(record, np.ndarray):
+            return record
+        return np.concatenate([self._begin, self.tokenizer.encode_array(record).view(np.int32), self._end])
+
+    def _is_held_out(self, record: str | np.ndarray) -> bool:
+        raw = record.encode("utf-8", "surrogatepass") if isinstance(record, str) else record.astype("<u4").tobytes()
+        return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) < self.holdout * 2**64
+
+
+class Documents(ABC):
+    """An endless walk through one stream, which can begin at any place in it.
+
+    Attributes:
+        place: of the document that `current` returns.
+    """
+
+    place: Place
+
+    @abstractmethod
+    def seek(self, place: Place) -> None:
+        """Go to `place`, one that this stream had before."""
+
+    @abstractmethod
+    def current(self) -> Document:
+        """The document at `place`.
+
+        Raises:
+            Exhausted: there is none, as the epochs are used up.
+        """
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Go to the next document."""
+
+
+def open_documents(source: Source, encoder: Encoder, seed: int, stream: int, max_epochs: int) -> Documents:
+    """Stream number `stream` of a source, at its start."""
+    kind = RandomDocuments if isinstance(source, RandomAccess) else SequentialDocuments
+    return kind(source, encoder, seed, stream, num_streams(source, max_epochs), max_epochs)  # type: ignore[arg-type]
+
+
+class RandomDocuments(Documents):
+    """One stream of a source at random access."""
+
+    def __init__(
+        self, source: RandomAccess, encoder: Encoder, seed: int, stream: int, streams: int, max_epochs: int
+    ) -> None:
+        self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
+        self._order = EpochOrder(len(source), seed)
+        self._end = max_epochs * len(source) or None
+        self._block, self._numbers = -1, np.empty(0, dtype=np.int64)
+        self._document: Document | None = None
+        self.place = Place()
+
+    def seek(self, place: Place) -> None:
+        if place != self.place:
+            self.place, self._document = place, None
+
+    def advance(self) -> None:
+        self.place, self._document = Place(self.place.turn + 1), None
+
+    def current(self) -> Document:
+        if self._document is None:
+            turn = self.place.turn
+            if self._end is not None and turn * self._streams + self._stream >= self._end:
+                raise Exhausted
+            block, place = divmod(turn, _ORDER_BLOCK)
+            if block != self._block:
+                turns = np.arange(block * _ORDER_BLOCK, (block + 1) * _ORDER_BLOCK)
+                self._block, self._numbers = block, self._order(turns * self._streams + self._stream)
+            number = int(self._numbers[place])
+            self._document = Document(0, number, self._encoder.fetch(self._source, number))
+        return self._document
+
+
+class SequentialDocuments(Documents):
+    """One stream of a sequential source."""
+
+    def __init__(
+        self, source: Sequential, encoder: Encoder, seed: int, stream: int, streams: int, max_epochs: int
+    ) -> None:
+        self._source, self._encoder, self._stream, self._streams, self._seed = source, encoder, stream, streams, seed
+        self._order = EpochOrder(source.num_parts, seed)
+        self._end = max_epochs * source.num_parts or None
+        self._records: Iterator[str | BadRecord] | None = None  # what follows the window in its part
+        self._window: list[str | BadRecord] | None = None
+        self._shuffle = np.empty(0, dtype=np.int64)
+        self._document: Document | None = None
+        self.place = Place()
+
+    def seek(self, place: Place) -> None:
+        if place == self.place:
+            return
+        if place[:2] != self.place[:2]:
+            self._records = self._window = None
+        self.place, self._document = place, None
+
+    def advance(self) -> None:
+        turn, window, index = self.place
+        self._document = None
+        assert self._window is not None
+        if index + 1 < len(self._window):
+            self.place = Place(turn, window, index + 1)
+        else:
+            self.place, self._window = Place(turn, window + len(self._window), 0), None
+
+    def current(self) -> Document:
+        if self._document is None:
+            part = self._fill_window()
+            assert self._window is not None
+            local = int(self._shuffle[self.place.index])
+            tokens = self._encoder.encode(self._window[local])
+            self._document = Document(part, self.place.window + local, tokens)
+        return self._document
+
+    def _fill_window(self) -> int:
+        """Have the window of `place` in memory, in a later part if this one is over; returns its part."""
+        while True:
+            position = self.place.turn * self._streams + self._stream
+            if self._end is not None and position >= self._end:
+                raise Exhausted
+            part = int(self._order(np.array([position]))[0])
+            if self._window is None:
+                if self._records is None:
+                    self._records = self._source.read(part, self.place.window)
+                self._window = _take_window(self._records)
+                if self._window:
+                    key = f"{self._seed} position {position} window {self.place.window}"
+                    self._shuffle = Permutation(len(self._window), key)(np.arange(len(self._window)))
+            if self._window:
+                return part
+            self.place, self._records, self._window = Place(self.place.turn + 1), None, None
+
+
+def _take_window(records: Iterator[str | BadRecord]) -> list[str | BadRecord]:
+    window: list[str | BadRecord] = []
+    chars = 0
+    for record in itertools.islice(records, _WINDOW_DOCUMENTS):
+        window.append(record)
+        chars += len(record) if isinstance(record, str) else 0
+        if chars >= _WINDOW_CHARS:
+            break
+    return window

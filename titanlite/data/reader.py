@@ -1,0 +1,156 @@
+"""The rows that one process reads of each global batch: all rows of a rank, or those of one of its workers.
+
+Invariant: what a row holds does not depend on who reads it. Imports no torch, because background processes start with
+this module. May import titanlite.config and data: documents, packing, mixing, sources, tokenizer.
+
+Row i of a source is row i // V of its stream i % V. Rank r of R has the rows r, r + R, r + 2R, ... of a global batch;
+of those, worker w of W reads the streams that it owns, so that a document is tokenized once a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, DataSource
+from titanlite.data.documents import Encoder, Exhausted, num_streams, open_documents
+from titanlite.data.mixing import Schedule
+from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor, Packer
+from titanlite.data.packing import Row as Row
+from titanlite.data.sources import RandomAccess, Sequential, Source
+
+
+class OutOfData(Exception):
+    """The epochs of a source are used up: the run is over, cleanly. The message names the source."""
+
+
+class ReadRow(NamedTuple):
+    """A row, its place in the global batch, and what is then known of the stream it came from."""
+
+    k: int
+    row: Row
+    source: int
+    stream: int
+    cursor: Cursor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rows: those of worker `worker` of `workers` on rank `dp_rank` of `dp_size`."""
+
+    dp_rank: int
+    dp_size: int
+    worker: int = 0
+    workers: int = 1
+
+
+def source_specs(dataset: Dataset) -> tuple[DataSource, ...]:
+    """The sources of a job: its mix, or the one that stands in [dataset]."""
+    return dataset.sources or (dataset,)
+
+
+class BatchReader:
+    """Global batches, one after the other: the rows of `part` in each.
+
+    Args:
+        cursors: where each stream of each source stands before the next batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sources: list[Source],
+        encoder: Encoder,
+        seed: int,
+        seq_len: int,
+        schedule: Schedule,
+        cursors: list[list[Cursor]],
+        part: Part,
+    ) -> None:
+        self._specs, self._sources, self._encoder = source_specs(dataset), sources, encoder
+        self._seed, self._seq_len, self._schedule, self._cursors, self._part = seed, seq_len, schedule, cursors, part
+        self._packer = BestFitPacker if dataset.packing == "best_fit" else ConcatPacker
+        self._open: dict[tuple[int, int], Packer] = {}
+
+    @property
+    def skipped(self) -> int:
+        """Records that could not be read, so far."""
+        return self._encoder.skipped
+
+    def next_batch(self) -> list[ReadRow]:
+        """The rows of the next global batch.
+
+        Raises:
+            OutOfData: a capped source, of which each rank reads all rows for this reason, ends within the batch.
+            UserError: a record cannot be read.
+        """
+        part, rows = self._part, []
+        for k, (source, number) in enumerate(self._schedule.next_batch()):
+            own = k % part.dp_size == part.dp_rank
+            stream = number % len(self._cursors[source])
+            if not own and not self._specs[source].max_epochs:
+                continue
+            if (source + stream // part.dp_size) % part.workers != part.worker:
+                continue
+            row, cursor = self.read(source, number)
+            if own:
+                rows.append(ReadRow(k, row, source, stream, cursor))
+        return rows
+
+    def read(self, source: int, number: int) -> tuple[Row, Cursor]:
+        """Row `number` of a source and where its stream goes on. Rows of a stream are asked for in ascending order."""
+        row, stream = divmod(number, len(self._cursors[source]))
+        packer = self._open.get((source, stream))
+        if packer is None:
+            packer = self._open[source, stream] = self._open_stream(source, stream)
+        try:
+            packer.skip_to(row)  # no step where dp_size divides V; else other ranks read the rows between
+            return packer.next_row(), packer.cursor
+        except Exhausted:
+            epochs = self._specs[source].max_epochs
+            times = "once" if epochs == 1 else f"{epochs} times"
+            raise OutOfData(f"{self._sources[source].name} has been read {times} (dataset.max_epochs)") from None
+
+    def _open_stream(self, source: int, stream: int) -> Packer:
+        max_epochs = self._specs[source].max_epochs
+        documents = open_documents(self._sources[source], self._encoder, self._seed, stream, max_epochs)
+        padding = self._encoder.tokenizer.eos_id
+        return self._packer(documents, self._seq_len, padding, self._cursors[source][stream])
+
+
+def check_enough(source: Source, encoder: Encoder, seq_len: int) -> None:
+    """Read from the front of `source` until one row is full.
+
+    Raises:
+        UserError: it holds less than one row, or one of its first records cannot be read.
+    """
+    tokens = 0
+    for document in _from_the_front(source, encoder):
+        tokens += len(document)
+        if tokens > seq_len:
+            return
+    what = "held-out documents of" if encoder.held_out else "documents of"
+    raise UserError(
+        f"the {what} {source.name} have {tokens:,} tokens together, fewer than one sequence: training.seq_len is "
+        f"{seq_len:,}. Lower it, or add text."
+    )
+
+
+def _from_the_front(source: Source, encoder: Encoder) -> Any:
+    if isinstance(source, RandomAccess):
+        for index in range(len(source)):
+            yield encoder.fetch(source, index)
+    else:
+        assert isinstance(source, Sequential)
+        for part in range(source.num_parts):
+            for record in source.read(part, 0):
+                yield encoder.encode(record)
+
+
+def start_cursors(dataset: Dataset, sources: list[Source]) -> list[list[Cursor]]:
+    """All streams of all sources at their starts."""
+    return [
+        [Cursor()] * num_streams(source, spec.max_epochs)
+        for source, spec in zip(sources, source_specs(dataset), strict=True)
+    ]

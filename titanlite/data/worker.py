@@ -1,0 +1,161 @@
+"""Background processes that read and tokenize ahead of the trainer.
+
+Invariant: a worker lives as long as the socket to its trainer: it ends when the trainer does, however that ends. What
+it raises, or that it died, is raised in the trainer. Imports no torch: a worker starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.documents import Encoder
+from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow
+from titanlite.data.tokenizer import load_tokenizer
+
+
+class WorkerError(RuntimeError):
+    """A worker failed by a fault of titanlite, or was killed."""
+
+
+class WorkerPool:
+    """The workers of one rank; together they deliver the batches of one `BatchReader`.
+
+    Args:
+        arguments: those of `BatchReader` but encoder and part, picklable.
+        encoder: settings of the encoder; its tokenizer is loaded anew in each worker.
+        prefetch: batches that each worker may be ahead of the trainer.
+    """
+
+    def __init__(
+        self, arguments: dict[str, Any], encoder: Encoder, dp_rank: int, dp_size: int, workers: int, prefetch: int
+    ) -> None:
+        settings = {"holdout": encoder.holdout, "held_out": encoder.held_out, "skip_bad": encoder.skip_bad}
+        setup = (arguments, encoder.tokenizer.path, settings)
+        self.skipped = 0
+        self._workers = [_Worker((*setup, Part(dp_rank, dp_size, w, workers)), prefetch) for w in range(workers)]
+
+    def next_batch(self) -> list[ReadRow]:
+        """As `BatchReader.next_batch`.
+
+        Raises:
+            OutOfData, UserError: what a worker raised, at the batch in which it did.
+            WorkerError: a worker died; at once, whatever is still waiting.
+        """
+        for worker in self._workers:
+            worker.check_alive()
+        results = [worker.get() for worker in self._workers]
+        for _, payload, _ in results:  # a mistake in the data goes before its end
+            if isinstance(payload, Exception) and not isinstance(payload, OutOfData):
+                raise payload
+        for _, payload, _ in results:
+            if isinstance(payload, Exception):
+                raise payload
+        self.skipped = sum(skipped for _, _, skipped in results)
+        return sorted((row for _, rows, _ in results for row in rows), key=lambda row: row.k)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    """One process, and the thread that receives what it sends. The queue bounds how far it runs ahead: when it is
+    full the thread stops receiving, and the worker blocks in sending."""
+
+    def __init__(self, setup: tuple[Any, ...], prefetch: int) -> None:
+        ours, theirs = socket.socketpair()
+        # A fresh interpreter instead of a fork: forking a process with torch's threads or a CUDA context is not safe.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        root = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "titanlite.data.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._received: queue.Queue[tuple[str, Any, int]] = queue.Queue(maxsize=prefetch)
+        self._died, self._closing = False, False
+        self._thread = threading.Thread(target=self._receive, args=(setup,), daemon=True)
+        self._thread.start()
+
+    def get(self) -> tuple[str, Any, int]:
+        """The next message: its kind, rows or an exception, and the number of records skipped so far."""
+        while True:
+            try:
+                return self._received.get(timeout=1.0)
+            except queue.Empty:
+                self.check_alive()
+
+    def check_alive(self) -> None:
+        """Raise WorkerError if the process ended without a word."""
+        if self._died:
+            code = self._process.wait()
+            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}")
+
+    def close(self) -> None:
+        self._closing = True
+        self._process.kill()  # it holds nothing that needs an orderly end
+        self._process.wait()
+        while self._thread.is_alive():  # it may be waiting for room in the queue
+            try:
+                self._received.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._connection.close()
+
+    def _receive(self, setup: tuple[Any, ...]) -> None:
+        try:
+            self._connection.send(setup)
+            while not self._closing:
+                message = self._connection.recv()
+                self._received.put(message)
+                if message[0] != "rows":
+                    return
+        except (EOFError, OSError):
+            self._died = not self._closing
+
+
+def main(connection: Connection) -> None:
+    """Send batch after batch until the socket is closed, or something is raised."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the trainer decides what it means
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        arguments, tokenizer, settings, part = connection.recv()
+        reader: BatchReader | None = None
+        try:
+            reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
+            while True:
+                connection.send(("rows", reader.next_batch(), reader.skipped))
+        except Exception as error:
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                raise
+            connection.send(("error", _portable(error), reader.skipped if reader else 0))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the trainer is gone
+
+
+def _portable(error: Exception) -> Exception:
+    """`error` if it can be sent, with its traceback if it is a fault of ours."""
+    from titanlite.config.errors import UserError
+
+    if isinstance(error, (UserError, OutOfData)):
+        return pickle.loads(pickle.dumps(error))
+    import traceback
+
+    return WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error)))
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
