@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
     "check": ("Check a job file, for --world-size N ranks, without starting anything.", "titanlite.cli:check"),
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
+    "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.portable:export"),
+    "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.portable:import_"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
 }
 
@@ -64,7 +66,7 @@ def run_quietly(command: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:
-        _report(traceback.format_exc(), 1)
+        _report(traceback.format_exc().rstrip(), 1)
         return 1
 
 

@@ -1,0 +1,239 @@
+"""The end of the workers is the end of the launcher: exit codes, signals, and the root cause of a crash first."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite.agent import End, explain
+
+LAUNCHER = """
+import logging, os, sys
+logging.disable(logging.ERROR)
+from titanlite.agent import World, run_workers
+sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), shown_ranks=(0,))))
+"""
+
+WORKER = """
+import os, signal, sys, time
+from titanlite.cli import run_quietly
+from titanlite.config.errors import GuardError, StoppedBySignal
+
+rank = int(os.environ["RANK"])
+
+def guard():
+    raise GuardError("loss is nan at step 5")
+
+def guard_on_one():
+    if rank == 1:
+        raise GuardError("loss is nan on one rank")
+    time.sleep(0.5)
+    raise RuntimeError("connection reset by peer")
+
+def crash():
+    if rank == 1:
+        raise ValueError("the root cause")
+    time.sleep(0.2)
+    raise RuntimeError("connection reset by peer")
+
+def hang():
+    if rank == 1:
+        raise ValueError("the root cause")
+    time.sleep(300)
+
+def out_of_memory():
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("connection reset by peer")
+
+def save():
+    got = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: got.append(number))
+    print("ready", flush=True)
+    while not got:
+        time.sleep(0.02)
+    time.sleep(0.3 + rank)  # ranks do not finish at the same time
+    raise StoppedBySignal(f"saved after {len(got)} signal")
+
+def stuck():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    print("ready", flush=True)
+    time.sleep(300)
+
+def early():
+    print("ready", flush=True)
+    time.sleep(300)
+
+def shown():
+    print(f"out {rank} {sys.stdout.isatty()} {os.environ['WORLD_SIZE']}", flush=True)
+    print(f"err {rank}", file=sys.stderr, flush=True)
+
+sys.exit(run_quietly(globals()[sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    (tmp_path / "worker.py").write_text(WORKER)
+    return [sys.executable, str(tmp_path / "launcher.py"), "2", str(tmp_path / "worker.py")]
+
+
+def run(command: list[str], how: str) -> tuple[int, str]:
+    """Exit code and standard error of the launcher."""
+    ended = subprocess.run([*command, how], capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+def test_a_known_end_of_all_ranks_is_said_once(command: list[str]):
+    assert run(command, "guard") == (3, "loss is nan at step 5\n")
+
+
+@pytest.mark.slow
+def test_the_known_end_of_one_rank_explains_the_failures_of_the_others(command: list[str]):
+    said = "loss is nan on one rank\nThen rank 0 failed: RuntimeError: connection reset by peer\n"
+    assert run(command, "guard_on_one") == (3, said)
+
+
+@pytest.mark.slow
+def test_a_crash_is_one_traceback_with_the_rank_and_the_root_cause_first(command: list[str]):
+    code, said = run(command, "crash")
+    assert code == 1
+    assert said.startswith("Rank 1 failed first: it ended with exit code 1.\nTraceback")
+    assert said.endswith("ValueError: the root cause\nThen rank 0 failed: RuntimeError: connection reset by peer\n")
+    assert said.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_crashed_one_are_not_waited_for(command: list[str]):
+    start = time.monotonic()
+    code, said = run(command, "hang")
+    assert time.monotonic() - start < 20  # torchrun alone needs 30 s
+    assert code == 1
+    assert said.endswith("ValueError: the root cause\nThen rank 0 did not end by itself and was killed.\n")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_before_the_failures_that_follow_from_it(command: list[str]):
+    code, said = run(command, "out_of_memory")
+    assert code == 128 + signal.SIGKILL
+    assert said.startswith("Rank 1 failed first: it was killed (SIGKILL).")
+    assert said.endswith("Then rank 0 failed: RuntimeError: connection reset by peer\n")
+
+
+def start(command: list[str], how: str) -> "subprocess.Popen[str]":
+    """The launcher, with rank 0 at work."""
+    launcher = subprocess.Popen([*command, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # rank 1 prints nothing that we could wait for
+    return launcher
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_each_worker_once_and_they_finish(number: signal.Signals, command: list[str]):
+    launcher = start(command, "save")
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
+    assert said.splitlines()[1:] == [
+        "Stopping after this step and a save. Ctrl-C again stops at once, without saving.",
+        "saved after 1 signal",
+    ]
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once(command: list[str]):
+    launcher = start(command, "stuck")
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    start_of_stop = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=30)
+    assert time.monotonic() - start_of_stop < 5
+    assert launcher.returncode == 130
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_without_anything_to_save_stop_without_a_traceback(number: signal.Signals, command: list[str]):
+    launcher = start(command, "early")
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_the_shown_rank_keeps_the_terminal_and_errors_of_all_ranks_are_seen(command: list[str]):
+    main, terminal = pty.openpty()
+    launcher = subprocess.Popen([*command, "shown"], stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert launcher.wait(timeout=60) == 0
+    lines = sorted(os.read(main, 10000).decode().split("\r\n"))
+    os.close(main)
+    assert lines == ["", "err 0", "err 1", "out 0 True 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node_ranks", [(0, 1), (None, None)], ids=["numbered", "numbered by themselves"])
+def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None], tmp_path: Path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['GROUP_RANK'])")
+    launcher = """
+        import logging, sys
+        logging.disable(logging.ERROR)
+        from titanlite.agent import World, run_workers
+        node = None if sys.argv[2] == "None" else int(sys.argv[2])
+        sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", int(sys.argv[3]), (0, 1))))
+    """
+    (tmp_path / "launcher.py").write_text(textwrap.dedent(launcher))
+    port = str(20000 + os.getpid() % 10000)
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "launcher.py", worker, str(rank), port], stdout=subprocess.PIPE, text=True
+        )
+        for rank in node_ranks
+    ]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert sorted(outputs) == ["0 2 0\n", "1 2 1\n"]
+    if node_ranks[0] is not None:
+        assert outputs == ["0 2 0\n", "1 2 1\n"]
+
+
+# ------------------------------------------------------------------------------------------------------- what is said
+
+
+def test_different_reasons_are_said_with_their_ranks():
+    ends = [End(0, 4, 1.0, "no disk"), End(2, 4, 1.1, "no disk"), End(1, 4, 1.2, "no file")]
+    assert explain(ends, None, set()) == ("[ranks 0, 2] no disk\n[rank 1] no file", 4)
+
+
+def test_the_first_known_end_decides():
+    assert explain([End(1, 4, 1.0, "a"), End(0, 2, 2.0, "b")], None, set())[1] == 4
+    assert explain([End(1, 1, 1.0, "a"), End(0, 75, 2.0, "b")], signal.SIGINT, set())[1] == 75
+
+
+def test_a_worker_that_said_nothing_is_told_by_its_code():
+    assert explain([End(3, 7, 1.0, None)], None, set()) == ("Rank 3 failed first: it ended with exit code 7.", 7)
+    text, code = explain([End(3, -signal.SIGSEGV, 1.0, None)], None, set())
+    assert (text, code) == ("Rank 3 failed first: it ended with SIGSEGV.", 139)
+
+
+def test_a_crash_while_stopping_is_not_hidden():
+    text, code = explain([End(0, 1, 1.0, "ValueError: x"), End(1, -9, 2.0, None)], signal.SIGINT, {1})
+    assert code == 1
+    assert "ValueError: x" in text

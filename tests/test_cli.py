@@ -1,0 +1,147 @@
+"""The command `titanlite`: quick help, one row for each subcommand, exit codes instead of tracebacks."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite import cli
+from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.config.load import KEYS, SECTIONS
+
+TITANLITE = [sys.executable, "-m", "titanlite.cli"]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TITANLITE, *argv], capture_output=True, text=True, timeout=60, check=False)
+
+
+def fastest(command: Callable[[], object], tries: int = 3) -> float:
+    """Seconds; the best of a few, because other tests run beside this one."""
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        command()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_help_names_each_command_and_takes_less_than_half_a_second():
+    shown = run("--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert all(name in shown.stdout for name in cli.COMMANDS)
+    assert fastest(lambda: run("--help")) < 0.5  # 0.06 s on an idle machine
+
+
+@pytest.mark.parametrize("target", [target for _, target in cli.COMMANDS.values()])
+def test_each_command_has_its_module(target: str):
+    assert importlib.util.find_spec(target.split(":")[0]) is not None
+
+
+def test_the_help_of_train_explains_every_key():
+    shown = run("train", "--help")
+    assert shown.returncode == 0
+    text = " ".join(shown.stdout.replace("│", " ").split())
+    in_file_only = ("sources", "stages")
+    for key, field in KEYS.items():
+        if key.split(".")[1] not in in_file_only:
+            assert re.search(rf"--{re.escape(key.replace('_', '-'))}[ ,]", text)
+            assert " ".join(field.description.split()) in text
+    assert all(" ".join((section.__doc__ or "").split()) in text for section in SECTIONS.values())
+
+
+def test_the_help_of_train_shows_the_values_of_the_job_file(tmp_path: Path):
+    file = tmp_path / "job.toml"
+    file.write_text("[training]\nsteps = 12345\n")
+    assert "(default: 12345)" in run("train", "--job.config_file", str(file), "--help").stdout
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err.startswith("titanlite trian: unknown command.")
+
+
+def test_no_command_prints_the_usage_and_is_a_mistake(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([]) == 2
+    assert "usage: titanlite COMMAND" in capsys.readouterr().out
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UserError("why"), 2), (GuardError("why"), 3), (CheckpointError("why"), 4), (StoppedBySignal("why"), 75)],
+)
+def test_a_known_error_is_its_message_and_its_exit_code(
+    error: UserError, code: int, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.run_quietly(raising(error)) == code
+    assert capsys.readouterr() == ("", "why\n")
+
+
+def test_an_interrupt_is_silent(capsys: pytest.CaptureFixture[str]):
+    assert cli.run_quietly(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str]):
+    assert cli.run_quietly(raising(ZeroDivisionError("why"))) == 1
+    assert "Traceback" in (error := capsys.readouterr().err)
+    assert error.endswith("ZeroDivisionError: why\n")
+
+
+def test_a_worker_reports_to_its_launcher_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(cli.ERROR_FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "5")
+    assert cli.run_quietly(raising(GuardError("why"))) == 3
+    record = json.loads((tmp_path / "5.json").read_text())
+    assert (record["message"], record["exit_code"]) == ("why", 3)
+    assert abs(record["time"] - time.time()) < 60
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    shell = f"{' '.join(TITANLITE)} train --help | head -1"
+    ended = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.startswith("usage: titanlite train")
+    assert ended.stderr == ""
+
+
+# ------------------------------------------------------------------------------------------------------- check
+
+
+def test_check_says_ok(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["check", "--job.config_file", "llama_8b", "--world-size", "8"]) == 0
+    assert capsys.readouterr().out.endswith("llama_8b.toml can start on 8 ranks.\n")
+
+
+def test_check_reports_what_is_wrong_for_this_number_of_ranks(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["check", "--training.global_batch_size", "8", "--world_size", "3"]) == 2
+    assert "training.global_batch_size = 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "x", "-1", ""])
+def test_check_takes_a_number_of_ranks(size: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["check", "--world-size", size]) == 2
+    assert f'--world-size "{size}"' in capsys.readouterr().err
+
+
+def test_train_checks_the_job_for_the_world_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
+    assert "data-parallel degree = 3" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,176 @@
+"""./run_train.sh: sets up once, refuses a wrong job before anything happens, and otherwise starts the ranks."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite import launch
+from titanlite.config.errors import UserError
+from titanlite.config.load import REPOSITORY
+
+VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def executable(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+
+
+def launch_in_new_process(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The launcher, then the names of the heavy modules that it imported."""
+    program = (
+        "import sys; from titanlite.launch import main; code = main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'datasets', 'torchao') if name in sys.modules]); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# ------------------------------------------------------------------------------------------------------- a wrong job
+
+
+def test_a_wrong_job_ends_with_2_before_torch_is_imported_or_a_folder_is_made(tmp_path: Path):
+    ended = launch_in_new_process("--training.steps", "0", "--model.n_heads", "3")
+    assert ended.returncode == 2
+    assert ended.stdout == "[]\n"
+    assert ended.stderr.startswith("2 mistakes in the job:")
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_job_is_refused_within_two_seconds(tmp_path: Path):
+    file = tmp_path / "wrong.toml"
+    file.write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
+    times = []
+    for _ in range(3):  # the first one may install
+        start = time.perf_counter()
+        command = [REPOSITORY / "run_train.sh", "--job.config_file", file, "--optimizer.lr", "x"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        times.append(time.perf_counter() - start)
+        assert ended.returncode == 2
+        assert "3 mistakes in the job:" in ended.stderr
+    assert min(times) < 2.0  # 0.4 s on an idle machine
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
+
+
+def test_the_job_is_checked_for_all_ranks_of_all_nodes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("NNODES", "3")
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    with pytest.raises(UserError, match=r"data-parallel\s+degree = 6"):
+        launch.launch(["--training.global_batch_size", "8"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NGPU": "0"}, "NGPU=0: a whole number of at least 1"),
+        ({"NGPU": "two"}, "NGPU=two"),
+        ({"NNODES": "-1"}, "NNODES=-1"),
+        ({"NNODES": "2"}, "needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "x", "NODE_RANK": "2"}, "NODE_RANK=2 must be less than NNODES=2"),
+        ({"LOG_RANK": "first"}, "LOG_RANK"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main([]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 2)]
+)
+def test_gpus_are_those_that_a_process_would_see(
+    visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gpu = "GPU {}: NVIDIA H100 80GB HBM3 (UUID: GPU-{})"
+    executable(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{gpu.format(0, 'a')}'\necho '{gpu.format(1, 'b')}'\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.count_gpus() == count
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.count_gpus() == 0
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert launch.count_gpus() == 0
+
+
+# ------------------------------------------------------------------------------------------------------- set-up
+
+PYTHON_OF_VENV = """#!/bin/bash
+# Stands for the Python of .venv: notes what pip is told; pip fails while a file named broken exists.
+[[ "$*" == "-m pip --version" ]] && exit 0
+echo "$*" >>installs
+[[ ! -f broken ]]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("one")
+    executable(tmp_path / ".venv/bin/python", PYTHON_OF_VENV)
+    return tmp_path
+
+
+def set_up(clone: Path, wanted: str = ".") -> tuple[int, int]:
+    """Run setup.sh: its exit code, and how often pip was called so far."""
+    code = subprocess.run([clone / "scripts/setup.sh", wanted], capture_output=True, check=False).returncode
+    installs = clone / "installs"
+    return code, len(installs.read_text().splitlines()) if installs.exists() else 0
+
+
+def test_set_up_installs_once_and_again_when_pyproject_changes(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone) == (0, 1)
+    (clone / "pyproject.toml").write_text("two")
+    assert set_up(clone) == (0, 2)
+    assert set_up(clone) == (0, 2)
+    assert "pip install" in (clone / "installs").read_text()
+
+
+def test_an_interrupted_installation_is_done_again(clone: Path):
+    (clone / "broken").write_text("")
+    assert set_up(clone) == (1, 1)
+    (clone / "broken").unlink()
+    assert set_up(clone) == (0, 2)
+    assert set_up(clone) == (0, 2)
+
+
+def test_the_development_tools_are_installed_once_and_cover_the_rest(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone, ".[dev]") == (0, 2)
+    assert set_up(clone, ".[dev]") == (0, 2)
+    (clone / "pyproject.toml").write_text("two")
+    assert set_up(clone, ".[dev]") == (0, 3)
+    assert set_up(clone, ".") == (0, 3)
+
+
+def test_a_folder_that_was_moved_is_installed_again(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone.rename(clone.parent / f"{clone.name}-moved")) == (0, 2)
