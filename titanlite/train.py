@@ -66,6 +66,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

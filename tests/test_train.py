@@ -1,0 +1,192 @@
+"""Whole runs, started as a user starts them: they resume exactly, stop when told, and never save what is spoiled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from titanlite.config.load import load_job
+
+pytestmark = pytest.mark.slow
+
+SMALL = """
+[model]
+dim = 64
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+ffn_dim = 128
+
+[training]
+steps = 12
+seq_len = 64
+local_batch_size = 2
+global_batch_size = 4
+mixed_precision_param = "float32"
+
+[optimizer]
+lr = 2e-3
+
+[lr_scheduler]
+warmup_steps = 2
+
+[activation_checkpoint]
+mode = "none"
+
+[checkpoint]
+interval = 5
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file)]
+    return subprocess.Popen(
+        [*command, "--job.dump_folder", str(folder), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NGPU": str(ranks)},
+    )
+
+
+def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+    process = start(job_file, folder, *options, ranks=ranks)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return out + err
+
+
+def logged(folder: Path) -> dict[int, dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
+    return {entry["step"]: entry for entry in entries}
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
+    return {step: (e["loss"], e["grad_norm"], e["lr"], e["tokens"]) for step, e in logged(folder).items()}
+
+
+def weights_and_moments(step_folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    merged = tmp_path / f"{step_folder.parent.parent.name}.pt"
+    dcp_to_torch_save(step_folder, merged)
+    state = torch.load(merged, weights_only=False)
+    flat: dict[str, torch.Tensor] = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                flatten(f"{prefix}/{key}", inner)
+        elif isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    flatten("", state)
+    return flat
+
+
+def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
+    assert process.stdout is not None
+    deadline = time.monotonic() + 120
+    for line in process.stdout:
+        if f"step {step:>3}/" in line:
+            return
+        assert time.monotonic() < deadline
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def test_exact_resume(job_file: Path, tmp_path: Path) -> None:
+    """Invariant 4: killed outright after a save and started again, the run is bitwise the uninterrupted one."""
+    process = start(job_file, tmp_path / "killed", "--training.steps", "200", "--lr_scheduler.decay_ratio", "0")
+    wait_for_step(process, 7)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    # What the killed run logged after its last save is trained, and logged, again.
+    time.sleep(1.0)  # its worker gets SIGTERM when the launcher dies, saves and ends
+    output = run(job_file, tmp_path / "killed", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
+    assert "Resumed after step" in output
+    run(job_file, tmp_path / "reference", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
+    assert curve(tmp_path / "killed") == curve(tmp_path / "reference")
+    killed, reference = (
+        weights_and_moments(tmp_path / name / "checkpoint" / "step-00000030", tmp_path)
+        for name in ("killed", "reference")
+    )
+    assert killed.keys() == reference.keys()
+    assert len(reference) > 40
+    assert all(torch.equal(killed[name], reference[name]) for name in reference)
+
+
+def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path) -> None:
+    process = start(job_file, tmp_path / "stopped", "--training.steps", "500")
+    wait_for_step(process, 6)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert "Traceback" not in out + err
+    last = max(logged(tmp_path / "stopped"))
+    assert f"Stopped by SIGINT after step {last}: saved." in out + err
+    assert (tmp_path / "stopped" / "checkpoint" / f"step-{last:08d}").is_dir()
+    output = run(job_file, tmp_path / "stopped", "--training.steps", str(last + 2))
+    assert f"Resumed after step {last}" in output
+    assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
+
+
+def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, tmp_path: Path) -> None:
+    """Invariants 2, 3 and 4: the curve does not depend on the number of ranks, nor on changing it in mid-run."""
+    run(job_file, tmp_path / "one")
+    run(job_file, tmp_path / "two", ranks=2)
+    run(job_file, tmp_path / "mixed", "--training.steps", "5", "--lr_scheduler.decay_ratio", "0")
+    run(job_file, tmp_path / "mixed", "--lr_scheduler.decay_ratio", "0", ranks=2)
+    run(job_file, tmp_path / "stable", "--lr_scheduler.decay_ratio", "0")
+    for a, b in (("one", "two"), ("stable", "mixed")):
+        for step, entry in logged(tmp_path / a).items():
+            other = logged(tmp_path / b)[step]
+            assert entry["tokens"] == other["tokens"]
+            assert entry["loss"] == pytest.approx(other["loss"], rel=5e-6)  # sums in another order
+            assert entry["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+
+
+def test_outputs_reload_to_an_equal_job(job_file: Path, tmp_path: Path) -> None:
+    run(job_file, tmp_path / "out", "--training.steps", "1")
+    job = load_job(["--job.config_file", str(tmp_path / "out" / "config.toml")])
+    assert job == load_job(
+        ["--job.config_file", str(job_file), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "1"]
+    )
+    environment = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert environment["world_size"] == 1
+    assert environment["packages"]["torch"] == torch.__version__
+    assert "Training: debugmodel" in (tmp_path / "out" / "train.log").read_text()
+
+
+def test_a_finished_run_does_nothing_more(job_file: Path, tmp_path: Path) -> None:
+    run(job_file, tmp_path / "out", "--training.steps", "2")
+    before = logged(tmp_path / "out")
+    assert "Nothing to do: step 2 of 2 is done" in run(job_file, tmp_path / "out", "--training.steps", "2")
+    assert logged(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: Path, ranks: int) -> None:
+    """Exit code 3, and the newest checkpoint is from before the damage."""
+    options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--metrics.log_freq", "100"]
+    output = run(job_file, tmp_path / "out", *options, ranks=ranks, code=3)
+    assert "Traceback" not in output
+    assert "Step 5:" in output
+    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
