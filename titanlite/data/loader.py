@@ -23,6 +23,7 @@ from titanlite.data.documents import Encoder, Place
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Cursor, Row
 from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
+from titanlite.data.shards import Shards
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import WorkerPool
@@ -98,6 +99,8 @@ class Loader:
         self._encoder = Encoder(tokenizer, holdout, held_out, dataset.on_bad_record == "skip")
         self.sources = [open_source(spec) for spec in source_specs(dataset)]
         for source in self.sources:
+            if isinstance(source, Shards):
+                source.check_tokenizer(tokenizer)
             check_enough(source, replace(self._encoder), seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
         self._cursors = start_cursors(dataset, self.sources)

@@ -6,18 +6,21 @@ it raises, or that it died, is raised in the trainer. Imports no torch: a worker
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.errors import UserError
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow
 from titanlite.data.tokenizer import load_tokenizer
@@ -69,20 +72,52 @@ class WorkerPool:
             worker.close()
 
 
+class WorkerProcess:
+    """A fresh interpreter that runs a module of ours with one end of a socket. Not a fork: forking a process with
+    torch's threads or a CUDA context is not safe.
+
+    Attributes:
+        connection: our end.
+    """
+
+    def __init__(self, module: str) -> None:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        root = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        with theirs:
+            descriptors = [theirs.fileno()]
+            self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
+        self.connection = Connection(ours.detach())
+
+    @staticmethod
+    def serve(main: Callable[[Connection], None]) -> None:
+        """What the module does in the new process: `main` with the other end, until the one who started it is gone."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the trainer decides
+            signal.signal(number, signal.SIG_IGN)
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            main(Connection(int(sys.argv[1])))
+
+    def error(self) -> WorkerError:
+        """How the process ended."""
+        code = self._process.wait()
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}")
+
+    def kill(self) -> None:
+        """End it; it holds nothing that needs an orderly end."""
+        self._process.kill()
+        self._process.wait()
+
+
 class _Worker:
     """One process, and the thread that receives what it sends. The queue bounds how far it runs ahead: when it is
     full the thread stops receiving, and the worker blocks in sending."""
 
     def __init__(self, setup: tuple[Any, ...], prefetch: int) -> None:
-        ours, theirs = socket.socketpair()
-        # A fresh interpreter instead of a fork: forking a process with torch's threads or a CUDA context is not safe.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        root = str(Path(__file__).parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "titanlite.data.worker", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        self._process = WorkerProcess("titanlite.data.worker")
         self._received: queue.Queue[tuple[str, Any, int]] = queue.Queue(maxsize=prefetch)
         self._died, self._closing = False, False
         self._thread = threading.Thread(target=self._receive, args=(setup,), daemon=True)
@@ -99,27 +134,23 @@ class _Worker:
     def check_alive(self) -> None:
         """Raise WorkerError if the process ended without a word."""
         if self._died:
-            code = self._process.wait()
-            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}")
+            raise self._process.error()
 
     def close(self) -> None:
         self._closing = True
-        self._process.kill()  # it holds nothing that needs an orderly end
-        self._process.wait()
+        self._process.kill()
         while self._thread.is_alive():  # it may be waiting for room in the queue
             try:
                 self._received.get(timeout=0.05)
             except queue.Empty:
                 continue
-        self._connection.close()
+        self._process.connection.close()
 
     def _receive(self, setup: tuple[Any, ...]) -> None:
         try:
-            self._connection.send(setup)
+            self._process.connection.send(setup)
             while not self._closing:
-                message = self._connection.recv()
+                message = self._process.connection.recv()
                 self._received.put(message)
                 if message[0] != "rows":
                     return
@@ -129,33 +160,24 @@ class _Worker:
 
 def main(connection: Connection) -> None:
     """Send batch after batch until the socket is closed, or something is raised."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the trainer decides what it means
-        signal.signal(number, signal.SIG_IGN)
+    arguments, tokenizer, settings, part = connection.recv()
+    reader: BatchReader | None = None
     try:
-        arguments, tokenizer, settings, part = connection.recv()
-        reader: BatchReader | None = None
-        try:
-            reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
-            while True:
-                connection.send(("rows", reader.next_batch(), reader.skipped))
-        except Exception as error:
-            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                raise
-            connection.send(("error", _portable(error), reader.skipped if reader else 0))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the trainer is gone
+        reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
+        while True:
+            connection.send(("rows", reader.next_batch(), reader.skipped))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        connection.send(("error", _portable(error), reader.skipped if reader else 0))
 
 
 def _portable(error: Exception) -> Exception:
     """`error` if it can be sent, with its traceback if it is a fault of ours."""
-    from titanlite.config.errors import UserError
-
     if isinstance(error, (UserError, OutOfData)):
-        return pickle.loads(pickle.dumps(error))
-    import traceback
-
+        return error
     return WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error)))
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    WorkerProcess.serve(main)
