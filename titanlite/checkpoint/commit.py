@@ -2,7 +2,7 @@
 
 Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
 a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
-ever written into a published folder. May import no torch: the protocol knows files only.
+ever written into a published folder. May import config.errors, and no torch: the protocol knows files only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
+
+from titanlite.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -185,6 +187,23 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
         return [f"{MANIFEST}: belongs to step {manifest['step']}"]
     damage = (_verify_file(path / name, manifest["files"][name]) for name in share(sorted(manifest["files"])))
     return [line for line in damage if line]
+
+
+def find_good(path: Path) -> Path:
+    """A step folder itself, or the newest undamaged one in a folder of checkpoints.
+
+    Raises:
+        CheckpointError: none is there, or none that is good.
+    """
+    single = step_of(path) is not None
+    candidates = [path] if single else list_checkpoints(path)
+    found = []
+    for candidate in reversed(candidates):
+        damage = verify_folder(candidate)
+        if not damage:
+            return candidate
+        found.append(f"{candidate} is damaged: {'; '.join(damage)}")
+    raise CheckpointError("\n".join(found) or f"{path}: no checkpoint here; expected step-... folders, or one of them")
 
 
 def list_unfinished(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ that fails costs that save only. May import config, torch and the other modules 
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import secrets
 import shutil
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from titanlite.checkpoint import commit, state
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.storage import SafeReader
+from titanlite.checkpoint.storage import SafeReader, alone
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.model.llama import Llama
 
 
 class CheckpointManager:
@@ -103,6 +105,11 @@ class CheckpointManager:
             return None
         manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
         info = manifest["info"]
+        if not info["train_state"]:
+            raise CheckpointError(
+                f"{path} holds weights only: there is no run to resume. Start a new one from them: another "
+                f'checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
+            )
         tensors = self._tensors_to_load(path, info)
         dcp_load(
             tensors,
@@ -119,7 +126,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save and the removals under way."""
         self._saver.close()
-        dist.barrier(self._ranks.group)
+        self._ranks.close()
 
     # --- what is found at start
 
@@ -174,6 +181,7 @@ class CheckpointManager:
         return {
             "train_state": train_state,
             "job": self.job,
+            "architecture": dataclasses.asdict(self.model.arch) if isinstance(self.model, Llama) else None,
             "optimizer_groups": self._optimizer_groups(),
             "layout": state.world_layout(self.model),
             "torch": torch.__version__,
@@ -266,20 +274,16 @@ def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    chosen = path
-    if commit.step_of(path) is None:
-        candidates = commit.list_checkpoints(path)
-        if not candidates:
-            raise CheckpointError(f"{path}: no checkpoint here; expected step-... folders, or one such folder")
-        chosen = next((c for c in reversed(candidates) if not commit.verify_folder(c)), candidates[-1])
-    if damage := commit.verify_folder(chosen):
-        raise CheckpointError(f"{chosen} is damaged: {'; '.join(damage)}")
+    chosen = commit.find_good(path)
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     ranks = Ranks() if dist.is_initialized() else None
     if misfits := _misfits(tensors, read_index(chosen), ranks):
         raise CheckpointError(f"{chosen} does not fit this model:\n  " + _abridge(misfits))
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    dcp_load(tensors, storage_reader=SafeReader(chosen), planner=planner, no_dist=ranks is None)
+    with alone():
+        dcp_load(tensors, storage_reader=SafeReader(chosen), planner=planner, no_dist=ranks is None)
+    if ranks is not None:
+        ranks.close()
     return commit.read_manifest(chosen)["info"]
 
 

@@ -27,6 +27,12 @@ class Ranks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
+    def close(self) -> None:
+        """Destroy the group. Its threads must not outlive the interpreter, or the process may abort at exit."""
+        dist.barrier(self.group)
+        dist.destroy_process_group(self.group)
+        del self.group
+
     def distinct(self, value: T) -> list[T]:
         """The different JSON values that the ranks hold. Equal ones travel once: at thousands of ranks, lists of
         names would add up to gigabytes."""

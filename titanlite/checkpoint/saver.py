@@ -6,6 +6,7 @@ storage and ranks.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable
@@ -35,7 +36,6 @@ class _PendingSave:
 
     step: int
     writer: CommittingWriter
-    future: Future[Any]
     started: float
     blocked: float
 
@@ -63,7 +63,7 @@ class Saver:
         self._token = token
         self._log = log
         self._count = 0
-        self._pending: _PendingSave | None = None
+        self._pending: tuple[_PendingSave, Future[Any]] | None = None
         self._purger = ThreadPoolExecutor(1, "purge")
         self._stager = build_stager(config.async_mode)
 
@@ -74,22 +74,23 @@ class Saver:
         started = time.perf_counter()
         writer = CommittingWriter(self._folder, step, f"{self._token}-{self._count}", info)
         future = self._write(tensors, writer)
-        self._pending = pending = _PendingSave(step, writer, future, started, time.perf_counter() - started)
+        pending = _PendingSave(step, writer, started, blocked=time.perf_counter() - started)
+        self._pending = pending, future
         if self._ranks.rank == 0:
-            future.add_done_callback(lambda _: self._conclude(pending))
+            future.add_done_callback(functools.partial(self._conclude, pending))
         if self._stager is None:
             self.settle()
 
     def settle(self) -> None:
         """Wait for the save under way, if there is one, and agree with all ranks on how it ended."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        if not pending.future.done():
+        (pending, future), self._pending = self._pending, None
+        if not future.done():
             self.waits += 1
             if self._ranks.rank == 0:
                 self._log(f"waiting for the save of step {pending.step}, which is still under way")
-        failed = pending.future.exception() is not None
+        failed = future.exception() is not None
         if any(self._ranks.distinct(failed)):
             self.failed += 1
         else:
@@ -129,9 +130,9 @@ class Saver:
         )
         return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
-    def _conclude(self, pending: _PendingSave) -> None:
+    def _conclude(self, pending: _PendingSave, future: Future[Any]) -> None:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""
-        if error := pending.future.exception():
+        if error := future.exception():
             self._log(f"save of step {pending.step} FAILED ({cause(error)}); the run goes on and tries at the next one")
             shutil.rmtree(pending.writer.unfinished, ignore_errors=True)
             return

@@ -6,6 +6,7 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along. M
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,14 +83,29 @@ class CommittingWriter(FileSystemWriter):
 class SafeReader(FileSystemReader):
     """Reads a checkpoint; its pickled index may name only the classes that an index consists of."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError for anything but an index of tensors."""
+        """The index, read once. Raises pickle.UnpicklingError for anything but an index of tensors."""
+        if self._metadata is not None:
+            return self._metadata
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}, not an index of tensors")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
         return metadata
+
+
+@contextmanager
+def alone() -> Generator[None, None, None]:
+    """Without DCP's warning that it works on one process: where this is used, that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _HashingFileSystem(FileSystem):

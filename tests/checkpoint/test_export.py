@@ -1,0 +1,262 @@
+"""Portable: transformers and titanlite compute the same from the same files, in both directions."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import TinyRun, assert_equal
+
+from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
+from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
+from titanlite.checkpoint.manager import load_model_weights
+from titanlite.cli import main
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.model.flavors import Architecture
+from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.llama import Llama
+from titanlite.portable import tiktoken_to_json
+
+TIKTOKEN = Path(__file__).parents[2] / "assets" / "tokenizer" / "tokenizer.model"
+PLAIN = Architecture(48, 3, 6, 2, 80, vocab_size=131, max_seq_len=256, rope_theta=10000.0)
+SCALED = dataclasses.replace(
+    PLAIN, n_kv_heads=3, norm_eps=1e-6, rope_theta=5e5, rope_scaling_factor=8.0, rope_original_max_seq_len=64
+)
+SHAPES = {"plain": PLAIN, "scaled": SCALED, "tied": dataclasses.replace(SCALED, tied_embeddings=True, n_kv_heads=6)}
+
+
+def build(arch: Architecture, seed: int = 1) -> Llama:
+    model = Llama(arch)
+    model.init_weights(seed)
+    with torch.no_grad():  # norms that are all ones would hide a mix-up of theirs
+        for parameter in model.parameters():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
+    return model
+
+
+def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int = 10**9) -> None:
+    writer = HuggingFaceWriter(out, model.arch, dtype, shard_bytes)
+    tensors = dict(model.named_parameters())
+    for name in writer.names:
+        writer.add(name, tensors[name])
+    writer.publish()
+
+
+def tokens_of(arch: Architecture) -> torch.Tensor:
+    return torch.randint(arch.vocab_size, (2, 100), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_transformers_computes_what_was_exported(tmp_path, shape, shard_bytes):
+    from transformers import AutoModelForCausalLM
+
+    ours = build(SHAPES[shape])
+    write_hf(tmp_path / "hf", ours, shard_bytes=shard_bytes)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = tokens_of(ours.arch)
+    with torch.no_grad():
+        expected, found = ours(tokens), theirs(tokens).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32 sums in another order
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1 or shard_bytes > 20_000
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_transformers_saved_is_imported_exactly(tmp_path, shape, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_hf(tmp_path / "ours", build(SHAPES[shape]))
+    theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "ours"))  # other weights, theirs
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    assert main(["import", "--hf", str(tmp_path / "theirs"), "--out", str(tmp_path / "ckpt")]) == 0
+    assert "initial_load_path" in capsys.readouterr().out
+    ours = Llama(SHAPES[shape])
+    info = load_model_weights(tmp_path / "ckpt", ours)
+    assert Architecture(**info["architecture"]) == SHAPES[shape]
+    tokens = tokens_of(ours.arch)
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_survive_export_and_import_in_each_dtype(tmp_path, dtype):
+    model = build(PLAIN)
+    write_hf(tmp_path / "hf", model, dtype)
+    with HuggingFaceReader(tmp_path / "hf") as reader:
+        import_weights(tmp_path / "ckpt", reader, "test")
+    source = CheckpointTensors(tmp_path / "ckpt")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.read(name), parameter.to(getattr(torch, dtype)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trained_checkpoint_is_exported_with_its_tokenizer(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = TinyRun(tied=True)
+    run.train(2)
+    run.manager(tmp_path / "checkpoint").save(2, run.train_state())
+    command = ["export", "--checkpoint", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "hf"), "--json"]
+    assert main(command) == 2
+    assert "--tokenizer FILE" in capsys.readouterr().err
+    assert main([*command, "--dtype", "float32", "--tokenizer", str(TIKTOKEN)]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 20
+    assert main([*command, "--tokenizer", str(TIKTOKEN)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".tmp-*"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = tokens_of(run.model.arch) % 64
+    with torch.no_grad():
+        expected, found = run.model(tokens), theirs(tokens).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32 sums in another order
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.bos_token == "<|begin_of_text|>"
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id == 3841
+
+
+def test_the_converted_tokenizer_gives_the_same_ids(tmp_path):
+    from tokenizers import Tokenizer
+
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tiktoken_to_json(TIKTOKEN, tmp_path / "tokenizer.json")
+    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(TIKTOKEN)
+    text = Path(__file__).read_text().replace("<|", "") + " Zürich\t\r\n  日本語 🎉 12345 don't <unk>"
+    assert theirs.encode(text).ids == [ours.bos_id, *ours.encode(text)]
+    assert theirs.decode(ours.encode(text)) == text
+
+
+def rewrite_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type is 'qwen2', expected \"llama\""),
+        ({"attention_bias": True, "hidden_act": "gelu"}, "attention_bias is True.*hidden_act is 'gelu'"),
+        ({"head_dim": 16}, "head_dim is 16, expected 8.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ({"vocab_size": 132}, r"embed_tokens.weight: shape \(131, 48\), expected \(132, 48\)"),
+        ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight: not part of this architecture"),
+        ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight: missing"),
+    ],
+)
+def test_another_architecture_or_other_tensors_are_refused_with_the_list(tmp_path, changes, message):
+    write_hf(tmp_path / "hf", build(PLAIN))
+    rewrite_config(tmp_path / "hf", **changes)
+    with pytest.raises(UserError, match=message):
+        HuggingFaceReader(tmp_path / "hf").__enter__()
+
+
+def test_a_folder_that_is_no_model_or_half_a_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="Expected a Hugging Face model folder"):
+        HuggingFaceReader(tmp_path)
+    write_hf(tmp_path / "hf", build(PLAIN), shard_bytes=20_000)
+    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"{shard.name} cannot be read"):
+        HuggingFaceReader(tmp_path / "hf").__enter__()
+
+
+def test_imported_weights_are_not_resumed_from_by_accident(tmp_path, one_rank):
+    run = TinyRun()
+    model = Llama(run.model.arch)
+    model.init_weights(3)
+    write_hf(tmp_path / "hf", model)
+    with HuggingFaceReader(tmp_path / "hf") as reader:
+        import_weights(tmp_path / "ckpt", reader, "test")
+    with pytest.raises(CheckpointError, match="initial_load_path"):
+        run.manager(tmp_path / "ckpt").load()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_reads_a_hugging_face_folder(tmp_path):
+    run = TinyRun()
+    model = Llama(run.model.arch)
+    model.init_weights(3)
+    write_hf(tmp_path / "hf", model)
+    load_hf_weights(tmp_path / "hf", run.model)
+    assert_equal({k: v for k, v in run.everything().items() if k in model.state_dict()}, dict(model.state_dict()))
+    other = Llama(dataclasses.replace(run.model.arch, rope_theta=1.0))
+    with pytest.raises(UserError, match=r"rope_theta: 500000.0 there, 1.0 in this job"):
+        load_hf_weights(tmp_path / "hf", other)
+
+
+def meta_files(folder: Path, model: Llama, parts: int) -> None:
+    """Write a model as Meta publishes one: split for tensor parallelism, rotary channels in pairs."""
+    arch = model.arch
+    folder.mkdir()
+    shards: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.ones(4)} for _ in range(parts)]
+    for name, value in model.state_dict().items():
+        if name.endswith(("wq.weight", "wk.weight")):
+            value = value.unflatten(0, (-1, 2, arch.head_dim // 2)).transpose(1, 2).reshape(value.shape)
+        dim = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
+        for shard, part in zip(shards, value.chunk(parts, dim) if value.ndim == 2 else [value] * parts, strict=True):
+            shard[name] = part.clone()
+    for index, shard in enumerate(shards):
+        if arch.tied_embeddings:
+            shard["output.weight"] = shard["tok_embeddings.weight"].clone()
+        torch.save(shard, folder / f"consolidated.{index:02d}.pth")
+    params = {"dim": arch.dim, "n_layers": arch.n_layers, "n_heads": arch.n_heads, "n_kv_heads": arch.n_kv_heads}
+    extra = {"norm_eps": arch.norm_eps, "rope_theta": arch.rope_theta, "use_scaled_rope": arch.rope_scaling_factor != 1}
+    (folder / "params.json").write_text(json.dumps(params | extra | {"vocab_size": -1, "multiple_of": 256}))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_metas_files_are_imported_exactly(tmp_path, parts, tied):
+    arch = dataclasses.replace(
+        PLAIN, vocab_size=132, max_seq_len=131072, rope_scaling_factor=8.0, tied_embeddings=tied, n_heads=6
+    )
+    model = build(arch)
+    meta_files(tmp_path / "meta", model, parts)
+    assert main(["import", "--meta", str(tmp_path / "meta"), "--out", str(tmp_path / "ckpt")]) == 0
+    imported = Llama(arch)
+    info = load_model_weights(tmp_path / "ckpt", imported)
+    assert Architecture(**info["architecture"]) == arch
+    assert_equal(dict(imported.state_dict()), dict(model.state_dict()))
+
+
+def test_the_list_of_shapes_is_the_models_own():
+    for arch in SHAPES.values():
+        with torch.device("meta"):
+            model = Llama(arch)
+        assert parameter_shapes(arch) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
+    script = f"""
+import resource, sys
+from pathlib import Path
+import torch
+from titanlite.checkpoint.export import *
+from titanlite.checkpoint.huggingface import *
+from titanlite.model.flavors import Architecture
+arch = Architecture(512, 16, 8, 8, 2048, vocab_size=4096)  # 285 MB in fp32, largest tensor 8 MB
+class Zeros:
+    arch = arch
+    def read(self, name): return torch.zeros(parameter_shapes(arch)[name])
+    def dtype(self, name): return torch.float32
+out = Path({str(tmp_path)!r})
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+import_weights(out / "ckpt", Zeros(), "test")
+source = CheckpointTensors(out / "ckpt")
+writer = HuggingFaceWriter(out / "hf", arch, "float32")
+for name in writer.names:
+    writer.add(name, source.read(name))
+writer.publish()
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 80  # MB
+    assert sum(file.stat().st_size for file in (tmp_path / "hf").iterdir()) > 280e6

@@ -1,0 +1,139 @@
+"""Checkpoints from the weights of others, and folders for others from checkpoints; one tensor at a time.
+
+Invariant: memory is a small multiple of the largest tensor. May import config, torch and the other modules of this
+room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint import commit, state
+from titanlite.checkpoint.huggingface import HuggingFaceReader
+from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone
+from titanlite.config.errors import UserError
+from titanlite.model.flavors import Architecture
+from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.llama import Llama
+
+
+class CheckpointTensors:
+    """The weights of one checkpoint, or of the newest good one in a folder, read whole and one by one, on one process.
+
+    Raises:
+        CheckpointError: none, or it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = commit.find_good(path)
+        self.info: dict[str, Any] = commit.read_manifest(self.path)["info"]
+        self.arch = Architecture(**self.info["architecture"])
+        self._reader = SafeReader(self.path)
+
+    def read(self, name: str) -> Tensor:
+        """A whole parameter in its saved dtype."""
+        entry: Any = self._reader.read_metadata().state_dict_metadata[f"model.{name}"]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        with alone():
+            dcp_load({f"model.{name}": tensor}, storage_reader=self._reader, planner=planner, no_dist=True)
+        return tensor
+
+
+class WeightSource(Protocol):
+    """Foreign weights by our names."""
+
+    arch: Architecture
+
+    def read(self, name: str) -> Tensor:
+        """A whole parameter in this model's layout."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype, without reading it."""
+        ...
+
+
+def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
+    """Write foreign weights as a checkpoint of step 0 without training state, for `checkpoint.initial_load_path`.
+
+    Args:
+        out: the folder of checkpoints; step-00000000 appears in it.
+        origin: where they come from, kept in the manifest.
+
+    Raises:
+        UserError: it exists already.
+    """
+    if (out / commit.step_name(0)).exists():
+        raise UserError(f"{out / commit.step_name(0)} exists already. Choose another folder, or remove it.")
+    shapes = parameter_shapes(source.arch)
+    tensors = {f"model.{n}": torch.empty(s, dtype=source.dtype(n), device="meta") for n, s in shapes.items()}
+    info = {
+        "train_state": {},
+        "origin": origin,
+        "job": None,
+        "architecture": dataclasses.asdict(source.arch),
+        "optimizer_groups": [],
+        "layout": {"world_size": 1, "meshes": {}},
+        "torch": torch.__version__,
+    }
+    writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
+    writer.single_file_per_rank = False  # DCP holds on to the tensors of a file until it is written
+    with alone():
+        dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source.read), no_dist=True)
+    return out / commit.step_name(0)
+
+
+@torch.no_grad()
+def load_hf_weights(folder: Path, model: nn.Module) -> None:
+    """Load a Hugging Face Llama into a sharded model in place; each rank reads the slices that it owns.
+
+    Raises:
+        UserError: it is no Llama, or not this one; with the differences.
+    """
+    with HuggingFaceReader(folder) as reader:
+        check_same_model(folder, reader.arch, model)
+        for name, tensor in state.model_tensors(model).items():
+            if not isinstance(tensor, DTensor):
+                tensor.copy_(reader.read(name))
+                continue
+            for chunk in tensor.__create_chunk_list__():  # DCP's protocol: exact for uneven and strided shards, too
+                local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+                local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+def check_same_model(origin: Path, found: Architecture, model: nn.Module) -> None:
+    """Raises UserError if weights of architecture `found` would compute something else in `model`."""
+    assert isinstance(model, Llama)
+    wanted = model.arch
+    lines = [
+        f"{field.name}: {getattr(found, field.name)} there, {getattr(wanted, field.name)} in this job"
+        for field in dataclasses.fields(Architecture)
+        if field.name != "max_seq_len" and getattr(found, field.name) != getattr(wanted, field.name)
+    ]
+    if lines:
+        raise UserError(f"{origin} is another model. Set these keys of [model] as there:\n  " + "\n  ".join(lines))
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Plans with tensors that have shapes only, and reads each value when it is about to be written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._read(write_item.index.fqn.removeprefix("model.")).contiguous()
