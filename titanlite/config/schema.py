@@ -136,7 +136,8 @@ class DataSource(Section):
     )
     """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line, also
     .gz and .zst. text: plain UTF-8 files. parquet: files. arrow: a folder that `datasets` saved to disk. huggingface:
-    anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare` made."""
+    anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare`
+    made."""
     path: str | None = None
     """File or glob for jsonl, text and parquet, for example "data/*.jsonl"; folder for arrow and shards; id on the
     hub or local folder for huggingface."""
@@ -183,7 +184,8 @@ class Dataset(DataSource):
     on_bad_record: Literal["error", "skip"] = "error"
     """A record that cannot be read (not JSON, no text in it, not UTF-8) ends the run, or is skipped and counted."""
     num_workers: NonNegativeInt = 1
-    """Background processes of a rank that read and tokenize; one delivers millions of tokens/s. 0: the trainer itself."""
+    """Background processes of a rank that read and tokenize; one delivers millions of tokens/s. 0: the trainer
+    itself."""
     prefetch: PositiveInt = 2
     """Global batches that each background process may be ahead."""
 
