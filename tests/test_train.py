@@ -160,7 +160,7 @@ def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, 
             other = logged(tmp_path / b)[step]
             assert entry["tokens"] == other["tokens"]
             assert entry["loss"] == pytest.approx(other["loss"], rel=5e-6)  # sums in another order
-            assert entry["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+            assert entry["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)  # Adam amplifies rounding
 
 
 def test_outputs_reload_to_an_equal_job(job_file: Path, tmp_path: Path) -> None:
