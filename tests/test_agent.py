@@ -22,7 +22,7 @@ sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), shown_ranks=(0,))))
 
 WORKER = """
 import os, signal, sys, time
-from titanlite.cli import run_quietly
+from titanlite.cli import run_quietly, stop_with_launcher
 from titanlite.config.errors import GuardError, StoppedBySignal
 
 rank = int(os.environ["RANK"])
@@ -69,6 +69,12 @@ def stuck():
     time.sleep(300)
 
 def early():
+    print("ready", flush=True)
+    time.sleep(300)
+
+def orphan():
+    stop_with_launcher()
+    signal.signal(signal.SIGTERM, lambda number, frame: (open(f"saved{rank}", "w").close(), sys.exit()))
     print("ready", flush=True)
     time.sleep(300)
 
@@ -174,6 +180,23 @@ def test_workers_without_anything_to_save_stop_without_a_traceback(number: signa
     _, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + number
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a dead parent is Linux's")
+def test_workers_save_and_stop_when_their_launcher_is_killed(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed launcher leaves its folder behind
+    launcher = start(command, "orphan")
+    launcher.kill()
+    launcher.wait(timeout=10)
+    saved = [tmp_path / "saved0", tmp_path / "saved1"]
+    deadline = time.monotonic() + 10
+    while not all(file.exists() for file in saved):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -112,6 +112,13 @@ def test_gpus_are_those_that_a_process_would_see(
     assert launch.count_gpus() == count
 
 
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    monkeypatch.setenv("NGPU", "3")
+    with pytest.raises(UserError, match="NGPU=3: this machine has 2"):
+        launch.launch([])
+
+
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch.count_gpus() == 0

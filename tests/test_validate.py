@@ -71,6 +71,7 @@ BROKEN = [  # options, ranks, and what the report must hold
         1,
         ['validation.source = "jsonl"', "path is missing"],
     ),
+    (["--job.dump_folder", "job.toml/out"], 1, ['job.dump_folder = "job.toml/out"', "job.toml is a file"]),
     (
         ["--parallelism.data_parallel_replicate_degree", "3"],
         4,

@@ -2,7 +2,8 @@
 
 Invariant: a worker that stops for a known reason (an exit code of `titanlite.config.errors`) ends the launcher with
 the same code and without a traceback; of a crash the root cause is printed first, and once. A signal reaches each
-worker once, and the worker takes the time that it needs to save. May import torch and titanlite.config.errors.
+worker once, and the worker takes the time that it needs to save. May import torch, titanlite.cli and
+titanlite.config.errors.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, SubprocessCo
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from titanlite.cli import ERROR_FOLDER
 from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
 
-ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"  # where a worker leaves the reason of its end, as <rank>.json
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 
 POLL_SECONDS = 0.1

@@ -28,7 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
 }
 
-ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"  # set by titanlite.launch, which prints what its workers report there
+# Set by the launcher to a folder where a worker leaves the reason of its end, as <rank>.json.
+ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +86,7 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.validate import load_and_check
 
     if ERROR_FOLDER in os.environ:
-        _stop_with_launcher()
+        stop_with_launcher()
     job = load_and_check(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     from titanlite.train import main as train_job
 
@@ -112,7 +113,7 @@ def check(argv: Sequence[str]) -> None:
     print(f"OK: {job.job.config_file} can start on {text} rank{'s' if text != '1' else ''}.")
 
 
-def _stop_with_launcher() -> None:
+def stop_with_launcher() -> None:
     """Let Linux send SIGTERM to this worker if its launcher dies (even by SIGKILL): it saves and stops, too."""
     if sys.platform == "linux":
         import ctypes

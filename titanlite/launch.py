@@ -42,7 +42,10 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.observe.logger import logged_ranks
     from titanlite.validate import load_and_check
 
-    workers = _number("NGPU", 1) or count_gpus() or 1
+    wanted, gpus = _number("NGPU", 1), count_gpus()
+    if wanted and 0 < gpus < wanted:
+        raise UserError(f"NGPU={wanted}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
+    workers = wanted or gpus or 1
     nodes = _number("NNODES", 1) or 1
     node_rank = _number("NODE_RANK", 0)
     if node_rank is not None and node_rank >= nodes:

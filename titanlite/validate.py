@@ -12,6 +12,7 @@ import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
@@ -218,6 +219,16 @@ def _source_problem(source: DataSource) -> str | None:
     elif source.source in ("arrow", "shards") and not os.path.isdir(path):
         return f"path must be a folder, {here}."
     return None
+
+
+@rule("job.dump_folder")
+def output_folder(context: Context) -> Iterator[str]:
+    folder = Path(context.job.job.dump_folder).absolute()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not nearest.is_dir():
+        yield context.wrong("job.dump_folder", f"{nearest} is a file; a folder is needed there.")
+    elif not os.access(nearest, os.W_OK):
+        yield context.wrong("job.dump_folder", f"{nearest} cannot be written to. Name another folder.")
 
 
 # -------------------------------------------------------------------------------------------------------------- layout
