@@ -24,8 +24,8 @@ def export(argv: Sequence[str]) -> None:
     Raises:
         UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).
     """
-    from titanlite.checkpoint.export import CheckpointTensors
-    from titanlite.checkpoint.huggingface import HuggingFaceWriter
+    from titanlite.checkpoint.commit import folder_size
+    from titanlite.checkpoint.export import CheckpointTensors, export_hf
 
     parser = argparse.ArgumentParser(prog="titanlite export", description="Write a checkpoint as a Hugging Face model.")
     parser.add_argument("--checkpoint", type=Path, required=True, help="one step folder, or the folder of all")
@@ -42,16 +42,14 @@ def export(argv: Sequence[str]) -> None:
     tokenizer = options.tokenizer or (resolve_path(job["tokenizer"]["path"]) if job else None)
     if tokenizer is None:
         raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
-    writer = HuggingFaceWriter(options.out, source.arch, options.dtype)
-    token_ids = write_tokenizer(tokenizer, writer.folder, source.arch.max_seq_len)
-    for name in writer.names:
-        writer.add(name, source.read(name))
-    writer.publish(token_ids)
-    report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "tensors": len(writer.names)}
+    length = source.arch.max_seq_len
+    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
+    size = folder_size(options.out)
+    report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
     if options.json:
         print(json.dumps(report))
     else:
-        print(f"Wrote {path} to {options.out} ({options.dtype}, {len(writer.names)} tensors). Load it with")
+        print(f"Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with")
         print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')
 
 

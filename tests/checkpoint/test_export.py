@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_run import TinyRun, assert_equal
 
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import load_model_weights
@@ -106,7 +107,7 @@ def test_a_trained_checkpoint_is_exported_with_its_tokenizer(tmp_path, capsys):
     assert main(command) == 2
     assert "--tokenizer FILE" in capsys.readouterr().err
     assert main([*command, "--dtype", "float32", "--tokenizer", str(TIKTOKEN)]) == 0
-    assert json.loads(capsys.readouterr().out)["tensors"] == 20
+    assert json.loads(capsys.readouterr().out)["bytes"] == commit.folder_size(tmp_path / "hf")
     assert main([*command, "--tokenizer", str(TIKTOKEN)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert not list(tmp_path.glob(".tmp-*"))

@@ -1,5 +1,6 @@
 """Invariants 4 and 5: exact resume, and damage is detected, named and survived."""
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import TinyRun, assert_equal
+from torch.distributed.fsdp import fully_shard
 
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint import commit, state
+from titanlite.checkpoint.huggingface import HuggingFaceReader
+from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
+from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -35,7 +40,7 @@ def two_saved(tmp_path) -> tuple[Path, TinyRun]:
     return tmp_path, run
 
 
-@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"wrapped": True}])
+@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"wrapped": True}, {"offload": True}])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
     straight = TinyRun(**kind)
     losses = straight.train(6)
@@ -329,6 +334,115 @@ def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"takes about 0\.00 GB, 0\.00 GB are free"):
         TinyRun().manager(tmp_path)
+
+
+def test_a_new_run_starts_from_the_weights_of_another(two_saved, tmp_path):
+    folder, run = two_saved
+    lines: list[str] = []
+    fresh = TinyRun(seed=99)
+    manager = fresh.manager(tmp_path / "new" / "checkpoint", lines=lines, initial_load_path=str(folder))
+    assert manager.load() is None
+    assert lines[-1] == f"starting from the weights in {folder}"
+    assert_equal(dict(weights(fresh)), dict(weights(run)))
+    assert not fresh.optimizer.state
+    fresh.train(1)
+    manager.save(1, fresh.train_state())
+    resumed = TinyRun(seed=98)  # once there is something to resume, the initial weights are not read again
+    state = resumed.manager(tmp_path / "new" / "checkpoint", initial_load_path="nowhere").load()
+    assert state is not None
+    assert_equal(resumed.everything(), fresh.everything())
+
+
+def weights(run: TinyRun) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
+
+
+def test_what_is_excluded_from_loading_starts_afresh(two_saved):
+    folder, run = two_saved
+    fresh = TinyRun(seed=99)
+    expected = {key: value for key, value in run.train_state().items() if key != "data"}
+    saved = run.train_state() | {"data": {"row": 3}}
+    run.train(1)
+    run.manager(folder).save(5, saved)
+    state = fresh.manager(folder, exclude_from_loading=("optimizer", "data", "rng")).load()
+    assert state == expected
+    assert_equal(weights(fresh), weights(run))
+    assert not fresh.optimizer.state
+
+
+def test_a_last_save_of_the_weights_alone_is_never_resumed_from(tmp_path):
+    run = TinyRun()
+    manager = run.manager(tmp_path / "checkpoint", last_save_model_only=True)
+    run.train(1)
+    manager.save(1, run.train_state())
+    run.train(1)
+    manager.save(2, run.train_state(), last=True)
+    manager.close()
+    assert names(tmp_path / "checkpoint") == ["step-00000001"]
+    assert names(tmp_path / "final") == ["step-00000002"]
+    sizes = [commit.folder_size(path) for path in (tmp_path / "checkpoint", tmp_path / "final")]
+    assert sizes[1] < 0.5 * sizes[0]
+    resumed = TinyRun(seed=99)
+    state = resumed.manager(tmp_path / "checkpoint").load()
+    assert state is not None
+    assert state["step"] == 1
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        TinyRun().manager(tmp_path / "final").load()
+    model = Llama(run.model.arch)
+    load_model_weights(tmp_path / "final", model)
+    assert_equal(dict(model.state_dict()), weights(run))
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_the_last_save_can_be_for_transformers_too(tmp_path, model_only):
+    run = TinyRun()
+    keys = {"last_save_in_hf": True, "last_save_model_only": model_only, "async_mode": "async"}
+    manager = run.manager(tmp_path / "checkpoint", write_tokenizer=lambda folder: {"bos_token_id": 1}, **keys)
+    manager.save(2, run.train_state(), last=True)
+    manager.close()
+    with HuggingFaceReader(tmp_path / "final_hf") as reader:
+        assert torch.equal(reader.read("norm.weight"), run.everything()["norm.weight"])
+
+
+def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    run.manager(tmp_path, job=job).save(1, run.train_state())
+    lines: list[str] = []
+    job["optimizer"]["lr"] = 1.0
+    run.manager(tmp_path, job=job, lines=lines).load()
+    assert lines[0] == "changed since step-00000001: optimizer.lr: 0.0003 -> 1.0 (changes the curve)"
+    job["model"]["n_layers"] = 7
+    with pytest.raises(CheckpointError, match=r"model\.n_layers: 6 -> 7"):
+        run.manager(tmp_path, job=job).load()
+
+
+def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    model = Llama(dataclasses.replace(TinyRun().model.arch, n_heads=2, n_kv_heads=2))
+    model.init_weights(1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "output" not in name)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    manager = CheckpointManager(schema.Checkpoint(), tmp_path, model, optimizer, log=lambda line: None)
+    manager.save(0, {"step": 0})
+    plain = Llama(model.arch)
+    load_model_weights(tmp_path, plain)
+    assert_equal(dict(plain.state_dict()), expected)
+    model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    manager.save(1, {"step": 1})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert manager.load() == {"step": 1}
+    load_model_weights(tmp_path / "step-00000001", plain)
+    assert_equal(dict(plain.state_dict()), expected)
+    restored = {name: tensor.to_local() for name, tensor in state.model_tensors(model).items()}  # type: ignore[attr-defined]
+    assert_equal(restored, expected)
 
 
 def train_ranks(ranks: int, *args: object) -> list[float]:

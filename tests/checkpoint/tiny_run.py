@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -25,20 +25,23 @@ ROWS, TOKENS = 4, 16
 
 
 class TinyRun:
-    """Model, optimizer and step; `tied`, `wrapped` (activation checkpointing) and `fused` vary what is saved."""
+    """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing."""
 
-    def __init__(self, *, seed: int = 0, tied: bool = False, wrapped: bool = False, decay_embeddings: bool = True):
+    def __init__(
+        self, *, seed: int = 0, tied: bool = False, wrapped: bool = False, decay_embeddings: bool = True, offload=False
+    ):
         self.step = 0
         self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
         self.model.init_weights(seed)
+        policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         for index, block in enumerate(self.model.layers):
             if wrapped:
                 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
                 self.model.layers[index] = block = checkpoint_wrapper(block)
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+        fully_shard(self.model, mesh=mesh, offload_policy=policy)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -51,9 +54,10 @@ class TinyRun:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
-    def manager(self, folder: Path, *, lines: list[str] | None = None, **keys) -> CheckpointManager:
+    def manager(self, folder: Path, *, lines: list[str] | None = None, job=None, write_tokenizer=None, **keys):
         log = (lambda line: None) if lines is None else lines.append
-        return CheckpointManager(schema.Checkpoint(**keys), folder, self.model, self.optimizer, log=log)
+        config, more = schema.Checkpoint(**keys), {"job": job, "write_tokenizer": write_tokenizer}
+        return CheckpointManager(config, folder, self.model, self.optimizer, log=log, **more)
 
     def train_state(self) -> dict:
         return {"step": self.step, "cursor": {"row": self.step * ROWS}}

@@ -189,8 +189,11 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
     return [line for line in damage if line]
 
 
-def find_good(path: Path) -> Path:
+def find_good(path: Path, verify: Callable[[Path], list[str]] | None = None) -> Path:
     """A step folder itself, or the newest undamaged one in a folder of checkpoints.
+
+    Args:
+        verify: another way to call `verify_folder`, by which ranks share the work.
 
     Raises:
         CheckpointError: none is there, or none that is good.
@@ -199,7 +202,7 @@ def find_good(path: Path) -> Path:
     candidates = [path] if single else list_checkpoints(path)
     found = []
     for candidate in reversed(candidates):
-        damage = verify_folder(candidate)
+        damage = (verify or verify_folder)(candidate)
         if not damage:
             return candidate
         found.append(f"{candidate} is damaged: {'; '.join(damage)}")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, state
-from titanlite.checkpoint.huggingface import HuggingFaceReader
+from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone
 from titanlite.config.errors import UserError
 from titanlite.model.flavors import Architecture
@@ -51,6 +51,23 @@ class CheckpointTensors:
         with alone():
             dcp_load({f"model.{name}": tensor}, storage_reader=self._reader, planner=planner, no_dist=True)
         return tensor
+
+
+def export_hf(
+    source: CheckpointTensors, out: Path, dtype: str, write_tokenizer: Callable[[Path], dict[str, int | None]]
+) -> None:
+    """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        out: must not exist. Raises UserError otherwise.
+        dtype: "float32", "bfloat16" or "float16".
+        write_tokenizer: puts the tokenizer's files into a folder and returns bos_token_id and eos_token_id.
+    """
+    writer = HuggingFaceWriter(out, source.arch, dtype)
+    token_ids = write_tokenizer(writer.folder)
+    for name in writer.names:
+        writer.add(name, source.read(name))
+    writer.publish(token_ids)
 
 
 class WeightSource(Protocol):
@@ -83,6 +100,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
     tensors = {f"model.{n}": torch.empty(s, dtype=source.dtype(n), device="meta") for n, s in shapes.items()}
     info = {
         "train_state": {},
+        "weights_only": True,
         "origin": origin,
         "job": None,
         "architecture": dataclasses.asdict(source.arch),

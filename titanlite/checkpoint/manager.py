@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from titanlite.checkpoint import commit, state
+from titanlite.checkpoint.changes import compare_jobs
+from titanlite.checkpoint.export import CheckpointTensors, export_hf, load_hf_weights
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.storage import SafeReader, alone
@@ -38,7 +40,8 @@ class CheckpointManager:
         model: sharded or not; its parameters may lie in host memory.
         optimizer: None saves and loads weights only.
         log: called on rank 0 with one line of text for each event that a person should know.
-        job: the resolved job file as a JSON value, kept in the manifest.
+        job: the resolved job file as a JSON value, kept in the manifest and compared on resume.
+        write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class CheckpointManager:
         *,
         log: Callable[[str], None],
         job: dict[str, Any] | None = None,
+        write_tokenizer: Callable[[Path], dict[str, int | None]] | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -57,6 +61,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.job = job
         self._log = log
+        self._write_tokenizer = write_tokenizer
         self._ranks = Ranks()
         self._current_step: int | None = None  # the step that the live state was loaded from
         token = self._ranks.on_rank0(self._start)
@@ -75,7 +80,7 @@ class CheckpointManager:
         """Saves that found the one before still under way."""
         return self._saver.waits
 
-    def save(self, step: int, train_state: dict[str, Any]) -> None:
+    def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.
 
         With an async mode it returns once the state is staged; a save still under way is waited for first. A failure
@@ -83,10 +88,22 @@ class CheckpointManager:
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `load` returns it.
+            last: the run ends here, and what `checkpoint.last_save_*` ask for is done.
         """
         self._saver.settle()
-        if step not in (self._current_step, self._saver.last_step):
-            self._saver.save(step, self._live_tensors(with_rng=True), self._describe(train_state))
+        final = self.folder.parent / "final"
+        if last and self.config.last_save_model_only:
+            if self._ranks.on_rank0(lambda: (final / commit.step_name(step)).exists()):
+                self._say(f"{final / commit.step_name(step)} exists already and is kept")
+            else:
+                tensors = self._live_tensors(optimizer=False)
+                self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
+        elif step not in (self._current_step, self._saver.last_step):
+            self._saver.save(step, self._live_tensors(rng=True), self._describe(train_state))
+        if last and self.config.last_save_in_hf:
+            self._saver.settle()
+            source = final if self.config.last_save_model_only else self.folder
+            self._ranks.on_rank0(lambda: self._export(source / commit.step_name(step)))
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
@@ -94,22 +111,26 @@ class CheckpointManager:
         Damaged ones are named, renamed aside, and the next newest is used. With `load_step`, later ones are renamed
         aside, too: they belong to a future that this run is going to rewrite.
 
+        Without a checkpoint, the weights are taken from `initial_load_path`, where it is set.
+
         Returns:
-            The `train_state` that was saved with it; None if there is no checkpoint.
+            The `train_state` that was saved with it, without "data" if that is excluded; None if the run is new.
 
         Raises:
             CheckpointError: there are checkpoints but no good one, or it does not fit this model or optimizer.
         """
         path = self._choose()
         if path is None:
+            self._load_initial_weights()
             return None
         manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
         info = manifest["info"]
-        if not info["train_state"]:
+        if info.get("weights_only"):
             raise CheckpointError(
                 f"{path} holds weights only: there is no run to resume. Start a new one from them: another "
                 f'checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
             )
+        self._report_changes(path, info)
         tensors = self._tensors_to_load(path, info)
         dcp_load(
             tensors,
@@ -121,7 +142,7 @@ class CheckpointManager:
             state.restore_rng(rng, self._ranks.rank)
         self._current_step = manifest["step"]
         self._say(f"resumed from step {manifest['step']} ({path})")
-        return info["train_state"]
+        return {key: v for key, v in info["train_state"].items() if key not in self.config.exclude_from_loading}
 
     def close(self) -> None:
         """Wait for the save and the removals under way."""
@@ -158,7 +179,7 @@ class CheckpointManager:
 
     def _estimated_size(self) -> int:
         """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
-        tensors = self._live_tensors(with_rng=False)
+        tensors = self._live_tensors()
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         if self.optimizer is not None and not self.optimizer.state:
             sizes |= {f"state of {name}": 2 * size for name, size in sizes.items()}
@@ -167,13 +188,13 @@ class CheckpointManager:
 
     # --- what is saved
 
-    def _live_tensors(self, with_rng: bool) -> dict[str, Tensor]:
+    def _live_tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
         tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(self.model).items()}
-        if self.optimizer is not None:
+        if self.optimizer is not None and optimizer:
             names = state.parameter_names(self.model)
             of_optimizer = state.optimizer_tensors(self.optimizer, names)
             tensors |= {f"optimizer.{name}": tensor for name, tensor in of_optimizer.items()}
-        if with_rng:
+        if rng:
             tensors |= {f"rng.{name}": tensor for name, tensor in state.rng_tensors(self._ranks.rank).items()}
         return tensors
 
@@ -207,7 +228,7 @@ class CheckpointManager:
             for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
         ]
         for path in reversed(candidates):
-            damage = self._verify(path)
+            damage = self._ranks.verify(path)
             if not damage:
                 return path
             aside = self._ranks.on_rank0(lambda path=path: commit.set_aside(path))
@@ -225,30 +246,25 @@ class CheckpointManager:
         if step not in by_step:
             present = ", ".join(str(step) for step in by_step) or "none"
             raise CheckpointError(f"checkpoint.load_step = {step}: {self.folder} has no such step (present: {present})")
-        if damage := self._verify(by_step[step]):
+        if damage := self._ranks.verify(by_step[step]):
             raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {'; '.join(damage)}")
         for later in (path for path in candidates if (commit.step_of(path) or 0) > step):
             aside = self._ranks.on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
             self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
         return by_step[step]
 
-    def _verify(self, path: Path) -> list[str]:
-        """Damage of a checkpoint; the ranks share the reading."""
-        own = commit.verify_folder(path, lambda names: names[self._ranks.rank :: self._ranks.size])
-        return self._ranks.union(own)
-
     def _tensors_to_load(self, path: Path, info: dict[str, Any]) -> dict[str, Tensor]:
-        with_optimizer = self.optimizer is not None and len(info["optimizer_groups"]) > 0
+        excluded = self.config.exclude_from_loading
+        with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in excluded
         if self.optimizer is not None and with_optimizer:
             state.initialise_optimizer(self.optimizer)
         same_world = info["layout"]["world_size"] == self._ranks.size
-        live = self._live_tensors(with_rng=same_world)
-        wanted = {name: t for name, t in live.items() if with_optimizer or not name.startswith("optimizer.")}
+        wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in excluded)
         saved = read_index(path)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.") or name in saved}
         if misfits := _misfits(wanted, saved, self._ranks):
             raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
-        if with_optimizer:
+        if self.optimizer is not None and with_optimizer:
             differences = state.group_differences(info["optimizer_groups"], self._optimizer_groups())
             if differences:
                 raise CheckpointError(
@@ -256,6 +272,40 @@ class CheckpointManager:
                     "Set the [optimizer] section as it was, or start a new run from the weights alone."
                 )
         return wanted
+
+    def _report_changes(self, path: Path, info: dict[str, Any]) -> None:
+        if self.job is None or info["job"] is None:
+            return
+        changes = compare_jobs(info["job"], self.job, keeps_data="data" not in self.config.exclude_from_loading)
+        for line in changes.lines():
+            self._say(f"changed since {path.name}: {line}")
+        if changes.refused:
+            listed = "\n  ".join(changes.refused)
+            raise CheckpointError(
+                f"{path} cannot be resumed from by this job:\n  {listed}\n"
+                "Restore these keys, or start a new run in another job.dump_folder."
+            )
+
+    def _load_initial_weights(self) -> None:
+        if self.config.initial_load_path is None:
+            return
+        path = Path(self.config.initial_load_path)
+        if self.config.initial_load_in_hf:
+            load_hf_weights(path, self.model)
+        else:
+            load_model_weights(path, self.model)
+        self._say(f"starting from the weights in {path}")
+
+    def _export(self, path: Path) -> None:
+        """On rank 0: write the last checkpoint for transformers. Reads it from the disk, so no rank has to gather."""
+        out = self.folder.parent / "final_hf"
+        if self._write_tokenizer is None or not path.exists():
+            self._log(f"final_hf is not written: {path} could not be saved")
+        elif out.exists():
+            self._log(f"{out} exists already and is kept")
+        else:
+            export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
+            self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
 
     def _say(self, line: str) -> None:
         if self._ranks.rank == 0:
@@ -274,9 +324,9 @@ def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    chosen = commit.find_good(path)
-    tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     ranks = Ranks() if dist.is_initialized() else None
+    chosen = commit.find_good(path, ranks and ranks.verify)
+    tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     if misfits := _misfits(tensors, read_index(chosen), ranks):
         raise CheckpointError(f"{chosen} does not fit this model:\n  " + _abridge(misfits))
     planner = DefaultLoadPlanner(flatten_state_dict=False)

@@ -1,6 +1,7 @@
 """What the ranks tell each other about files: small JSON values, between hosts.
 
-Invariant: every method is called by all ranks together and returns the same on each. May import torch.
+Invariant: every method is called by all ranks together and returns the same on each. May import config,
+commit and torch.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from titanlite.checkpoint import commit
 from titanlite.config.errors import UserError
 
 T = TypeVar("T")
@@ -47,19 +50,25 @@ class Ranks:
         """Every line that some rank holds, once, sorted."""
         return sorted({line for of_rank in self.distinct(lines) for line in of_rank})
 
+    def verify(self, path: Path) -> list[str]:
+        """Damage of a checkpoint; the ranks share the reading."""
+        return self.union(commit.verify_folder(path, lambda names: names[self.rank :: self.size]))
+
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Call it on rank 0; its value comes back on every rank.
 
         Raises:
-            UserError: on every rank, if the function met an OSError or ValueError.
+            UserError: on every rank, if the function raised one, an OSError or a ValueError.
         """
         result: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 result[0] = function()
+            except UserError as error:
+                result[1] = error
             except (OSError, ValueError) as error:
-                result[1] = f"{type(error).__name__}: {error}"
+                result[1] = UserError(f"Checkpoints: {type(error).__name__}: {error}")
         dist.broadcast_object_list(result, src=0, group=self.group)
         if result[1] is not None:
-            raise UserError(f"Checkpoints: {result[1]}")
+            raise result[1]
         return result[0]

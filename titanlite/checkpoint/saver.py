@@ -67,12 +67,16 @@ class Saver:
         self._purger = ThreadPoolExecutor(1, "purge")
         self._stager = build_stager(config.async_mode)
 
-    def save(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
-        """Write a checkpoint, or stage it and leave the writing to the background. Call `settle` before."""
+    def save(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path | None = None) -> None:
+        """Write a checkpoint, or stage it and leave the writing to the background. Call `settle` before.
+
+        Args:
+            folder: another one than that of all checkpoints, in which nothing is purged.
+        """
         assert self._pending is None
         self._count += 1
         started = time.perf_counter()
-        writer = CommittingWriter(self._folder, step, f"{self._token}-{self._count}", info)
+        writer = CommittingWriter(folder or self._folder, step, f"{self._token}-{self._count}", info)
         future = self._write(tensors, writer)
         pending = _PendingSave(step, writer, started, blocked=time.perf_counter() - started)
         self._pending = pending, future
@@ -139,8 +143,9 @@ class Saver:
         took = f"{time.perf_counter() - pending.started:.1f} s"
         if self._stager is not None:
             took += f", of which training waited {pending.blocked:.2f} s"
-        self._log(f"saved step {pending.step} to {self._folder / commit.step_name(pending.step)} in {took}")
-        self._purger.submit(self._purge)
+        self._log(f"saved step {pending.step} to {pending.writer.target} in {took}")
+        if pending.writer.target.parent == self._folder:
+            self._purger.submit(self._purge)
 
     def _purge(self) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k. The newest, just written, is never among them."""

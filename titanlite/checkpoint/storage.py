@@ -54,6 +54,11 @@ class CommittingWriter(FileSystemWriter):
     def unfinished(self) -> Path:
         return Path(self.path)
 
+    @property
+    def target(self) -> Path:
+        """The folder that will appear."""
+        return self.unfinished.parent / commit.step_name(self.step)
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.unfinished.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
         return plan

@@ -310,6 +310,23 @@ class Checkpoint(Section):
     """Checkpoints whose step is a multiple of this are kept for good, beside keep_latest_k. 0: none is."""
     load_step: AutoInt = -1
     """Resume from this step. -1: from the newest."""
+    exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
+    """Parts of a checkpoint that a resume starts afresh: the optimizer's state, the place in the data, the random
+    state."""
+    initial_load_path: str | None = None
+    """Checkpoint whose weights a new run starts from, at step 0: a step folder, or a folder of them. Only read where
+    there is nothing to resume."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a Hugging Face folder; each rank reads only its own slices of the .safetensors files."""
+    last_save_model_only: bool = False
+    """The save after the last step holds weights only, a third of the size, and goes to `final` beside the folder, so
+    that nothing resumes from it."""
+    last_save_in_hf: bool = False
+    """After the last step, also write `final_hf` beside the folder, which transformers loads."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights in `final_hf`. float32 is exact; bfloat16 halves the size."""
+    create_seed_checkpoint: bool = False
+    """Save the initial state as step 0 and stop."""
 
 
 class Metrics(Section):

@@ -1,0 +1,75 @@
+import pytest
+
+from titanlite.checkpoint.changes import compare_jobs
+from titanlite.config.schema import JobConfig
+
+BASE = JobConfig()
+
+
+def job(**keys) -> dict:
+    """A job file with `section__key=value` set."""
+    sections: dict[str, dict] = {}
+    for name, value in keys.items():
+        section, key = name.split("__")
+        sections.setdefault(section, {})[key] = value
+    return JobConfig.model_validate(sections).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "line"),
+    [
+        ({"metrics__log_freq": 3}, "harmless", "metrics.log_freq: 10 -> 3"),
+        ({"parallelism__data_parallel_replicate_degree": 2}, "harmless", None),
+        ({"tokenizer__path": "elsewhere/tokenizer.model"}, "harmless", None),
+        ({"training__steps": 7}, "curve", "training.steps: 10000 -> 7"),
+        ({"optimizer__lr": 1e-3}, "curve", "optimizer.lr: 0.0003 -> 0.001"),
+        ({"training__local_batch_size": 4}, "curve", None),
+        ({"model__rope_theta": 5e5}, "curve", "model.rope_theta: 10000.0 -> 500000.0"),
+        ({"model__n_layers": 7}, "refused", "model.n_layers: 6 -> 7"),
+        ({"model__tied_embeddings": True}, "refused", "model.tied_embeddings: False -> True"),
+        ({"training__seq_len": 64}, "refused", "training.seq_len: 2048 -> 64"),
+        ({"training__seed": 1}, "refused", "training.seed: 0 -> 1"),
+        ({"dataset__source": "text"}, "refused", "dataset.source: python_stdlib -> text"),
+        ({"dataset__source": "text", "dataset__on_change": "warn"}, "curve", "dataset.source: python_stdlib -> text"),
+    ],
+)
+def test_each_change_falls_into_its_class(keys, kind, line):
+    changes = compare_jobs(job(), job(**keys))
+    found = getattr(changes, kind)
+    assert len(found) == 1
+    assert line is None or found == [line]
+
+
+def test_an_unchanged_job_has_no_changes():
+    assert compare_jobs(job(), job()).lines() == []
+
+
+def test_a_flavor_written_out_is_the_same_model():
+    spelled = job(model__dim=256, model__n_layers=6, model__n_heads=4, model__n_kv_heads=2)
+    assert compare_jobs(job(), spelled).lines() == []
+    assert compare_jobs(job(model__flavor="8b"), job(model__flavor="70b")).refused[0].startswith("model.dim: 4096")
+
+
+def test_a_fixed_global_batch_makes_the_local_one_harmless():
+    before = job(training__global_batch_size=32)
+    now = job(training__global_batch_size=32, training__local_batch_size=2)
+    assert compare_jobs(before, now).lines() == ["training.local_batch_size: 8 -> 2 (harmless)"]
+
+
+def test_a_seed_of_its_own_keeps_the_data_order():
+    changes = compare_jobs(job(dataset__seed=5), job(dataset__seed=5, training__seed=1))
+    assert changes.curve == ["training.seed: 0 -> 1"]
+
+
+def test_a_fresh_start_of_the_data_is_never_refused():
+    now = job(dataset__source="text", training__seq_len=64, training__seed=1)
+    assert compare_jobs(job(), now, keeps_data=False).refused == []
+
+
+def test_keys_of_another_version_are_skipped_and_unknown_ones_change_the_curve():
+    before, now = job(), job()
+    before["training"]["gone"] = 1
+    now["invented"] = {"key": 1}
+    assert compare_jobs(before, now).lines() == []
+    before["optimizer"]["momentum"], now["optimizer"]["momentum"] = 0.9, 0.8
+    assert compare_jobs(before, now).curve == ["optimizer.momentum: 0.9 -> 0.8"]
