@@ -1,100 +1,29 @@
 """Invariants 2 and 4: the same rows anywhere, and after any restart."""
 
 import json
-import subprocess
-import sys
 import textwrap
-import threading
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, Ranks, dataset_of, make_loader, some_texts, write_jsonl
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset
 from titanlite.data.documents import MAX_STREAMS
-from titanlite.data.loader import Loader
+from titanlite.data.loader import OutOfData
 from titanlite.data.reader import BatchReader
 from titanlite.data.tokenizer import load_tokenizer
-
-ROOT = Path(__file__).parents[2]
-TOKENIZER = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.model")
-GLOBAL, SEQ_LEN = 24, 32
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "a.jsonl"
-    generator = np.random.default_rng(0)
-    with path.open("w") as file:
-        for i in range(150):
-            file.write(json.dumps({"text": f"<{i}> " + "word " * int(generator.integers(0, 90))}) + "\n")
-    return Dataset(source="jsonl", path=str(path), num_workers=0)
+    return dataset_of(tmp_path_factory.mktemp("data"), some_texts(150))
 
 
-class Ranks:
-    """R loaders of one world in one process; `gather` meets at a barrier, as a collective does."""
-
-    def __init__(self, dataset, size, *, local=1, seed=7, seq_len=SEQ_LEN, global_batch=GLOBAL, tokenizer=TOKENIZER):
-        self.size = size
-        values, barrier = {}, threading.Barrier(size)
-
-        def gather_of(rank):
-            def gather(value):
-                values[rank] = value
-                barrier.wait()
-                return [values[r] for r in range(size)]
-
-            return gather
-
-        self.loaders = [
-            Loader(
-                dataset,
-                tokenizer,
-                seed=seed,
-                seq_len=seq_len,
-                global_batch_size=global_batch,
-                local_batch_size=local,
-                dp_rank=rank,
-                dp_size=size,
-                dp_group=None,
-                device=torch.device("cpu"),
-                gather=gather_of(rank),
-            )
-            for rank in range(size)
-        ]
-
-    def batch(self):
-        """The next global batch, rows in their order: (G, T + 1)."""
-        rows = {}
-        for rank, loader in enumerate(self.loaders):
-            batch = loader.next_global_batch()
-            inputs = torch.cat([micro.input_ids for micro in batch.microbatches])
-            labels = torch.cat([micro.labels for micro in batch.microbatches])
-            assert torch.equal(inputs[:, 1:], labels[:, :-1])
-            assert batch.num_valid_tokens == (labels != -100).sum()
-            for i, row in enumerate(torch.cat([inputs, labels[:, -1:]], dim=1)):
-                rows[rank + i * self.size] = row
-        return torch.stack([rows[k] for k in range(len(rows))])
-
-    def state(self):
-        states = {}
-
-        def save(rank):
-            states[rank] = self.loaders[rank].state_dict()
-
-        threads = [threading.Thread(target=save, args=(rank,)) for rank in range(self.size)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        assert all(states[rank] == states[0] for rank in states)
-        return json.loads(json.dumps(states[0]))
-
-    def load(self, state):
-        for loader in self.loaders:
-            loader.load_state_dict(state)
-        return self
+def rows_of(batch):
+    """(G, T + 1): the inputs and the last label."""
+    return torch.cat([batch[:, 0], batch[:, 1, -1:]], dim=1)
 
 
 STEPS = 20
@@ -150,7 +79,7 @@ def test_another_global_batch_size_goes_on_with_the_same_sequences(dataset, refe
 def test_each_document_is_read_once_an_epoch_and_each_token_predicted_once(dataset):
     """Joined again, the rows of a stream are whole documents; together the streams hold each once an epoch."""
     ranks = Ranks(dataset, 1, global_batch=MAX_STREAMS)
-    rows = torch.stack([ranks.batch() for _ in range(30)], dim=1)  # (V, rows, T + 1)
+    rows = torch.stack([rows_of(ranks.batch()) for _ in range(30)], dim=1)  # (V, rows, T + 1)
     assert torch.equal(rows[:, :-1, -1], rows[:, 1:, 0])  # the last token is the first of the next row
     streams = torch.cat([rows[:, :, :-1].flatten(1), rows[:, -1:, -1]], dim=1)
     turns = []
@@ -184,9 +113,7 @@ def test_a_rank_tokenizes_only_its_own_streams(dataset):
 
 def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path):
     state = reference[1][0]
-    other = tmp_path / "a.jsonl"
-    other.write_text(json.dumps({"text": "other " * 99}) + "\n")
-    other = Dataset(source="jsonl", path=str(other))
+    other = dataset_of(tmp_path, some_texts(20))
     json_tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
     for ranks, message in [
         (Ranks(other, 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
@@ -205,8 +132,73 @@ def test_describe_names_the_source(dataset):
     assert Ranks(dataset, 1).loaders[0].describe().endswith("a.jsonl: 150 documents, 0.0 MB")
 
 
+def test_inputs_and_labels_are_shifted_by_one(dataset):
+    batch = Ranks(dataset, 1).batch()
+    assert torch.equal(batch[:, 0, 1:], batch[:, 1, :-1])
+    assert (batch[:, 1] != -100).all()
+
+
+def test_changed_data_is_accepted_where_the_job_says_so(dataset, reference, tmp_path):
+    other = dataset_of(tmp_path, some_texts(99, seed=5, mark="new"), on_change="warn")
+    ranks = Ranks(other, 1).load(reference[1][6])
+    assert "<new" in TOKENIZER.decode(ranks.batch()[:, 0].flatten().tolist())
+
+
+def capped(dataset, epochs):
+    return dataset.model_copy(update={"max_epochs": epochs})
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_capped_epochs_read_everything_exactly_so_often_and_end_at_one_step(dataset, epochs):
+    ends, seen = [], []
+    for size in (1, 2, 3):
+        ranks, batches = Ranks(capped(dataset, epochs), size, global_batch=6), []
+        with pytest.raises(OutOfData, match=r"has been read (once|2 times) \(dataset\.max_epochs\)"):
+            batches.extend(iter(ranks.batch, None))
+        for loader in ranks.loaders:
+            with pytest.raises(OutOfData):
+                loader.next_global_batch()
+        ends.append(len(batches))
+        seen.append(torch.cat(batches))
+        assert ranks.state()["schedule"]["step"] == len(batches)
+    assert len(set(ends)) == 1
+    assert all(torch.equal(rows, seen[0]) for rows in seen)
+    text = TOKENIZER.decode(seen[0][:, 0].flatten().tolist())
+    counts = Counter(int(part.split(">")[0]) for part in text.split("<|begin_of_text|><")[1:] if ">" in part)
+    missing = epochs * 150 - sum(counts.values())
+    assert 0 <= missing <= 5 * 32 / 4  # at most an incomplete global batch is left over
+    assert set(counts.values()) <= {epochs, epochs - 1}
+
+
+def test_capped_epochs_resume_anywhere(dataset):
+    whole = Ranks(capped(dataset, 1), 1, global_batch=6)
+    batches = [whole.batch() for _ in range(9)]
+    first = Ranks(capped(dataset, 1), 2, global_batch=6)
+    assert all(torch.equal(first.batch(), batch) for batch in batches[:4])
+    second = Ranks(capped(dataset, 1), 3, global_batch=6).load(first.state())
+    assert all(torch.equal(second.batch(), batch) for batch in batches[4:])
+
+
+def test_a_source_smaller_than_one_row_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"have 3 tokens together, fewer than one sequence: training\.seq_len is 32"):
+        make_loader(dataset_of(tmp_path, ["x"]))
+
+
+def test_broken_records_end_the_run_or_are_skipped_and_counted(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    with path.open("a") as file:
+        file.write('{"text": null}\nnot json\n')
+    keys = {"source": "jsonl", "path": str(path), "num_workers": 0}
+    loader = make_loader(Dataset(**keys))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 4[12]: "):
+        sum(1 for _ in iter(loader.next_global_batch, None))
+    loader = make_loader(Dataset(**keys, on_bad_record="skip"), global_batch_size=64)
+    while loader.stats()["skipped_records"] < 2:
+        loader.next_global_batch()
+
+
 @pytest.mark.slow
-def test_two_real_ranks_save_the_state_of_one(dataset, reference, tmp_path):
+def test_two_real_ranks_save_the_state_of_one(dataset, reference, tmp_path, torchrun):
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent(
@@ -225,16 +217,15 @@ def test_two_real_ranks_save_the_state_of_one(dataset, reference, tmp_path):
             rows = [[m.input_ids.tolist() for m in loader.next_global_batch().microbatches] for _ in range(4)]
             state = loader.state_dict()
             json.dump([rows, state], open(f"{sys.argv[3]}/rank{dist.get_rank()}.json", "w"))
+            loader.close()
             dist.destroy_process_group()
             """
         )
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    arguments = [dataset.path, str(ROOT / "assets/tokenizer/tokenizer.model"), str(tmp_path)]
-    subprocess.run(command + arguments, check=True, cwd=ROOT, timeout=120)
+    torchrun(script, 2, [dataset.path, TOKENIZER_PATH, tmp_path])
     batches, states = reference
     for rank in range(2):
         rows, state = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert state == states[3]
         for step, batch in enumerate(rows):
-            assert torch.equal(torch.tensor(batch).flatten(0, 1), batches[step][rank::2, :-1])
+            assert torch.equal(torch.tensor(batch).flatten(0, 1), batches[step][rank::2, 0])

@@ -146,20 +146,25 @@ class Documents(ABC):
         """Go to the next document."""
 
 
-def open_documents(source: Source, encoder: Encoder, seed: int, stream: int, max_epochs: int) -> Documents:
+def epoch_order(source: Source, seed: int) -> EpochOrder:
+    """The order of the documents, or parts, of a source; its streams share it."""
+    return EpochOrder(source.num_parts if isinstance(source, Sequential) else len(source), seed)  # type: ignore[arg-type]
+
+
+def open_documents(source: Source, encoder: Encoder, order: EpochOrder, stream: int, max_epochs: int) -> Documents:
     """Stream number `stream` of a source, at its start."""
     kind = RandomDocuments if isinstance(source, RandomAccess) else SequentialDocuments
-    return kind(source, encoder, seed, stream, num_streams(source, max_epochs), max_epochs)  # type: ignore[arg-type]
+    return kind(source, encoder, order, stream, num_streams(source, max_epochs), max_epochs)  # type: ignore[arg-type]
 
 
 class RandomDocuments(Documents):
     """One stream of a source at random access."""
 
     def __init__(
-        self, source: RandomAccess, encoder: Encoder, seed: int, stream: int, streams: int, max_epochs: int
+        self, source: RandomAccess, encoder: Encoder, order: EpochOrder, stream: int, streams: int, max_epochs: int
     ) -> None:
         self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
-        self._order = EpochOrder(len(source), seed)
+        self._order = order
         self._end = max_epochs * len(source) or None
         self._block, self._numbers = -1, np.empty(0, dtype=np.int64)
         self._document: Document | None = None
@@ -190,10 +195,10 @@ class SequentialDocuments(Documents):
     """One stream of a sequential source."""
 
     def __init__(
-        self, source: Sequential, encoder: Encoder, seed: int, stream: int, streams: int, max_epochs: int
+        self, source: Sequential, encoder: Encoder, order: EpochOrder, stream: int, streams: int, max_epochs: int
     ) -> None:
-        self._source, self._encoder, self._stream, self._streams, self._seed = source, encoder, stream, streams, seed
-        self._order = EpochOrder(source.num_parts, seed)
+        self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
+        self._order = order
         self._end = max_epochs * source.num_parts or None
         self._records: Iterator[str | BadRecord] | None = None  # what follows the window in its part
         self._window: list[str | BadRecord] | None = None
@@ -238,7 +243,7 @@ class SequentialDocuments(Documents):
                     self._records = self._source.read(part, self.place.window)
                 self._window = _take_window(self._records)
                 if self._window:
-                    key = f"{self._seed} position {position} window {self.place.window}"
+                    key = f"{self._order.seed} position {position} window {self.place.window}"
                     self._shuffle = Permutation(len(self._window), key)(np.arange(len(self._window)))
             if self._window:
                 return part

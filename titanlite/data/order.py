@@ -50,12 +50,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class EpochOrder:
-    """An endless order of n things: a permutation of all of them, then another one, and so on."""
+    """An endless order of n things: a permutation of all of them, then another one, and so on.
+
+    Attributes:
+        seed: it is a function of this and n.
+    """
 
     _SMALL = 1 << 14  # for up to so many things the latest permutations are kept
 
     def __init__(self, n: int, seed: int) -> None:
-        self._n, self._seed = n, seed
+        self._n, self.seed = n, seed
         self._known: dict[int, np.ndarray] = {}
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
@@ -70,7 +74,7 @@ class EpochOrder:
     def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if epoch in self._known:
             return self._known[epoch][places]
-        permutation = Permutation(self._n, f"{self._seed} epoch {epoch}")
+        permutation = Permutation(self._n, f"{self.seed} epoch {epoch}")
         if self._n > self._SMALL:
             return permutation(places)
         if len(self._known) >= 32:

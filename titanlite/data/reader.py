@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
-from titanlite.data.documents import Encoder, Exhausted, num_streams, open_documents
+from titanlite.data.documents import Encoder, Exhausted, epoch_order, num_streams, open_documents
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor, Packer
 from titanlite.data.packing import Row as Row
@@ -69,7 +69,8 @@ class BatchReader:
         part: Part,
     ) -> None:
         self._specs, self._sources, self._encoder = source_specs(dataset), sources, encoder
-        self._seed, self._seq_len, self._schedule, self._cursors, self._part = seed, seq_len, schedule, cursors, part
+        self._seq_len, self._schedule, self._cursors, self._part = seq_len, schedule, cursors, part
+        self._orders = [epoch_order(source, seed) for source in sources]
         self._packer = BestFitPacker if dataset.packing == "best_fit" else ConcatPacker
         self._open: dict[tuple[int, int], Packer] = {}
 
@@ -114,7 +115,7 @@ class BatchReader:
 
     def _open_stream(self, source: int, stream: int) -> Packer:
         max_epochs = self._specs[source].max_epochs
-        documents = open_documents(self._sources[source], self._encoder, self._seed, stream, max_epochs)
+        documents = open_documents(self._sources[source], self._encoder, self._orders[source], stream, max_epochs)
         padding = self._encoder.tokenizer.eos_id
         return self._packer(documents, self._seq_len, padding, self._cursors[source][stream])
 

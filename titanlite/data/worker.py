@@ -99,6 +99,10 @@ class WorkerProcess:
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             main(Connection(int(sys.argv[1])))
 
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by itself and in order."""
+        return self._process.poll() not in (None, 0)
+
     def error(self) -> WorkerError:
         """How the process ended."""
         code = self._process.wait()
@@ -132,8 +136,8 @@ class _Worker:
                 self.check_alive()
 
     def check_alive(self) -> None:
-        """Raise WorkerError if the process ended without a word."""
-        if self._died:
+        """Raise WorkerError if the process ended without a word: after one it ends with exit code 0."""
+        if self._died or self._process.failed():
             raise self._process.error()
 
     def close(self) -> None:

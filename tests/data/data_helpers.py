@@ -1,0 +1,93 @@
+"""Small documents, and the ranks of one world in one process."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titanlite.config.schema import Dataset
+from titanlite.data.loader import Loader
+from titanlite.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER_PATH = ROOT / "assets/tokenizer/tokenizer.model"
+TOKENIZER = load_tokenizer(TOKENIZER_PATH)
+
+
+def some_texts(count, seed=0, words=90, mark=""):
+    """Texts of very different lengths, each of which says its number."""
+    generator = np.random.default_rng(seed)
+    return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
+
+
+def write_jsonl(path, texts, opener=open):
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    return path
+
+
+def dataset_of(tmp_path, texts, **keys):
+    return Dataset(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), num_workers=0, **keys)
+
+
+def make_loader(dataset, **keys):
+    """A loader of rank 0 of 1 unless told otherwise."""
+    defaults = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    settings = {**defaults, "dp_group": None, "device": torch.device("cpu"), **keys}
+    return Loader(dataset, settings.pop("tokenizer", TOKENIZER), **settings)
+
+
+class Ranks:
+    """R loaders of one world; their `gather` meets at a barrier, as a collective does."""
+
+    def __init__(self, dataset, size, *, local=1, global_batch=24, **keys):
+        self.size = size
+        values, barrier = {}, threading.Barrier(size)
+
+        def gather_of(rank):
+            def gather(value):
+                values[rank] = value
+                barrier.wait()
+                return [values[r] for r in range(size)]
+
+            return gather
+
+        keys |= {"global_batch_size": global_batch, "local_batch_size": local, "dp_size": size}
+        self.loaders = [make_loader(dataset, dp_rank=rank, gather=gather_of(rank), **keys) for rank in range(size)]
+
+    def batch(self):
+        """The next global batch, rows in their order: (G, 2, T), inputs and labels."""
+        rows = {}
+        for rank, loader in enumerate(self.loaders):
+            batch = loader.next_global_batch()
+            inputs = torch.cat([micro.input_ids for micro in batch.microbatches])
+            labels = torch.cat([micro.labels for micro in batch.microbatches])
+            assert batch.num_valid_tokens == (labels != -100).sum()
+            for i, row in enumerate(torch.stack([inputs, labels], dim=1)):
+                rows[rank + i * self.size] = row
+        return torch.stack([rows[k] for k in range(len(rows))])
+
+    def state(self):
+        states = {}
+
+        def save(rank):
+            states[rank] = self.loaders[rank].state_dict()
+
+        threads = [threading.Thread(target=save, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(states[rank] == states[0] for rank in states)
+        return json.loads(json.dumps(states[0]))
+
+    def load(self, state):
+        for loader in self.loaders:
+            loader.load_state_dict(state)
+        return self
+
+    def close(self):
+        for loader in self.loaders:
+            loader.close()
