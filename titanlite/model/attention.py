@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and the key-value cache of generation.
+"""Scaled dot-product attention, the masks of packed documents, and the key-value cache of generation.
 
 Invariant: grouped-query heads are never materialised; the kernel reads each key and value head once per group.
 May import torch only.
@@ -6,23 +6,67 @@ May import torch only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
     """Attend causally, or as `mask` says.
 
     Args:
         q: (B, H, T, D).
         k, v: (B, H_kv, S, D), H_kv dividing H; S = T unless there is a mask.
-        mask: boolean, broadcastable to (B, H, T, S), True where a query may look. None: causal.
+        mask: boolean, broadcastable to (B, H, T, S), True where a query may look; or flex attention's form of that.
+            None: causal.
 
     Returns: (B, H, T, D).
     """
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    if mask is None or isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
+    """The causal mask within documents packed into one row: build it once a batch, for all layers.
+
+    Args:
+        document_ids: (B, T), equal for the tokens of one document.
+
+    Returns: (B, 1, T, T) boolean on a CPU, whose SDPA takes it; a block mask for flex attention on a GPU, which skips
+        the blocks between documents and needs memory in T, not T^2.
+    """
+    if document_ids.device.type == "cpu":
+        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # (B, 1, T, T)
+        return same.tril()
+    return flex_document_mask(document_ids)
+
+
+def flex_document_mask(document_ids: Tensor) -> BlockMask:
+    """`document_mask` as a block mask (https://pytorch.org/blog/flexattention), on any device."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
+
+    rows, length = document_ids.shape
+    return create_block_mask(visible, rows, None, length, length, device=document_ids.device)
+
+
+@cache
+def _flex_attention() -> Callable[..., Tensor]:
+    """Flex attention as one fused kernel on a GPU; elsewhere its definition, op by op."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention  # pyright: ignore
 
 
 class LayerCache:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from titanlite.model.attention import LayerCache, attention
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from titanlite.model.flavors import Architecture
 
 INIT_STD = 0.02
@@ -60,7 +62,9 @@ class Attention(nn.Module):
         self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
+    ) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -96,7 +100,12 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(arch)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -120,14 +129,14 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> logits (B, T, V).
 
         Args:
             positions: (T,) or (B, T); None counts from 0, or from the cache's length.
-            mask: boolean, broadcastable to (B, H, T, S); None is causal.
+            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`); None is causal.
             cache: For generation, one `LayerCache` a block, holding earlier tokens; each grows by T.
         """
         start = 0 if cache is None else cache[0].length
