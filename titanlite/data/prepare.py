@@ -33,7 +33,7 @@ from titanlite.data.reader import source_specs
 from titanlite.data.shards import FORMAT, Shards, block_checksums
 from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, open_source
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.data.worker import WorkerProcess
+from titanlite.data.worker import WorkerProcess, receive, send
 
 _UNIT_BYTES = 1 << 22
 _UNIT_DOCUMENTS = 4096
@@ -165,7 +165,7 @@ class _Pool:
         self._processes = [WorkerProcess("titanlite.data.prepare") for _ in range(workers)]
         self._idle = deque(self._processes)
         for process in self._processes:
-            process.connection.send(setup)
+            send(process.connection, setup)
         self._threads = ThreadPoolExecutor(workers)
 
     def __enter__(self) -> _Pool:
@@ -190,8 +190,8 @@ class _Pool:
     def _tokenize(self, unit: _Unit) -> tuple[_Unit, bytes, np.ndarray, int]:
         process = self._idle.popleft()
         try:
-            process.connection.send((unit.start, unit.end, unit.records))
-            answer = process.connection.recv()
+            send(process.connection, (unit.start, unit.end, unit.records))
+            answer = receive(process.connection)
         except (EOFError, OSError):
             raise process.error() from None
         self._idle.append(process)
@@ -282,10 +282,10 @@ class _Progress:
 
 def work(connection: Connection) -> None:
     """A background process: answer each unit with tokens, document lengths and the number of records skipped."""
-    source, path, skip_bad, dtype = connection.recv()
+    source, path, skip_bad, dtype = receive(connection)
     tokenizer = load_tokenizer(path)
     while True:
-        start, end, records = connection.recv()
+        start, end, records = receive(connection)
         encoder = Encoder(tokenizer, skip_bad=skip_bad)
         try:
             if records is None:
@@ -293,12 +293,12 @@ def work(connection: Connection) -> None:
             else:
                 tokens = [encoder.encode(record) for record in records]
         except UserError as error:
-            connection.send(error)
+            send(connection, error)
             continue
         kept = [part for part in tokens if len(part)]
         sizes = np.array([len(part) for part in kept], dtype=np.int64)
         raw = np.concatenate([*kept, np.empty(0, dtype=np.int32)]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-        connection.send((raw, sizes, encoder.skipped))
+        send(connection, (raw, sizes, encoder.skipped))
 
 
 if __name__ == "__main__":

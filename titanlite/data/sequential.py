@@ -41,7 +41,7 @@ class CompressedLines(Sequential):
         file, seen = self._files[part], 0
         progress = skip_progress(str(file), start)
         for number, line in enumerate(_lines(file), 1):
-            if line.isspace():
+            if not line.strip():
                 continue
             seen += 1
             if seen <= start:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -70,6 +71,17 @@ class WorkerPool:
         """End the workers."""
         for worker in self._workers:
             worker.close()
+
+
+def send(connection: Connection, value: Any) -> None:
+    """Send `value` as plain pickle: Connection.send would let torch share the memory of tensors within it, which needs
+    a common parent process."""
+    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    """What the other end sent."""
+    return pickle.loads(connection.recv_bytes())
 
 
 class WorkerProcess:
@@ -152,9 +164,9 @@ class _Worker:
 
     def _receive(self, setup: tuple[Any, ...]) -> None:
         try:
-            self._process.connection.send(setup)
+            send(self._process.connection, setup)
             while not self._closing:
-                message = self._process.connection.recv()
+                message = receive(self._process.connection)
                 self._received.put(message)
                 if message[0] != "rows":
                     return
@@ -164,16 +176,16 @@ class _Worker:
 
 def main(connection: Connection) -> None:
     """Send batch after batch until the socket is closed, or something is raised."""
-    arguments, tokenizer, settings, part = connection.recv()
+    arguments, tokenizer, settings, part = receive(connection)
     reader: BatchReader | None = None
     try:
         reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
         while True:
-            connection.send(("rows", reader.next_batch(), reader.skipped))
+            send(connection, ("rows", reader.next_batch(), reader.skipped))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        connection.send(("error", _portable(error), reader.skipped if reader else 0))
+        send(connection, ("error", _portable(error), reader.skipped if reader else 0))
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,0 +1,196 @@
+"""Prepared shards: the same bytes by any route, the same rows as the text, and damage is refused by name."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, Ranks, dataset_of, some_texts, write_jsonl
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
+from titanlite.data import prepare as module
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import BLOCK_BYTES
+
+TEXTS = some_texts(3000, words=120)
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(module, "_UNIT_BYTES", 20_000)
+    monkeypatch.setattr(module, "_UNITS_PER_SHARD", 10)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return dataset_of(tmp_path_factory.mktemp("text"), TEXTS)
+
+
+def job_of(dataset, tokenizer=TOKENIZER_PATH):
+    return JobConfig(dataset=dataset, tokenizer=Tokenizer(path=str(tokenizer)))
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def shards(dataset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_UNIT_BYTES", 20_000)
+        patch.setattr(module, "_UNITS_PER_SHARD", 10)
+        prepare(job_of(dataset), folder, 1)
+    return folder
+
+
+def test_any_number_of_processes_writes_the_same_bytes(dataset, shards, tmp_path):
+    prepare(job_of(dataset), tmp_path / "out", 3)
+    assert contents(tmp_path / "out") == contents(shards)
+    names = sorted(file.name for file in shards.iterdir())
+    assert names[:3] == ["manifest.json", "shard-00000.bin", "shard-00000.idx"]
+    assert len(names) > 7
+
+
+def test_rows_from_shards_equal_rows_from_the_text(dataset, shards):
+    text, tokens = Ranks(dataset, 1), Ranks(Dataset(source="shards", path=str(shards), num_workers=0), 2)
+    assert "3,000 documents, " in tokens.loaders[0].describe()
+    for _ in range(5):
+        assert torch.equal(text.batch(), tokens.batch())
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_writes_the_same_bytes(dataset, shards, tmp_path):
+    out = tmp_path / "out"
+    code = (
+        "import sys, pathlib; from titanlite.data import prepare as m; from titanlite.config.schema import JobConfig\n"
+        "m._UNIT_BYTES, m._UNITS_PER_SHARD = 20_000, 10\n"
+        "m.prepare(JobConfig.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]), 2)"
+    )
+    command = [sys.executable, "-c", code, job_of(dataset).model_dump_json(exclude_none=True), str(out)]
+    kills = 0
+    for shard in (0, 2):
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        while process.poll() is None and not (out / f"shard-{shard:05d}.bin").exists():
+            time.sleep(0.001)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills
+    assert not (out / "manifest.json").exists() or kills < 2
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert contents(out) == contents(shards)
+
+
+def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards, tmp_path, capsys):
+    before = {file.name: file.stat().st_mtime_ns for file in shards.iterdir()}
+    prepare(job_of(dataset), shards, 1)
+    assert {file.name: file.stat().st_mtime_ns for file in shards.iterdir()} == before
+    assert "complete already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds shards made with another source, another source fingerprint"):
+        prepare(job_of(dataset_of(tmp_path, TEXTS[:50])), shards, 1)
+    with pytest.raises(UserError, match="is not empty and holds no shards"):
+        prepare(job_of(dataset), tmp_path, 1)
+
+
+def test_a_mix_goes_to_a_folder_for_each_source(tmp_path):
+    gz = write_jsonl(tmp_path / "b.jsonl.gz", TEXTS[:200], gzip.open)
+    mix = (
+        DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])), weight=0.3),
+        DataSource(source="jsonl", path=str(gz)),
+    )
+    folders = prepare(job_of(Dataset(sources=mix)), tmp_path / "out", 2)
+    assert [folder.name for folder in folders] == ["0-jsonl", "1-jsonl"]
+    sources = tuple(
+        DataSource(source="shards", path=str(f), weight=w) for f, w in zip(folders, (0.3, 1.0), strict=True)
+    )
+    text = Ranks(Dataset(sources=mix, num_workers=0), 1)
+    tokens = Ranks(Dataset(sources=sources, num_workers=0), 1)
+    here, there = text.batch(), tokens.batch()
+    firsts = [torch.equal(a, b) for a, b in zip(here, there, strict=True)]
+    assert sum(firsts) >= 5  # of the first source: the order of a sequential one is not that of its shards
+    assert (
+        sorted(i["documents"] for f in folders for i in json.loads((f / "manifest.json").read_text())["shards"])[-1]
+        <= 200
+    )
+
+
+@pytest.mark.parametrize("ids", [4096, 70_000])
+def test_ids_take_two_bytes_where_the_vocabulary_allows(dataset, shards, ids):
+    assert json.loads((shards / "manifest.json").read_text())["dtype"] == (
+        "uint16" if TOKENIZER.vocab_size <= ids else ""
+    )
+
+
+def copy(shards, folder):
+    folder.mkdir()
+    for name, raw in contents(shards).items():
+        (folder / name).write_bytes(raw)
+    return Dataset(source="shards", path=str(folder), num_workers=0)
+
+
+def test_damaged_shards_are_refused_by_name(shards, tmp_path):
+    def read(dataset):
+        ranks = Ranks(dataset, 1, global_batch=64)
+        for _ in range(40):
+            ranks.batch()
+
+    dataset = copy(shards, tmp_path / "a")
+    path = tmp_path / "a" / "shard-00001.bin"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-100])
+    with pytest.raises(UserError, match=r"shard-00001\.bin is truncated or altered: [\d,]+ bytes, not [\d,]+"):
+        read(dataset)
+    path.write_bytes(raw[:BLOCK_BYTES] + bytes([raw[BLOCK_BYTES] ^ 1]) + raw[BLOCK_BYTES + 1 :])
+    with pytest.raises(UserError, match=r"shard-00001\.bin is altered: the checksum of block 1 does not match"):
+        read(dataset)
+    path.unlink()
+    with pytest.raises(UserError, match=r"shard-00001\.bin is missing"):
+        read(dataset)
+    dataset = copy(shards, tmp_path / "b")
+    index = tmp_path / "b" / "shard-00000.idx"
+    index.write_bytes(b"\1" + index.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"shard-00000\.idx is altered"):
+        read(dataset)
+    dataset = copy(shards, tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        read(dataset)
+    with pytest.raises(UserError, match="is not a folder made by titanlite prepare"):
+        read(Dataset(source="shards", path=str(tmp_path)))
+
+
+def test_ids_beyond_the_vocabulary_are_refused(shards, tmp_path):
+    dataset = copy(shards, tmp_path / "a")
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"vocab_size": 4096', '"vocab_size": 3841'))
+    with pytest.raises(UserError, match=r"shard-\d+\.bin holds token ids beyond its vocabulary of 3,841"):
+        Ranks(dataset, 1).batch()
+
+
+def test_shards_of_another_tokenizer_are_refused(shards):
+    from titanlite.data.tokenizer import load_tokenizer
+
+    other = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
+    with pytest.raises(UserError, match=r"was made with another tokenizer \(tokenizer\.model\) than .*tokenizer\.json"):
+        Ranks(Dataset(source="shards", path=str(shards)), 1, tokenizer=other)
+
+
+def test_bad_records_end_it_or_are_counted(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
+    with path.open("a") as file:
+        file.write("not json\n")
+    dataset = Dataset(source="jsonl", path=str(path))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 51: not valid JSON"):
+        prepare(job_of(dataset), tmp_path / "one", 1)
+    prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), tmp_path / "two", 1)
+    (shard,) = json.loads((tmp_path / "two" / "manifest.json").read_text())["shards"]
+    assert (shard["documents"], shard["skipped"]) == (50, 1)
+    assert not os.path.exists(tmp_path / "two" / "prepare.json")
