@@ -25,8 +25,9 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import StoppedBySignal
 from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import GlobalBatch, Loader
+from titanlite.data.loader import GlobalBatch, Loader, Microbatch, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.model.attention import document_mask
 from titanlite.model.flavors import architecture
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
@@ -41,7 +42,7 @@ from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.signals import StopSignal
+from titanlite.parallel.signals import Requests, Signals
 
 
 def main(job: JobConfig) -> None:
@@ -131,8 +132,11 @@ class Trainer:
             state = self.checkpoints.load()
             if state is not None:
                 self.step, tokens_seen = state["step"], state["tokens"]
-                self.loader.load_state_dict(state["data"])
+                if "data" in state:
+                    self.loader.load_state_dict(state["data"])
                 self.log(f"Resumed after step {self.step}: {tokens_seen:,} tokens seen")
+        self.loader.start()
+        self.grad_norm: Tensor | None = None
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         if self.rank == 0:
             write_outputs(dump_folder, job, device_name)
@@ -150,34 +154,39 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Loop until the last step, or until a signal; then save.
+        """Loop until the last step, the end of the data, or a signal; then save.
 
         Raises:
             StoppedBySignal: After saving.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
-        steps, stop, signal_name = self.job.training.steps, StopSignal(self.mesh.data_group), None
-        if self.step >= steps:
-            self.log(f"Nothing to do: step {self.step} of {steps} is done. A larger training.steps goes on.")
-        with ProgressBar(steps, self.step, self.rank) as bar:
-            while self.step < steps and signal_name is None:
-                self.step += 1
-                self.train_step()
+        job, signals, requests = self.job, Signals(self.mesh.data_group), Requests()
+        finished = self.step >= job.training.steps
+        if finished:
+            self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
+        elif job.checkpoint.create_seed_checkpoint:
+            return self.finish(Requests(), finished=False)
+        with ProgressBar(job.training.steps, self.step, self.rank) as bar:
+            while not finished and requests.stop is None:
+                try:
+                    self.train_step()
+                except OutOfData as end:  # on all ranks at the same step
+                    self.log(f"The data ends after step {self.step}: {end}")
+                    break
                 bar.update(self.step, self.metrics.status() if self.metrics.is_log_step(self.step) else None)
-                signal_name = stop.agreed()
-                if self.step % self.job.checkpoint.interval == 0 or self.step == steps or signal_name:
+                requests = signals.agreed()
+                finished = self.step == job.training.steps
+                if not finished and (requests.save or self.step % job.checkpoint.interval == 0):
                     self.save()
-        stop.wait()
-        self.close()
-        if signal_name and self.step < steps:
-            saved = "saved" if self.checkpoints else "nothing saved, as checkpoint.enable is false"
-            raise StoppedBySignal(f"Stopped by {signal_name} after step {self.step}: {saved}. Start again to go on.")
+        signals.wait()
+        self.finish(requests, finished=finished or requests.stop is None)
 
     def train_step(self) -> None:
         """One optimizer step over this rank's part of the global batch."""
         waited_from = time.perf_counter()
         batch = self.loader.next_global_batch()
         data_time = time.perf_counter() - waited_from
+        self.step += 1
         num_valid_tokens = self.total(torch.full((), batch.num_valid_tokens, device=self.device))
         loss = self.forward_backward(batch, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
@@ -201,22 +210,37 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i, microbatch in enumerate(batch.microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(batch.microbatches) - 1)
-            loss = self.loss_fn(self.model(microbatch.input_ids), microbatch.labels) / num_valid_tokens
+            loss = self.loss_fn(self.logits(microbatch), microbatch.labels) / num_valid_tokens
             loss.backward()
             total += loss.detach()
         return total
+
+    def logits(self, microbatch: Microbatch) -> Tensor:
+        """(B, T) tokens -> (B, T, V), within documents if the rows say where they begin."""
+        ids = microbatch.document_ids
+        mask = None if ids is None else document_mask(ids)
+        return self.model(microbatch.input_ids, microbatch.positions, mask)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum `value` in place over the data-parallel ranks, on the device."""
         dist.all_reduce(value, group=self.mesh.data_group)
         return value
 
-    def save(self) -> None:
+    def save(self, last: bool = False) -> None:
         """Save what a resume needs. Never saves weights that a non-finite gradient has spoiled."""
-        check_finite(0.0, self.grad_norm.item(), self.step)
+        if self.grad_norm is not None:
+            check_finite(0.0, self.grad_norm.item(), self.step)
         if self.checkpoints is not None:
             state = {"step": self.step, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
-            self.checkpoints.save(self.step, state)
+            self.checkpoints.save(self.step, state, last=last)
+
+    def finish(self, requests: Requests, finished: bool) -> None:
+        """Save, close everything, and say by an exception that the run is to go on where it is."""
+        self.save(last=finished)
+        self.close()
+        if requests.stop and not finished:
+            saved = "saved" if self.checkpoints else "nothing saved, as checkpoint.enable is false"
+            raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}. Start again to go on.")
 
     def close(self) -> None:
         """Finish what runs in the background and close all files."""

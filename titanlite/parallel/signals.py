@@ -1,49 +1,66 @@
-"""Stopping all ranks at the same step when a signal reaches any of them.
+"""Signals that reach one rank, obeyed by all ranks at the same step.
 
-Invariant: every rank sees the same answer at the same step, and none waits for it: a step reads what the ranks said
-during the step before. May import torch.
+Invariant: every rank sees the same requests at the same step, and none waits for them: a step reads what the ranks
+said during the step before. May import torch.
 """
 
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: Slurm's usual warning before it kills
+SAVE = signal.SIGUSR2
 
-class StopSignal:
-    """Catches SIGINT and SIGTERM. A second one has its usual effect at once."""
+
+@dataclass(frozen=True)
+class Requests:
+    """What signals ask of the run: to save and stop (the name of the signal that did), or to save and go on."""
+
+    stop: str | None = None
+    save: bool = False
+
+
+class Signals:
+    """Catches SIGINT, SIGTERM and SIGUSR1 (stop) and SIGUSR2 (save). A second SIGINT or SIGTERM ends at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Install the handlers; `group` must carry CPU tensors."""
         self._group = group
-        self._received = 0
+        self._stop, self._save = 0, 0
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (*STOP, SAVE):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self._received = number
+        if number == SAVE:
+            self._save = 1
+            return
+        self._stop = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def agreed(self) -> str | None:
-        """The name of a signal that some rank had received at the last call, on all ranks alike; else None.
+    def agreed(self) -> Requests:
+        """What some rank had been asked at the last call, on all ranks alike.
 
         A collective: call it once a step. The CPU all-reduce overlaps with the step that follows.
         """
         answer = self.wait()
-        flag = torch.tensor(self._received, dtype=torch.int32)
-        self._pending = (flag, dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True))
+        flags = torch.tensor([self._stop, self._save], dtype=torch.int32)
+        self._save = 0
+        self._pending = (flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True))
         return answer
 
-    def wait(self) -> str | None:
+    def wait(self) -> Requests:
         """Finish the exchange that is under way and give its answer."""
         if self._pending is None:
-            return None
-        (flag, work), self._pending = self._pending, None
+            return Requests()
+        (flags, work), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        return signal.Signals(int(flag)).name if int(flag) else None
+        stop, save = flags.tolist()
+        return Requests(signal.Signals(stop).name if stop else None, bool(save))
