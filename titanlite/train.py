@@ -43,6 +43,7 @@ from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
+from titanlite.portable import write_tokenizer
 
 
 def main(job: JobConfig) -> None:
@@ -98,7 +99,8 @@ class Trainer:
         if global_batch_size == -1:
             global_batch_size = training.local_batch_size * self.mesh.data_degree
 
-        tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+        tokenizer_path = resolve_path(job.tokenizer.path)
+        tokenizer = load_tokenizer(tokenizer_path)
         self.loader = Loader(
             job.dataset,
             tokenizer,
@@ -125,9 +127,14 @@ class Trainer:
         self.step, tokens_seen = 0, 0
         self.checkpoints = None
         if job.checkpoint.enable:
-            folder = dump_folder / job.checkpoint.folder
             self.checkpoints = CheckpointManager(
-                job.checkpoint, folder, self.model, self.optimizer, log=self.log, job=job.model_dump(mode="json")
+                job.checkpoint,
+                dump_folder / job.checkpoint.folder,
+                self.model,
+                self.optimizer,
+                log=self.log,
+                job=job.model_dump(mode="json"),
+                write_tokenizer=lambda folder: write_tokenizer(tokenizer_path, folder, arch.max_seq_len),
             )
             state = self.checkpoints.load()
             if state is not None:
