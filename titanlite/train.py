@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import GlobalBatch, Loader, Microbatch, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.evaluate import Evaluator
 from titanlite.model.attention import document_mask
 from titanlite.model.flavors import architecture
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
@@ -112,7 +114,12 @@ class Trainer:
             dp_size=self.mesh.data_degree,
             dp_group=self.mesh.data_group,
             device=device,
+            holdout=job.validation.holdout if job.validation.freq else 0.0,
         )
+        self.evaluator = None
+        if job.validation.freq:
+            mesh = self.mesh
+            self.evaluator = Evaluator(job, tokenizer, mesh.data_rank, mesh.data_degree, mesh.data_group, device)
         tokens = training.steps * global_batch_size * training.seq_len
         self.log(
             f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(arch):,} parameters, "
@@ -168,12 +175,14 @@ class Trainer:
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.data_group), Requests()
-        finished = self.step >= job.training.steps
+        first_step, finished = self.step, self.step >= job.training.steps
         if finished:
             self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
         elif job.checkpoint.create_seed_checkpoint:
             return self.finish(Requests(), finished=False)
         with ProgressBar(job.training.steps, self.step, self.rank) as bar:
+            if self.step == 0:
+                self.validate()
             while not finished and requests.stop is None:
                 try:
                     self.train_step()
@@ -185,6 +194,10 @@ class Trainer:
                 finished = self.step == job.training.steps
                 if not finished and (requests.save or self.step % job.checkpoint.interval == 0):
                     self.save()
+                if not finished and self.step % (job.validation.freq or job.training.steps) == 0:
+                    self.validate()
+            if requests.stop is None and self.step > first_step:
+                self.validate()
         signals.wait()
         self.finish(requests, finished=finished or requests.stop is None)
 
@@ -217,21 +230,28 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i, microbatch in enumerate(batch.microbatches):
             set_gradient_sync(self.model, last_microbatch=i == len(batch.microbatches) - 1)
-            loss = self.loss_fn(self.logits(microbatch), microbatch.labels) / num_valid_tokens
+            loss = self.loss_sum(microbatch) / num_valid_tokens
             loss.backward()
             total += loss.detach()
         return total
 
-    def logits(self, microbatch: Microbatch) -> Tensor:
-        """(B, T) tokens -> (B, T, V), within documents if the rows say where they begin."""
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Cross entropy summed over the valid labels of (B, T) tokens, within documents if the rows say where."""
         ids = microbatch.document_ids
         mask = None if ids is None else document_mask(ids)
-        return self.model(microbatch.input_ids, microbatch.positions, mask)
+        return self.loss_fn(self.model(microbatch.input_ids, microbatch.positions, mask), microbatch.labels)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum `value` in place over the data-parallel ranks, on the device."""
         dist.all_reduce(value, group=self.mesh.data_group)
         return value
+
+    def validate(self) -> None:
+        """Log the loss on held-out data, if the job has any."""
+        if self.evaluator is not None:
+            score = self.evaluator.score(self.loss_sum)
+            self.metrics.validated(self.step, asdict(score))
+            self.log(f"validation after step {self.step}: {score}")
 
     def save(self, last: bool = False) -> None:
         """Save what a resume needs. Never saves weights that a non-finite gradient has spoiled."""

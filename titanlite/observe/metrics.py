@@ -111,13 +111,16 @@ class MetricsRecorder:
         self._tokens_before = tokens  # up to the last logged step
         self.latest: LoggedStep | None = None
 
-        self._file = None
+        self._file = self._validation_file = None
         self._tensorboard = None
         if rank == 0:
             dump_folder.mkdir(parents=True, exist_ok=True)
             path = dump_folder / "metrics.jsonl"
             drop_entries_after(path, resumed_step)
             self._file = path.open("a", encoding="utf-8")
+            validations = dump_folder / "validation.jsonl"
+            drop_entries_after(validations, resumed_step)
+            self._validation_file = validations.open("a", encoding="utf-8")
             if config.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -188,6 +191,16 @@ class MetricsRecorder:
         self._window_step, self._window_start = step, now
         return self._line(self.latest)
 
+    def validated(self, step: int, score: dict[str, float]) -> None:
+        """Note a validation after `step`: a line of validation.jsonl, and TensorBoard's validation/... ."""
+        if self._validation_file is not None:
+            finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
+            self._validation_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            self._validation_file.flush()
+        if self._tensorboard is not None:
+            for name, value in score.items():
+                self._tensorboard.add_scalar(f"validation/{name}", value, step)
+
     def status(self) -> str:
         """What the progress bar shows beside the step: loss, tokens/s, time left. Empty before the first log step."""
         if self.latest is None:
@@ -200,8 +213,9 @@ class MetricsRecorder:
 
     def close(self) -> None:
         """Flush and close the files."""
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._validation_file):
+            if file is not None:
+                file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
