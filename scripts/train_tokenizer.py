@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from titanlite.config.schema import DataSource
 from titanlite.data.sources import RandomAccess, open_source
-from titanlite.data.tokenizer import LLAMA3_PATTERN, llama3_special_tokens
+from titanlite.data.tokenizer import LLAMA3_PATTERN, byte_level_symbols, llama3_special_tokens
 
 BASE_TOKENS = 3840
 
@@ -59,14 +59,6 @@ def all_merges(tokens: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def symbol_bytes() -> dict[str, int]:
-    """Byte-level symbol -> byte: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards
-    (the table of GPT-2's encoder.py)."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "assets" / "tokenizer")
@@ -78,7 +70,7 @@ def main() -> None:
     tokens = train([str(source[i]) for i in range(len(source))], BASE_TOKENS)
     assert len(tokens) == BASE_TOKENS
 
-    to_byte = symbol_bytes()
+    to_byte = byte_level_symbols()
     lines = (
         base64.b64encode(bytes(to_byte[symbol] for symbol in token)).decode() + f" {rank}\n"
         for rank, token in enumerate(tokens)

@@ -22,6 +22,11 @@ from titanlite.config.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
     "check": ("Check a job file, for --world-size N ranks, without starting anything.", "titanlite.cli:check"),
+    "prepare": (
+        "Tokenize the data of a job file once, into shards that training maps into memory.",
+        "titanlite.cli:prepare",
+    ),
+    "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.cli:data"),
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.portable:export"),
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.portable:import_"),
@@ -111,6 +116,55 @@ def check(argv: Sequence[str]) -> None:
         raise UserError(f'--world-size "{text}": a number of ranks of at least 1 is allowed.')
     job = load_and_check(words, int(text))
     print(f"OK: {job.job.config_file} can start on {text} rank{'s' if text != '1' else ''}.")
+
+
+def prepare(argv: Sequence[str]) -> None:
+    """`titanlite prepare --out DIR [--workers N] [--job.config_file FILE] [--section.key value ...]`."""
+    from titanlite.validate import load_and_check
+
+    words = list(argv)
+    out, workers = _option(words, "--out"), _option(words, "--workers")
+    if out is None:
+        raise UserError("titanlite prepare: --out DIR is missing, the folder for the shards.")
+    job = load_and_check(words, world_size=1)
+    from titanlite.data.prepare import prepare as prepare_shards
+
+    prepare_shards(job, Path(out), _number("--workers", workers, 1) if workers else os.cpu_count() or 1)
+
+
+def data(argv: Sequence[str]) -> None:
+    """`titanlite data show --step N [--row K] [--world-size N] [--job.config_file FILE] [--section.key value ...]`."""
+    from titanlite.validate import load_and_check
+
+    words = list(argv)
+    if words[:1] != ["show"]:
+        raise UserError("usage: titanlite data show --step N [--row K] [--world-size N] [--job.config_file FILE] ...")
+    del words[0]
+    step, row, world_size = (_option(words, name) for name in ("--step", "--row", "--world-size"))
+    ranks = _number("--world-size", world_size or "1", 1)
+    job = load_and_check(words, ranks)
+    from titanlite.data.show import show_step
+
+    print(show_step(job, _number("--step", step or "1", 1), None if row is None else _number("--row", row, 0), ranks))
+
+
+def _option(words: list[str], name: str) -> str | None:
+    """Take `name VALUE` or `name=VALUE` out of `words`; None if it is not there."""
+    for at, word in enumerate(words):
+        flag, has_value, value = word.partition("=")
+        if flag.replace("_", "-") == name:
+            taken = [value] if has_value else words[at + 1 : at + 2]
+            del words[at : at + 1 + (not has_value)]
+            if not taken:
+                raise UserError(f"{name} needs a value.")
+            return taken[0]
+    return None
+
+
+def _number(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f'{name} "{text}": a whole number of at least {least} is allowed.')
+    return int(text)
 
 
 def stop_with_launcher() -> None:

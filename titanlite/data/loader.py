@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
 from titanlite.data.documents import Encoder, Place
 from titanlite.data.mixing import Schedule
-from titanlite.data.packing import Cursor, Row
+from titanlite.data.packing import Cursor
 from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
 from titanlite.data.shards import Shards
+from titanlite.data.show import source_table
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import WorkerPool
@@ -33,29 +33,6 @@ __all__ = ["GlobalBatch", "Loader", "Microbatch", "OutOfData"]
 _STATE_VERSION = 2
 
 Gather = Callable[[Any], list[Any]]
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Rows of one forward pass."""
-
-    input_ids: Tensor
-    """(B, T) int64, on the device."""
-    labels: Tensor
-    """(B, T) int64, on the device: the token after each input; -100 where none is to be predicted."""
-    document_ids: Tensor | None = None
-    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to those of equal id."""
-    positions: Tensor | None = None
-    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document."""
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """This rank's share of the rows of one optimizer step."""
-
-    microbatches: list[Microbatch]
-    num_valid_tokens: int
-    """Labels in this rank's rows that are not -100."""
 
 
 class Loader:
@@ -139,9 +116,12 @@ class Loader:
         self._schedule.next_batch()
         for _, _, source, stream, cursor in read:
             self._cursors[source][stream] = cursor
-        local = self._local_batch_size
-        batches = [self._microbatch([r.row for r in read[i : i + local]]) for i in range(0, len(read), local)]
-        valid = sum(count for _, count in batches)
+        local, mask = self._local_batch_size, self._dataset.document_mask
+        batches = [
+            make_microbatch([r.row for r in read[i : i + local]], self._seq_len, mask, self._device)
+            for i in range(0, len(read), local)
+        ]
+        valid = sum(int((labels != IGNORED).sum()) for _, labels in batches)
         self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * self._seq_len
         return GlobalBatch([microbatch for microbatch, _ in batches], valid)
 
@@ -215,6 +195,11 @@ class Loader:
         """One line for the log: what is read."""
         return " + ".join(source.describe() for source in self.sources)
 
+    def table(self, steps: int) -> str:
+        """A table of the sources for a run of `steps`, to be shown before the first one."""
+        arguments = (self._dataset, self.sources, self._encoder, self._seq_len, self._global_batch_size, steps)
+        return source_table(*arguments)
+
     def close(self) -> None:
         """End the background processes. The next batch starts them again."""
         if isinstance(self._reader, WorkerPool):
@@ -253,35 +238,6 @@ class Loader:
         schedule = Schedule(self._dataset, self._global_batch_size)
         schedule.load_state_dict(state or self._schedule.state_dict())
         return schedule
-
-    def _microbatch(self, rows: list[Row]) -> tuple[Microbatch, int]:
-        """The rows as tensors on the device, and the number of valid labels."""
-        tokens = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64))  # (B, T + 1)
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        for label, row in zip(labels, rows, strict=True):
-            label[int(row.segments[:, 3].sum()) - 1 :] = -100  # what pads the row
-        extra: dict[str, Tensor] = {}
-        if self._dataset.document_mask:
-            ids, positions = _document_tensors(rows, self._seq_len)  # (B, T + 1)
-            labels[positions[:, 1:] == 0] = -100  # no document predicts the next one
-            extra = {"document_ids": ids[:, :-1].contiguous(), "positions": positions[:, :-1].contiguous()}
-        valid = int((labels != -100).sum())
-        tensors = {"input_ids": inputs, "labels": labels, **extra}
-        if self._device.type == "cuda":  # so that the copies overlap with the step that is running
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return Microbatch(**{name: t.to(self._device, non_blocking=True) for name, t in tensors.items()}), valid
-
-
-def _document_tensors(rows: list[Row], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Document ids, int32, and positions, int64, both (B, T + 1); what pads a row is a document of its own."""
-    ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)
-    positions = np.empty((len(rows), seq_len + 1), dtype=np.int64)
-    for i, row in enumerate(rows):
-        lengths = row.segments[:, 3]
-        lengths = np.append(lengths, seq_len + 1 - lengths.sum())
-        ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions[i] = np.arange(seq_len + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(ids), torch.from_numpy(positions)
 
 
 def _rows_before(rows: int, stream: int, streams: int) -> int:

@@ -19,6 +19,7 @@ from titanlite.data.mixing import Schedule
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor, Packer
 from titanlite.data.packing import Row as Row
 from titanlite.data.sources import RandomAccess, Sequential, Source
+from titanlite.data.tokenizer import Tokenizer
 
 
 class OutOfData(Exception):
@@ -78,6 +79,11 @@ class BatchReader:
     def skipped(self) -> int:
         """Records that could not be read, so far."""
         return self._encoder.skipped
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the rows."""
+        return self._encoder.tokenizer
 
     def next_batch(self) -> list[ReadRow]:
         """The rows of the next global batch.

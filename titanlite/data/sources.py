@@ -53,6 +53,10 @@ class Source(ABC):
         documents = "" if self.num_documents is None else f"{self.num_documents:,} documents, "
         return f"{self.name}: {documents}" + ("streamed" if self.size is None else f"{self.size / 1e6:,.1f} MB")
 
+    def where(self, part: int, number: int) -> str:
+        """Where a document is from, for a person."""
+        return f"document {number}" if isinstance(self, RandomAccess) else f"part {part}, document {number}"
+
 
 class RandomAccess(Source):
     """Documents that can be read in any order: `num_documents` of them."""
@@ -109,14 +113,22 @@ class FileSpans(RandomAccess):
         """Bytes of each document."""
         return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
 
-    def _read(self, index: int) -> tuple[Path, int, bytes]:
-        """File, offset in it, and the bytes of document `index`."""
+    def where(self, part: int, number: int) -> str:
+        file, start, end = self._span(number)
+        return f"document {number}: {file}, bytes {start} to {end - 1}"
+
+    def _span(self, index: int) -> tuple[Path, int, int]:
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         ends, local = self._ends[number], index - int(self._first[number])
         start, end = (int(ends[local - 1]) if local else 0), int(ends[local])
-        with open_file(self._files[number]) as stream:
+        return self._files[number], start, end
+
+    def _read(self, index: int) -> tuple[Path, int, bytes]:
+        """File, offset in it, and the bytes of document `index`."""
+        file, start, end = self._span(index)
+        with open_file(file) as stream:
             stream.seek(start)
-            return self._files[number], start, stream.read(end - start)
+            return file, start, stream.read(end - start)
 
     def __getitem__(self, index: int) -> str:
         file, start, raw = self._read(index)

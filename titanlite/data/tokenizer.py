@@ -138,6 +138,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{path}: the tokenizers library cannot load it: {error}") from None
+        self._byte_level = byte_level_symbols() if b"ByteLevel" in raw else {}
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -174,7 +175,21 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        return self.decode([token]).encode()
+        text = self._tokenizer.id_to_token(token)
+        assert text is not None
+        if self._byte_level and all(symbol in self._byte_level for symbol in text):
+            return bytes(self._byte_level[symbol] for symbol in text)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):  # byte fallback of SentencePiece vocabularies
+            return bytes.fromhex(byte[1])
+        return text.replace("\u2581", " ").encode()
+
+
+def byte_level_symbols() -> dict[str, int]:
+    """Symbol -> byte in byte-level vocabularies: printable Latin-1 bytes stand for themselves, the others for U+0100
+    onwards (the table of GPT-2's encoder.py)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

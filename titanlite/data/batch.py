@@ -1,0 +1,71 @@
+"""Rows as the tensors that a training step reads.
+
+May import torch and data.packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.packing import Row
+
+IGNORED = -100
+"""The label of a position where nothing is to be predicted."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows of one forward pass."""
+
+    input_ids: Tensor
+    """(B, T) int64, on the device."""
+    labels: Tensor
+    """(B, T) int64, on the device: the token after each input; -100 where none is to be predicted."""
+    document_ids: Tensor | None = None
+    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to those of equal id."""
+    positions: Tensor | None = None
+    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's share of the rows of one optimizer step."""
+
+    microbatches: list[Microbatch]
+    num_valid_tokens: int
+    """Labels in this rank's rows that are not -100."""
+
+
+def make_microbatch(
+    rows: list[Row], seq_len: int, document_mask: bool, device: torch.device
+) -> tuple[Microbatch, np.ndarray]:
+    """The rows on the device, and their labels in host memory, (B, T)."""
+    tokens = np.stack([row.tokens for row in rows]).astype(np.int64)  # (B, T + 1)
+    arrays, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
+    for label, row in zip(labels, rows, strict=True):
+        label[max(0, int(row.segments[:, 3].sum()) - 1) :] = IGNORED  # what pads the row
+    if document_mask:
+        ids, positions = _documents(rows, seq_len)  # (B, T + 1)
+        labels[positions[:, 1:] == 0] = IGNORED  # no document predicts the next one
+        arrays |= {"document_ids": ids[:, :-1], "positions": positions[:, :-1]}
+    arrays["labels"] = labels
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    if device.type == "cuda":  # so that the copies overlap with the step that is running
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}), labels
+
+
+def _documents(rows: list[Row], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Document ids, int32, and positions, int64, both (B, T + 1); what pads a row is a document of its own."""
+    ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)
+    positions = np.empty((len(rows), seq_len + 1), dtype=np.int64)
+    for i, row in enumerate(rows):
+        lengths = row.segments[:, 3]
+        lengths = np.append(lengths, seq_len + 1 - lengths.sum())
+        ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions[i] = np.arange(seq_len + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return ids, positions

@@ -1,0 +1,125 @@
+"""For people: a table of the sources before a run, and the text that one step of it reads.
+
+May import titanlite.config and data.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import resolve_path
+from titanlite.config.schema import Dataset, JobConfig
+from titanlite.data.documents import Encoder
+from titanlite.data.mixing import Schedule, stage_weights
+from titanlite.data.order import Permutation
+from titanlite.data.reader import BatchReader, OutOfData, Part, Row, source_specs, start_cursors
+from titanlite.data.shards import Shards
+from titanlite.data.sources import FileSpans, RandomAccess, Source, open_source
+from titanlite.data.tokenizer import load_tokenizer
+
+_SAMPLE = 64
+
+
+def source_table(
+    dataset: Dataset, sources: list[Source], encoder: Encoder, seq_len: int, global_batch_size: int, steps: int
+) -> str:
+    """Documents, tokens, share and epochs of each source in a run of `steps`. Tokens that are not counted but
+    estimated, from 64 documents, have a "~"."""
+    lines = [("source", "documents", "tokens", "share", "epochs in this run", "left out")]
+    shares = _shares(dataset, steps)
+    for source, spec, share in zip(sources, source_specs(dataset), shares, strict=True):
+        tokens, exact = estimate_tokens(source, encoder)
+        kept = None if tokens is None else tokens * (1 - encoder.holdout)
+        read = float(share) * steps * global_batch_size * seq_len
+        epochs = "unknown" if kept is None else f"{read / max(1, kept):,.2f}"
+        if spec.max_epochs:
+            epochs += f" (ends after {spec.max_epochs})"
+        documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
+        count = "unknown" if tokens is None else f"{'' if exact else '~'}{tokens:,}"
+        left_out = f"{encoder.holdout:.2%} held out" if encoder.holdout else "nothing"
+        lines.append((source.name, documents, count, f"{float(share):.1%}", epochs, left_out))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _shares(dataset: Dataset, steps: int) -> list[Fraction]:
+    stages = stage_weights(dataset)
+    ends = [start for start, _ in stages[1:]] + [steps]
+    shares = [Fraction(0)] * len(stages[0][1])
+    for (start, weights), end in zip(stages, ends, strict=True):
+        length = max(0, min(end, steps) - start)
+        shares = [share + Fraction(w * length, sum(weights) * steps) for share, w in zip(shares, weights, strict=True)]
+    return shares
+
+
+def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]:
+    """Tokens of a source, None if unknown, and whether that is exact."""
+    if isinstance(source, Shards):
+        return source.num_tokens, True
+    if not isinstance(source, RandomAccess):
+        return None, False
+    whole = Encoder(encoder.tokenizer, skip_bad=True)
+    count = len(source)
+    sample = Permutation(count, "sample")(np.arange(count if count <= _SAMPLE else _SAMPLE))
+    tokens = sum(len(whole.fetch(source, int(i))) for i in sample)
+    if count <= _SAMPLE:
+        return tokens, True
+    if isinstance(source, FileSpans):  # long documents weigh more: by bytes the estimate is closer
+        sizes = source.sizes()
+        return int(tokens * sizes.sum() / max(1, sizes[sample].sum())), False
+    return tokens * count // _SAMPLE, False
+
+
+def show_step(job: JobConfig, step: int, row: int | None, world_size: int = 1) -> str:
+    """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
+    which token on, and their text. Where the text is not prepared, everything up to there is tokenized first.
+
+    Raises:
+        UserError: there is no such step or row, or the data cannot be read.
+    """
+    training, dataset = job.training, job.dataset
+    size = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * world_size
+    if not 1 <= step <= training.steps:
+        raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
+    if row is not None and not 0 <= row < size:
+        raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
+    tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+    sources = [open_source(spec) for spec in source_specs(dataset)]
+    for source in sources:
+        if isinstance(source, Shards):
+            source.check_tokenizer(tokenizer)
+    schedule = Schedule(dataset, size)
+    for _ in range(step - 1):
+        schedule.next_batch()
+    encoder = Encoder(tokenizer, job.validation.holdout, False, dataset.on_bad_record == "skip")
+    seed = training.seed if dataset.seed is None else dataset.seed
+    cursors = start_cursors(dataset, sources)
+    reader = BatchReader(dataset, sources, encoder, seed, training.seq_len, schedule, cursors, Part(0, 1))
+    parts = []
+    for k, (source, number) in enumerate(schedule.next_batch()):
+        if row is None or k == row:
+            try:
+                read = reader.read(source, number)[0]
+            except OutOfData as error:
+                raise UserError(f"step {step} does not exist: {error}") from None
+            parts.append(
+                f"=== step {step}, row {k}, {sources[source].name}\n" + _show_row(read, sources[source], reader)
+            )
+    return "\n".join(parts)
+
+
+def _show_row(row: Row, source: Source, reader: BatchReader) -> str:
+    lines, start = [], 0
+    for part, number, offset, length in row.segments.tolist():
+        tokens = row.tokens[start : start + length].tolist()
+        lines.append(f"--- {source.where(part, number)}, tokens {offset} to {offset + length - 1}")
+        lines.append(reader.tokenizer.decode(tokens))
+        start += length
+    if start < len(row.tokens):
+        lines.append(f"--- {len(row.tokens) - start} tokens of padding")
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""A fixed set of rows for validation, shared out among the ranks.
+
+Invariant: the rows depend on the sources, the seed and seq_len alone; all ranks have the same number of microbatches,
+so that none of them waits for another one in a collective. May import titanlite.config and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from titanlite.config import schema
+from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
+from titanlite.data.documents import Encoder
+from titanlite.data.mixing import Schedule
+from titanlite.data.packing import Row
+from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
+from titanlite.data.shards import Shards
+from titanlite.data.sources import open_source
+from titanlite.data.tokenizer import Tokenizer
+
+
+class ValidationSet:
+    """Rows of [validation], or with validation.holdout the held-out documents of [dataset]. No document is read twice:
+    a source that is too small gives fewer rows.
+
+    Attributes:
+        num_sequences: rows over all ranks.
+        num_tokens: labels in this rank's rows that are not -100. Loss: sum over ranks / sum of this over ranks.
+        num_bytes: bytes of text that these labels stand for. Bits per byte: summed loss / ln 2 / sum of this.
+
+    Raises:
+        UserError: a source is missing, or holds less than one row.
+    """
+
+    def __init__(
+        self,
+        validation: schema.Validation,
+        dataset: schema.Dataset,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+    ) -> None:
+        held_out = validation.holdout > 0
+        chosen = dataset if held_out else validation
+        once = {"max_epochs": 1}
+        mix = tuple(spec.model_copy(update=once) for spec in chosen.sources)
+        chosen = chosen.model_copy(update={"sources": mix, **once})
+        sources = [open_source(spec) for spec in source_specs(chosen)]
+        encoder = Encoder(tokenizer, validation.holdout, held_out, chosen.on_bad_record == "skip")
+        for source in sources:
+            if isinstance(source, Shards):
+                source.check_tokenizer(tokenizer)
+            check_enough(source, replace(encoder), seq_len)
+        self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
+        self._name = " + ".join(source.name for source in sources)
+
+        schedule = Schedule(chosen, validation.sequences)
+        cursors = start_cursors(chosen, sources)
+        seed = seed if chosen.seed is None else chosen.seed
+        reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
+        rows: list[Row] = []
+        try:
+            for source, number in schedule.next_batch():
+                rows.append(reader.read(source, number)[0])
+        except OutOfData:
+            pass
+        self.num_sequences = len(rows)
+        filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
+        own = rows[dp_rank::dp_size]
+        count = -(-len(rows) // (dp_size * local_batch_size)) * local_batch_size  # the same on all ranks
+        own += [filler] * (count - len(own))
+        self._batches = [own[i : i + local_batch_size] for i in range(0, count, local_batch_size)]
+
+        labels = [
+            make_microbatch(batch, seq_len, self._document_mask, torch.device("cpu"))[1] for batch in self._batches
+        ]
+        valid = np.concatenate([label[label != IGNORED] for label in labels])
+        self.num_tokens = len(valid)
+        ids, counts = np.unique(valid, return_counts=True)
+        special = {tokenizer.bos_id, tokenizer.eos_id}
+        sizes = [0 if token in special else len(tokenizer.token_bytes(token)) for token in ids.tolist()]
+        self.num_bytes = int(np.dot(sizes, counts))
+
+    def batches(self) -> Iterator[Microbatch]:
+        """This rank's rows, the same each time; fillers, where rows do not come out even, have no valid label."""
+        for rows in self._batches:
+            yield make_microbatch(rows, self._seq_len, self._document_mask, self._device)[0]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"{self.num_sequences:,} sequences of {self._name}"
