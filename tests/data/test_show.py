@@ -1,0 +1,98 @@
+"""What people see is what training sees."""
+
+import pytest
+from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, dataset_of, make_loader, some_texts, write_jsonl
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig, Tokenizer, Training, Validation
+from titanlite.data.prepare import prepare
+from titanlite.data.show import show_step
+
+
+def job_of(dataset, **keys):
+    training = Training(steps=100, seq_len=32, local_batch_size=6, seed=7, **keys)
+    return JobConfig(dataset=dataset, training=training, tokenizer=Tokenizer(path=str(TOKENIZER_PATH)))
+
+
+def shown_text(output):
+    """The text of each row, without the headings."""
+    rows = [row[:-1] for row in f"{output}\n".split("=== step ")[1:]]
+    parts = [[part.split("\n", 1) for part in row.split("\n--- ")[1:]] for row in rows]
+    return ["".join(part[1] for part in row if len(part) == 2) for row in parts]  # a padding has no second line
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_it_shows_the_text_that_training_saw(tmp_path, packing):
+    dataset = dataset_of(tmp_path, some_texts(200), packing=packing)
+    loader = make_loader(dataset, global_batch_size=6)
+    for _ in range(3):
+        batch = loader.next_global_batch()
+    expected = [row.tolist() for micro in batch.microbatches for row in micro.input_ids]
+    for row, (text, tokens) in enumerate(zip(shown_text(show_step(job_of(dataset), 3, None)), expected, strict=True)):
+        assert text.startswith(TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0])
+        assert shown_text(show_step(job_of(dataset), 3, row)) == [text]
+
+
+def test_it_names_documents_files_and_offsets(tmp_path):
+    output = show_step(job_of(Dataset()), 1, 2)
+    heading, place, *_ = output.split("\n")
+    assert heading == "=== step 1, row 2, python_stdlib"
+    assert place.startswith("--- document ")
+    assert ".py, bytes 0 to " in place
+    assert place.endswith(", tokens 0 to 32")
+
+
+def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path):
+    job = job_of(dataset_of(tmp_path, some_texts(50), max_epochs=1))
+    with pytest.raises(UserError, match="the run has the steps 1 to 100"):
+        show_step(job, 101, None)
+    with pytest.raises(UserError, match="a global batch has the rows 0 to 5"):
+        show_step(job, 1, 6)
+    assert show_step(job, 1, 11, world_size=2)
+    with pytest.raises(UserError, match=r"step 99 does not exist: .* has been read once"):
+        show_step(job, 99, None)
+
+
+def test_the_table_of_sources(tmp_path):
+    texts = some_texts(200)
+    tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
+    one = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), weight=3.0)
+    prepare(job_of(Dataset(sources=(one,))), tmp_path / "out", 1)
+    two = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0, max_epochs=2)
+    stage = DataStage(start_step=50, weights=(1.0, 1.0))
+    dataset = Dataset(sources=(one, two), stages=(stage,), num_workers=0)
+    head, *lines = make_loader(dataset, global_batch_size=8).table(100).split("\n")
+    assert head.split("  ")[0] == "source"
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert cells[1][1:4] == ["200", f"{tokens:,}", "37.5%"]
+    assert cells[1][4] == f"{0.375 * 100 * 8 * 32 / tokens:,.2f} (ends after 2)"
+    assert cells[0][1] == "200"
+    assert cells[0][2].startswith("~")
+    assert abs(int(cells[0][2][1:].replace(",", "")) / tokens - 1) < 0.1  # 64 of 200 documents, by bytes
+    assert cells[0][3] == "62.5%"
+    held = make_loader(dataset_of(tmp_path, texts), holdout=0.25).table(10)
+    assert "25.00% held out" in held
+
+
+def test_the_held_out_documents_are_left_out_here_too(tmp_path):
+    dataset = dataset_of(tmp_path, some_texts(200))
+    job = job_of(dataset).model_copy(update={"validation": Validation(holdout=0.5)})
+    loader = make_loader(dataset, global_batch_size=6, holdout=0.5)
+    tokens = loader.next_global_batch().microbatches[4].input_ids[0].tolist()
+    assert shown_text(show_step(job, 1, 4))[0].startswith(TOKENIZER.decode(tokens))
+
+
+def test_commands(tmp_path, capsys):
+    from titanlite.cli import main
+
+    arguments = ["--training.seq_len", "64", "--tokenizer.path", str(ROOT / "assets/tokenizer/tokenizer.json")]
+    assert main(["data", "show", "--step", "2", "--row=1", *arguments]) == 0
+    assert capsys.readouterr().out.startswith("=== step 2, row 1, python_stdlib\n--- document ")
+    assert main(["data", "show", "--step", "x", *arguments]) == 2
+    assert main(["data", "list"]) == 2
+    assert main(["prepare"]) == 2
+    assert "--out DIR is missing" in capsys.readouterr().err
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    keys = ["--dataset.source", "jsonl", "--dataset.path", str(path)]
+    assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0
+    assert "20 documents" in capsys.readouterr().out

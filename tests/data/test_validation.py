@@ -1,0 +1,100 @@
+"""Validation: fixed rows, whatever the number of ranks, and never trained on."""
+
+import pytest
+import torch
+from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, some_texts
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Dataset, Validation
+from titanlite.data.loader import OutOfData
+from titanlite.data.prepare import prepare
+from titanlite.data.validation import ValidationSet
+
+
+def make_set(validation, dataset, *, rank=0, size=1, local=3, **keys):
+    settings = {"seed": 7, "seq_len": 32, "local_batch_size": local, "dp_rank": rank, "dp_size": size, **keys}
+    return ValidationSet(validation, dataset, TOKENIZER, device=torch.device("cpu"), **settings)
+
+
+def of_files(dataset, **keys):
+    return Validation(source="jsonl", path=dataset.path, **keys)
+
+
+def rows(sets):
+    """All rows that hold anything, in their order, and the number of microbatches of each rank."""
+    batches = [list(s.batches()) for s in sets]
+    flat = [[row for b in rank for row in torch.stack([b.input_ids, b.labels], 1)] for rank in batches]
+    ordered = [flat[k % len(flat)][k // len(flat)] for k in range(len(flat) * len(flat[0]))]
+    return [row for row in ordered if (row[1] != -100).any()], [len(rank) for rank in batches]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return dataset_of(tmp_path_factory.mktemp("data"), some_texts(400))
+
+
+@pytest.mark.parametrize(("size", "local"), [(2, 3), (3, 1), (4, 8), (8, 1)])
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_rows_and_counts_do_not_depend_on_the_number_of_ranks(dataset, size, local, holdout):
+    validation = of_files(dataset, sequences=20, holdout=holdout)
+    one = make_set(validation, dataset)
+    many = [make_set(validation, dataset, rank=rank, size=size, local=local) for rank in range(size)]
+    (expected, _), (found, counts) = rows([one]), rows(many)
+    assert len(expected) == len(found) == one.num_sequences == 20
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert len(set(counts)) == 1  # no rank waits for another one
+    assert sum(s.num_tokens for s in many) == one.num_tokens == sum((row[1] != -100).sum() for row in expected)
+    assert sum(s.num_bytes for s in many) == one.num_bytes
+    assert all(torch.equal(a.labels, b.labels) for a, b in zip(one.batches(), one.batches(), strict=True))
+
+
+def test_bytes_are_those_of_the_text(dataset):
+    found = make_set(of_files(dataset, sequences=10_000), dataset)  # all of it, once
+    # the first token of all, a bos, is not predicted; bos and eos stand for no text
+    assert found.num_bytes == sum(len(text.encode()) for text in some_texts(400))
+    assert found.num_tokens == sum(len(TOKENIZER.encode(text)) + 2 for text in some_texts(400)) - 1
+
+
+def documents_of(rows):
+    text = TOKENIZER.decode([t for row in rows for t in row[0].tolist()])
+    return [part.split(">")[0] for part in text.split("<|begin_of_text|><")[1:] if ">" in part]
+
+
+def test_held_out_documents_are_never_trained_on_and_all_others_are(dataset):
+    held = documents_of(rows([make_set(Validation(sequences=10_000, holdout=0.2), dataset)])[0])
+    loader = make_loader(dataset.model_copy(update={"max_epochs": 1}), holdout=0.2, global_batch_size=1)
+    batches = []
+    with pytest.raises(OutOfData):
+        batches.extend(iter(loader.next_global_batch, None))
+    trained = documents_of([batch.microbatches[0].input_ids for batch in batches])
+    # The bos that begins a row of its own may lose its number to the row before or after: read all as one text above.
+    assert not set(held) & set(trained)
+    assert len(held) + len(trained) >= 398
+    assert 40 < len(held) < 120  # 80 are expected of 400; five standard deviations are 40
+
+
+def test_shards_hold_out_documents_too(dataset, tmp_path):
+    from test_prepare import job_of
+
+    prepare(job_of(dataset), tmp_path / "out", 1)
+    shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
+    held = documents_of(rows([make_set(Validation(sequences=10_000, holdout=0.2), shards)])[0])
+    ranks = Ranks(shards, 1, holdout=0.2)
+    trained = documents_of([row for _ in range(10) for row in ranks.batch()])
+    assert not set(held) & set(trained)
+    assert held
+    assert trained
+
+
+def test_too_few_held_out_documents_are_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"the held-out documents of jsonl .* have 0 tokens together"):
+        make_set(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
+    with pytest.raises(UserError, match=r"the documents of .* have 0 tokens together"):
+        make_loader(dataset_of(tmp_path, some_texts(50)), holdout=1.0)
+
+
+def test_document_masks_apply_to_validation(dataset):
+    masked = dataset.model_copy(update={"document_mask": True})
+    batch = next(make_set(of_files(dataset, sequences=3), masked).batches())
+    assert batch.document_ids is not None
+    assert (batch.labels == -100).any()
