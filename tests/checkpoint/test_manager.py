@@ -64,6 +64,17 @@ def test_a_save_before_the_first_step_holds_weights_only(tmp_path):
     assert second.train(2) == first.train(2)
 
 
+def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters(tmp_path):
+    run = TinyRun()
+    run.train(1)
+    with torch.no_grad():
+        run.model(torch.zeros(1, 4, dtype=torch.int64))  # as a validation does; FSDP leaves the root gathered
+    run.manager(tmp_path).save(1, run.train_state())
+    resumed = TinyRun(seed=99)
+    resumed.manager(tmp_path).load()
+    assert_equal(resumed.everything(), run.everything())
+
+
 def test_wrapped_and_plain_models_read_each_others_checkpoints(tmp_path):
     wrapped = TinyRun(wrapped=True)
     wrapped.train(1)
@@ -426,6 +437,7 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "output" not in name)
     fully_shard(model)
+    assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     manager = CheckpointManager(schema.Checkpoint(), tmp_path, model, optimizer, log=lambda line: None)
     manager.save(0, {"step": 0})

@@ -5,6 +5,7 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along. M
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
 from collections.abc import Generator
@@ -49,6 +50,10 @@ class CommittingWriter(FileSystemWriter):
         self.step = step
         self.info = info
         self.fs = _HashingFileSystem()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        logging.getLogger().setLevel(logging.WARNING)  # unpickled in DCP's own process, which logs every request
 
     @property
     def unfinished(self) -> Path:

@@ -1,0 +1,163 @@
+"""How long training waits for a save, and what a load and its verification cost.
+
+    python benchmarks/checkpoint.py [--gigabytes 0.1 1] [--folder DIR] [--out benchmarks/checkpoint.md]
+
+One rank trains a Llama whose weights and AdamW state have the wanted size. For each async mode: the time that `save`
+blocks the step loop (the second save and later ones; the first allocates), the time until the checkpoint is published,
+and the cost of a training step meanwhile against one without a save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.config import schema
+from titanlite.model.flavors import Architecture
+from titanlite.model.llama import Llama
+
+SAVES = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds, medians over the saves."""
+
+    mode: str
+    blocked: float
+    published: float
+    step_alone: float
+    step_meanwhile: float
+
+
+class Training:
+    """A model of about `gigabytes` of weights and optimizer state, and its step."""
+
+    def __init__(self, gigabytes: float, device: str) -> None:
+        layers = max(1, round((gigabytes * 1e9 / 12 - 2_100_000) / 3_150_000))  # 12 bytes a parameter
+        arch = Architecture(512, layers, 8, 8, 1408, vocab_size=2048)
+        self.model = Llama(arch)
+        self.model.init_weights()
+        self.model.to(device)
+        for block in self.model.layers:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.tokens = torch.randint(2048, (1, 129), device=device)
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        logits = self.model(self.tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def measure(training: Training, mode: str, folder: Path) -> Row:
+    """Save several times in one mode, stepping until each is published."""
+    config = schema.Checkpoint(async_mode=mode, keep_latest_k=1)  # type: ignore[arg-type]
+    manager = CheckpointManager(config, folder, training.model, training.optimizer, log=lambda line: None)
+    alone = statistics.median(training.step() for _ in range(8))
+    blocked, published, meanwhile = [], [], []
+    for save in range(SAVES + 1):
+        started = time.perf_counter()
+        manager.save(save, {"step": save})
+        stopped = time.perf_counter() - started
+        steps = []
+        target = folder / commit.step_name(save)
+        while not target.exists():
+            steps.append(training.step())
+        if save > 0:
+            blocked.append(stopped)
+            published.append(time.perf_counter() - started)
+            meanwhile += steps
+    manager.close()
+    assert manager.failed_saves == 0
+    step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
+    return Row(mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile)
+
+
+def measure_load(training: Training, folder: Path) -> tuple[float, float, int]:
+    """Seconds of a whole load, seconds of the verification in it, bytes. The files are in the page cache."""
+    path = commit.list_checkpoints(folder)[-1]
+    manager = CheckpointManager(schema.Checkpoint(), folder, training.model, training.optimizer, log=lambda line: None)
+    manager.load()
+    load = statistics.median(seconds(manager.load) for _ in range(3))
+    verify = statistics.median(seconds(lambda: commit.verify_folder(path)) for _ in range(3))
+    manager.close()
+    return load, verify, commit.folder_size(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 1.0])
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    options = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    modes = ["disabled", "async", *(["async_with_pinned_mem"] if device == "cuda" else []), "process"]
+    lines = [
+        "# What a checkpoint costs",
+        "",
+        "    python benchmarks/checkpoint.py",
+        "",
+        f"One rank on {device}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}. "
+        f"Medians of {SAVES} saves, after one that warms up. Blocked: how long `save` stops the step loop, and its "
+        "share of a synchronous save. Published: until the checkpoint has its name.",
+        "",
+        "| state | async_mode | blocked | share | published | step alone | step meanwhile |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    loads = []
+    for size in options.gigabytes:
+        training = Training(size, device)
+        training.step()
+        rows = []
+        for mode in modes:
+            folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
+            rows.append(measure(training, mode, folder))
+            if mode == "disabled":
+                loads.append((size, *measure_load(training, folder)))
+            shutil.rmtree(folder)
+        for row in rows:
+            lines.append(
+                f"| {size:g} GB | {row.mode} | {row.blocked:.3f} s | {row.blocked / rows[0].blocked:.0%} "
+                f"| {row.published:.2f} s | {row.step_alone:.3f} s | {row.step_meanwhile:.3f} s |"
+            )
+            print(lines[-1], flush=True)
+    lines += ["", "| state | bytes on disk | load | of which verification | share |", "|---:|---:|---:|---:|---:|"]
+    for size, load, verify, total in loads:
+        lines.append(f"| {size:g} GB | {total / 1e9:.3f} GB | {load:.2f} s | {verify:.3f} s | {verify / load:.0%} |")
+        print(lines[-1], flush=True)
+    options.out.write_text("\n".join(lines) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""`titanlite train`, except that it is killed, or its disk is full, at a named point of a save.
+
+The first argument is `POINT:RANK`, or `none`; the others are those of `titanlite train`. The points are reached by
+wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to oneself is what a dying
+machine looks like: no handler runs and nothing is flushed.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanlite import cli
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.storage import CommittingWriter
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None):
+    original = getattr(owner, name)
+
+    def wrapped(*args, **keys):
+        if before is not None:
+            before(*args)
+        result = original(*args, **keys)
+        if after is not None:
+            after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def kill_within_file(file: commit.HashingFile, _data: object) -> None:
+    if file.tell() > 200_000:
+        file.flush()
+        kill()
+
+
+def kill_within_removal(path: Path) -> None:
+    if path.name.endswith("-removed"):
+        next(path.iterdir()).unlink()
+        kill()
+
+
+class FullDisk:
+    """A file to which little can be written."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: Any) -> int:
+        if self.file.tell() > 200_000:
+            raise OSError(28, "No space left on device")
+        return self.file.write(data)
+
+
+first = iter([True])
+
+
+def fill_disk_once(file: commit.HashingFile, _path: Path) -> None:
+    if next(first, False):
+        file._file = FullDisk(file._file)  # type: ignore[assignment]
+
+
+POINTS: dict[str, Callable[[], None]] = {
+    "before_data": lambda: wrap(CommittingWriter, "write_data", before=lambda *_: kill()),
+    "within_file": lambda: wrap(commit.HashingFile, "write", before=kill_within_file),
+    "before_manifest": lambda: wrap(commit, "write_manifest", before=lambda *_: kill()),
+    "before_rename": lambda: wrap(commit, "write_manifest", after=lambda *_: kill()),
+    "after_rename": lambda: wrap(commit, "publish", after=lambda *_: kill()),
+    "during_purge": lambda: wrap(commit.shutil, "rmtree", before=kill_within_removal),
+    "full_disk": lambda: wrap(commit.HashingFile, "__init__", after=fill_disk_once),
+    "none": lambda: None,
+}
+
+
+if __name__ == "__main__":
+    point, _, rank = sys.argv[1].partition(":")
+    if os.environ.get("RANK", "0") == (rank or "0"):
+        POINTS[point]()
+    sys.exit(cli.main(["train", *sys.argv[2:]]))
