@@ -28,7 +28,8 @@ from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import GlobalBatch, Loader, Microbatch, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.evaluate import Evaluator
+from titanlite.data.validation import ValidationSet
+from titanlite.evaluate import evaluate
 from titanlite.model.attention import document_mask
 from titanlite.model.flavors import architecture
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
@@ -69,7 +70,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
     torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -116,16 +118,27 @@ class Trainer:
             device=device,
             holdout=job.validation.holdout if job.validation.freq else 0.0,
         )
-        self.evaluator = None
+        self.validation = None
         if job.validation.freq:
-            mesh = self.mesh
-            self.evaluator = Evaluator(job, tokenizer, mesh.data_rank, mesh.data_degree, mesh.data_group, device)
+            self.validation = ValidationSet(
+                job.validation,
+                job.dataset,
+                tokenizer,
+                seed=training.seed,
+                seq_len=training.seq_len,
+                local_batch_size=training.local_batch_size,
+                dp_rank=self.mesh.data_rank,
+                dp_size=self.mesh.data_degree,
+                device=device,
+            )
         tokens = training.steps * global_batch_size * training.seq_len
         self.log(
             f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(arch):,} parameters, "
             f"on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
             f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {device.type}"
         )
+        if self.rank == 0:
+            self.log("Data:\n" + self.loader.table(training.steps))
         self.model = build_model(job, self.mesh, device, self.log)
         self.optimizer = build_optimizer(self.model, job.optimizer)
         compile_loss = job.compile.enable and "loss" in job.compile.components
@@ -207,7 +220,7 @@ class Trainer:
         batch = self.loader.next_global_batch()
         data_time = time.perf_counter() - waited_from
         self.step += 1
-        num_valid_tokens = self.total(torch.full((), batch.num_valid_tokens, device=self.device))
+        num_valid_tokens = self.total(torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device))
         loss = self.forward_backward(batch, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
         lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
@@ -219,7 +232,8 @@ class Trainer:
             precompute_scales(self.model)
         if self.metrics.is_log_step(self.step):
             self.metrics.record(self.total(loss), self.grad_norm, num_valid_tokens, data_time)
-            self.log(self.metrics.log(self.step, lr))
+            failed_saves = self.checkpoints.failed_saves if self.checkpoints else 0
+            self.log(self.metrics.log(self.step, lr, failed_saves=failed_saves, **self.loader.stats()))
             assert self.metrics.latest is not None
             check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.step)
         else:  # nobody reads this step's loss, so the ranks' shares of it are not summed
@@ -248,8 +262,8 @@ class Trainer:
 
     def validate(self) -> None:
         """Log the loss on held-out data, if the job has any."""
-        if self.evaluator is not None:
-            score = self.evaluator.score(self.loss_sum)
+        if self.validation is not None:
+            score = evaluate(self.validation, self.loss_sum, self.mesh.data_group, self.device)
             self.metrics.validated(self.step, asdict(score))
             self.log(f"validation after step {self.step}: {score}")
 

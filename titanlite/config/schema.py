@@ -125,7 +125,7 @@ class Training(Section):
     deterministic: bool = False
     """Only kernels that give the same bits each time (on a GPU: slower). CPU runs are deterministic anyway."""
     num_threads: NonNegativeInt = 0
-    """CPU threads of one process. 0: the cores of the machine divided by the processes on it."""
+    """CPU threads of one process. 0: OMP_NUM_THREADS, or else the cores of the machine divided by its processes."""
 
 
 class DataSource(Section):

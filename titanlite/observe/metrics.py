@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ class LoggedStep:
     """Seconds since this start of the program began to train."""
     time: float
     """Unix time."""
+    utilization: float = 1.0
+    """Share of the positions of all rows so far that a loss was computed for; packing and masks leave some out."""
+    skipped_records: int = 0
+    """Records of the data that could not be read, on rank 0, since this start (dataset.on_bad_record = "skip")."""
+    failed_saves: int = 0
+    """Checkpoints that could not be written, since this start."""
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -153,8 +160,10 @@ class MetricsRecorder:
         self._window_tokens = self._window_tokens + num_tokens
         self._data_time += data_time
 
-    def log(self, step: int, lr: float) -> str:
+    def log(self, step: int, lr: float, **counters: Any) -> str:
         """Read the recorded tensors, write metrics.jsonl and TensorBoard, and return the console line.
+
+        `counters` are fields of `LoggedStep` that others count: utilization, skipped_records, failed_saves.
 
         The numbers stay in `latest` (host floats, NaN and infinity as they are), for the guards.
         """
@@ -184,6 +193,7 @@ class MetricsRecorder:
             step_time=seconds / steps,
             elapsed=now - self._start_time,
             time=time.time(),
+            **counters,
         )
         self._write(self.latest)
         self._eta = self._time_left(self.latest, now)
