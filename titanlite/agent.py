@@ -33,8 +33,10 @@ from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 
 POLL_SECONDS = 0.1
-KNOWN_EXIT_PATIENCE = 300.0  # for the other ranks after one ended for a known reason: they may be finishing a save
-CRASH_PATIENCE = 5.0  # after a crash: the others wait for the dead rank, at best until their collective fails
+# Seconds for the other ranks, once one has ended. After a crash they wait in vain, at best until a collective fails.
+CRASH_PATIENCE = 5.0
+KNOWN_EXIT_PATIENCE = 30.0
+SAVED_PATIENCE = 3600.0  # one may still be writing a large checkpoint; Ctrl-C is there for the impatient
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Agent(LocalElasticAgent):
             now = time.monotonic()
             if self._deadline is None:
                 patience = KNOWN_EXIT_PATIENCE if any(code in KNOWN_EXITS for code in bad) else CRASH_PATIENCE
+                patience = SAVED_PATIENCE if StoppedBySignal.exit_code in bad else patience
                 self._deadline = now + patience
             if now < self._deadline:
                 return RunResult(state=WorkerState.HEALTHY)

@@ -8,6 +8,7 @@ titanlite.agent.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ EXPLAINED = {
 
 def main(argv: Sequence[str]) -> int:
     """Check, launch and wait; returns the exit code of the run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it, workers too
     try:
         return launch(argv)
     except UserError as error:
