@@ -7,20 +7,15 @@ May import every room.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import StoppedBySignal
@@ -46,6 +41,7 @@ from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
+from titanlite.parallel.world import process_group
 from titanlite.portable import write_tokenizer
 
 
@@ -57,32 +53,6 @@ def main(job: JobConfig) -> None:
     """
     with process_group(job) as device:
         Trainer(job, device).train()
-
-
-@contextmanager
-def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """The world of ranks, of size one without torchrun, and this rank's device."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.is_available():
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo serves offloaded gradients
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
-    torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
-    if job.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
-    yield device
-    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
 
 
 class Trainer:

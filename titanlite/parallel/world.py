@@ -1,0 +1,43 @@
+"""The world of ranks: its start and its end.
+
+Invariant: one process is a world of size one, on the same path as many. May import torch and config.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from titanlite.config.schema import JobConfig
+
+
+@contextmanager
+def process_group(job: JobConfig) -> Iterator[torch.device]:
+    """The world of ranks, of size one without torchrun, and this rank's device."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo serves offloaded gradients
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
+    if job.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    timeout = timedelta(seconds=job.comm.init_timeout_seconds)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
