@@ -21,6 +21,7 @@ from titanlite.config.load import (
     find_job_file,
     json_schema,
     load_job,
+    on_command_line,
     read_job,
     resolve_path,
 )
@@ -337,34 +338,40 @@ def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
 # ---------------------------------------------------------------------------------------------------- the resolved copy
 
 
-IN_THE_FILE_ONLY = {"dataset.sources", "dataset.stages", "validation.sources", "validation.stages"}
-
-
-def valid_values(key: str) -> st.SearchStrategy[Any]:
+def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Valid values of a key, drawn from its JSON schema."""
-    section, name = key.split(".")
-    schema = json_schema(SECTIONS[section])["properties"][name]
     schema = next((option for option in schema.get("anyOf", []) if option["type"] != "null"), schema)
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    if "pattern" in schema:
+        return st.from_regex(schema["pattern"], fullmatch=True)
+    if schema["type"] == "array":
+        return st.lists(valid_values(schema["items"]), max_size=3)
     low, high = schema.get("minimum", schema.get("exclusiveMinimum", 1)), schema.get("maximum", 1)
-    if key == "activation_checkpoint.selective_ac_option":
-        return st.just("op") | st.integers(1, 99).map(str)
     kinds = {
         "boolean": st.booleans(),
         "integer": st.integers(max(low, 1), 2**40),
         "number": st.floats(max(low, 1e-9), high, exclude_max="exclusiveMaximum" in schema),
-        "string": st.text(st.characters(exclude_categories=["Cs"]), min_size=name == "dump_folder", max_size=20),
-        "array": st.lists(st.sampled_from(["model", "loss"]), max_size=3),
+        "string": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
     }
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return st.sampled_from(choices) if choices else kinds[schema["type"]]
+    return kinds[schema["type"]]
+
+
+def values_of(key: str) -> st.SearchStrategy[Any]:
+    section, name = key.split(".")
+    return valid_values(json_schema(SECTIONS[section])["properties"][name])
 
 
 some_keys = st.lists(
-    st.sampled_from(sorted(set(KEYS) - {"job.config_file"} - IN_THE_FILE_ONLY)), unique=True, max_size=12
+    st.sampled_from(
+        sorted(key for key, field in KEYS.items() if key != "job.config_file" and on_command_line(field.annotation))
+    ),
+    unique=True,
+    max_size=12,
 )
 
 
-@given(some_keys.flatmap(lambda keys: st.fixed_dictionaries({key: valid_values(key) for key in keys})))
+@given(some_keys.flatmap(lambda keys: st.fixed_dictionaries({key: values_of(key) for key in keys})))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_written_configuration_reloads_to_an_equal_object(values: dict[str, Any]):
     content: dict[str, Any] = {}

@@ -222,7 +222,7 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
         section, _, name = flag[2:].replace("-", "_").partition(".")
         negated = f"{section}.{name}" not in KEYS and name.startswith("no_")
         key = f"{section}.{name.removeprefix('no_') if negated else name}"
-        known = key in KEYS and _on_command_line(KEYS[key].annotation) and (_is_flag(key) or not negated)
+        known = key in KEYS and on_command_line(KEYS[key].annotation) and (_is_flag(key) or not negated)
         takes_one = known and typing.get_origin(KEYS[key].annotation) not in (tuple, list)
         if not known:
             hint = _unknown(section, name) if name else _unknown("", section)
@@ -294,7 +294,7 @@ def _mirror(sections: Iterable[str], job: JobConfig | None) -> type:
         defaults = getattr(job, section) if job else SECTIONS[section]()
         fields = []
         for key, field in SECTIONS[section].model_fields.items():
-            if not _on_command_line(field.annotation):
+            if not on_command_line(field.annotation):
                 continue
             default, hint = getattr(defaults, key), None
             if default is None:
@@ -309,7 +309,7 @@ def _mirror(sections: Iterable[str], job: JobConfig | None) -> type:
     return dataclasses.make_dataclass("Job", mirrored, frozen=True)
 
 
-def _on_command_line(annotation: Any) -> bool:
+def on_command_line(annotation: Any) -> bool:
     """False for tables within a section: they are written in the file only."""
     return _table_within(annotation) is None
 
