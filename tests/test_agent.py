@@ -17,7 +17,7 @@ LAUNCHER = """
 import logging, os, sys
 logging.disable(logging.ERROR)
 from titanlite.agent import World, run_workers
-sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), shown_ranks=(0,))))
+sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), stop_seconds=float(os.environ.get("STOP_SECONDS", "60")))))
 """
 
 WORKER = """
@@ -156,6 +156,15 @@ def test_a_signal_reaches_each_worker_once_and_they_finish(number: signal.Signal
         "Stopping after this step and a save. Ctrl-C again stops at once, without saving.",
         "saved after 1 signal",
     ]
+
+
+@pytest.mark.slow
+def test_workers_that_take_too_long_to_stop_are_killed(command: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STOP_SECONDS", "1")
+    launcher = start(command, "stuck")
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow

@@ -148,6 +148,40 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
 
 
+def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
+    """Process id of one rank."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    for pid in map(int, children.split()):
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+            return pid
+    raise AssertionError(children)
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGINT, 1)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    job_file: Path, tmp_path: Path, number: signal.Signals, rank: int
+) -> None:
+    process = start(job_file, tmp_path / "out", "--training.steps", "5000", ranks=2)
+    wait_for_step(process, 6)
+    os.kill(worker_of(process, rank), number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    last = max(logged(tmp_path / "out"))
+    assert f"Stopped by {number.name} after step {last}: saved." in out + err
+    assert (tmp_path / "out" / "checkpoint" / f"step-{last:08d}").is_dir()
+
+
+def test_usr2_saves_and_goes_on(job_file: Path, tmp_path: Path) -> None:
+    process = start(job_file, tmp_path / "out", "--training.steps", "150", "--checkpoint.interval", "1000", ranks=2)
+    wait_for_step(process, 6)
+    process.send_signal(signal.SIGUSR2)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").glob("step-*"))
+    assert len(saved) == 2
+    assert saved[1] == "step-00000150"
+
+
 def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, tmp_path: Path) -> None:
     """Invariants 2, 3 and 4: the curve does not depend on the number of ranks, nor on changing it in mid-run."""
     run(job_file, tmp_path / "one")

@@ -36,7 +36,6 @@ POLL_SECONDS = 0.1
 # Seconds for the other ranks, once one has ended. After a crash they wait in vain, at best until a collective fails.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
-SAVED_PATIENCE = 3600.0  # one may still be writing a large checkpoint; Ctrl-C is there for the impatient
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class World:
     master_addr: str = "localhost"
     master_port: int = 29500
     shown_ranks: tuple[int, ...] = (0,)
+    stop_seconds: float = 3600.0  # for the workers to save, once a signal has reached them
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class _Logs(DefaultLogsSpecs):
 class Agent(LocalElasticAgent):
     """Torch's agent, except that it forwards signals instead of killing, and lets workers finish after a known exit."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, stop_seconds: float) -> None:
         super().__init__(spec, logs)
+        self._stop_seconds = stop_seconds
         self.signal: int | None = None  # the first one that was forwarded
         self.ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
         self.killed: set[int] = set()  # ranks that we killed
@@ -92,6 +93,8 @@ class Agent(LocalElasticAgent):
         ids = super()._start_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
         signal.signal(signal.SIGINT, self._forward)
         signal.signal(signal.SIGTERM, self._forward)
+        signal.signal(signal.SIGUSR1, self._forward)
+        signal.signal(signal.SIGUSR2, self._forward)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else self._forward)
         return ids
 
@@ -110,7 +113,10 @@ class Agent(LocalElasticAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Signal handler. Workers have a session of their own, so that Ctrl-C reaches them through here alone."""
-        if self.signal is None:
+        if number == signal.SIGUSR2:  # save and go on
+            for process in self._running().values():
+                process.send_signal(number)
+        elif self.signal is None:
             self.signal = number
             os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
             for process in self._running().values():
@@ -126,12 +132,12 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         running = self._running()
         bad = [code for code, _ in self.ends.values() if code != 0]
-        if bad and running:
+        if running and (bad or self.signal is not None):
             now = time.monotonic()
             if self._deadline is None:
                 patience = KNOWN_EXIT_PATIENCE if any(code in KNOWN_EXITS for code in bad) else CRASH_PATIENCE
-                patience = SAVED_PATIENCE if StoppedBySignal.exit_code in bad else patience
-                self._deadline = now + patience
+                stopping = self.signal is not None or StoppedBySignal.exit_code in bad
+                self._deadline = now + (self._stop_seconds if stopping else patience)
             if now < self._deadline:
                 return RunResult(state=WorkerState.HEALTHY)
             self._kill()
@@ -161,6 +167,7 @@ def run_workers(command: Sequence[str], world: World) -> int:
                 local_addr=parameters.local_addr,
             ),
             _Logs(folder, world.shown_ranks),
+            world.stop_seconds,
         )
         try:
             result: Any = agent.run()

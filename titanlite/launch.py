@@ -71,7 +71,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.agent import World, run_workers
 
     addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
-    world = World(workers, nodes, node_rank, addr, port, shown_ranks)
+    world = World(workers, nodes, node_rank, addr, port, shown_ranks, job.comm.preemption_seconds)
     return run_workers(["-P", "-m", "titanlite.cli", "train", *argv], world)
 
 

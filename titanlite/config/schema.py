@@ -343,6 +343,9 @@ class Comm(Section):
 
     init_timeout_seconds: PositiveInt = 300
     """Longest wait for all ranks to appear, and for any collective."""
+    preemption_seconds: PositiveInt = 3600
+    """Time that ranks get to finish their step and save once a signal asked them to stop; then they are killed. A
+    scheduler that kills by itself needs no less; an hour suits the largest checkpoints."""
 
 
 class JobConfig(Section):
