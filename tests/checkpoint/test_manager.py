@@ -1,6 +1,7 @@
 """Invariants 4 and 5: exact resume, and damage is detected, named and survived."""
 
 import dataclasses
+import json
 import os
 import resource
 import shutil
@@ -15,7 +16,7 @@ from tiny_run import TinyRun, assert_equal
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit, state
-from titanlite.checkpoint.huggingface import HuggingFaceReader
+from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
@@ -457,10 +458,10 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert_equal(restored, expected)
 
 
-def train_ranks(ranks: int, *args: object) -> list[float]:
+def train_ranks(ranks: int, folder: Path, first: int, last: int, layout: str = "fsdp", **keys: object) -> list[float]:
     script = Path(__file__).with_name("tiny_run.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*launcher, str(script), *map(str, args)]
+    command = [*launcher, str(script), str(folder), str(first), str(last), json.dumps(keys), layout]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == 0, done.stderr
@@ -472,16 +473,29 @@ def train_ranks(ranks: int, *args: object) -> list[float]:
 @pytest.mark.parametrize("mode", ["async", "process"])
 def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
     straight = train_ranks(2, tmp_path / "straight", 0, 6)
-    assert train_ranks(2, tmp_path / mode, 0, 4, mode) == straight[:4]
-    assert train_ranks(2, tmp_path / mode, 4, 6, mode) == straight[4:]
+    assert train_ranks(2, tmp_path / mode, 0, 4, async_mode=mode) == straight[:4]
+    assert train_ranks(2, tmp_path / mode, 4, 6, async_mode=mode) == straight[4:]
     assert names(tmp_path / mode) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 @pytest.mark.slow
-def test_a_run_moves_from_one_rank_to_two_and_back(tmp_path):
-    expected = TinyRun(seed=1).train(6)
+def test_a_run_moves_between_layouts(tmp_path):
+    expected = TinyRun(seed=1).train(8)
     assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
-    moved = [*train_ranks(2, tmp_path, 2, 4), *train_ranks(1, tmp_path, 4, 6)]
+    moved = [*train_ranks(2, tmp_path, 2, 4), *train_ranks(2, tmp_path, 4, 6, "hsdp"), *train_ranks(1, tmp_path, 6, 8)]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
     assert not commit.verify_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))
+
+
+@pytest.mark.slow
+def test_each_rank_reads_its_slices_of_a_hugging_face_folder(tmp_path):
+    run = TinyRun(seed=7)
+    writer = HuggingFaceWriter(tmp_path / "hf", run.model.arch, "float32")
+    tensors = run.everything()
+    for name in writer.names:
+        writer.add(name, tensors[name])
+    writer.publish()
+    keys = {"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}
+    losses = train_ranks(2, tmp_path / "checkpoint", 0, 2, **keys)
+    assert losses == pytest.approx(run.train(2), abs=1e-5)  # fp32 sums in another order

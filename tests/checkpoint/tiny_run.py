@@ -1,10 +1,12 @@
 """A training run in miniature: a sharded two-block Llama, AdamW with two groups, data that depends on the step alone.
 
-As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST [MODE]` loads what FOLDER holds, trains from
-step FIRST to LAST, saves every second step in async mode MODE, and prints each loss on rank 0.
+As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST JSON LAYOUT` loads what FOLDER holds, trains
+from step FIRST to LAST, saves every second step, and prints each loss on rank 0. JSON has keys of [checkpoint]; LAYOUT
+is fsdp or hsdp.
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -27,14 +29,14 @@ ROWS, TOKENS = 4, 16
 class TinyRun:
     """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing."""
 
-    def __init__(
-        self, *, seed: int = 0, tied: bool = False, wrapped: bool = False, decay_embeddings: bool = True, offload=False
-    ):
+    def __init__(self, *, seed=0, tied=False, wrapped=False, offload=False, hsdp=False, decay_embeddings=True):
         self.step = 0
         self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
         self.model.init_weights(seed)
         policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        world = dist.get_world_size()
+        degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
+        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         for index, block in enumerate(self.model.layers):
             if wrapped:
                 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -95,10 +97,10 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 def main() -> None:
     dist.init_process_group("gloo")
-    run = TinyRun(seed=dist.get_world_size())  # other initial weights: only a real load can make runs agree
+    # Other initial weights for each number of ranks: only a real load can make runs agree.
+    run = TinyRun(seed=dist.get_world_size(), hsdp=sys.argv[5] == "hsdp")
     lines: list[str] = []
-    mode = sys.argv[4] if len(sys.argv) > 4 else "disabled"
-    manager = run.manager(Path(sys.argv[1]), lines=lines, async_mode=mode)
+    manager = run.manager(Path(sys.argv[1]), lines=lines, **json.loads(sys.argv[4]))
     state = manager.load()
     run.step = state["step"] if state else 0
     assert run.step == int(sys.argv[2]), (run.step, lines)

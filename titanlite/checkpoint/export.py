@@ -106,7 +106,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         "architecture": dataclasses.asdict(source.arch),
         "optimizer_groups": [],
         "layout": {"world_size": 1, "meshes": {}},
-        "torch": torch.__version__,
+        "versions": state.library_versions(),
     }
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # DCP holds on to the tensors of a file until it is written

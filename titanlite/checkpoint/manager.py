@@ -7,6 +7,7 @@ that fails costs that save only. May import config, torch and the other modules 
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -202,10 +204,11 @@ class CheckpointManager:
         return {
             "train_state": train_state,
             "job": self.job,
+            "job_hash": xxhash.xxh3_128_hexdigest(json.dumps(self.job, sort_keys=True).encode()),
             "architecture": dataclasses.asdict(self.model.arch) if isinstance(self.model, Llama) else None,
             "optimizer_groups": self._optimizer_groups(),
             "layout": state.world_layout(self.model),
-            "torch": torch.__version__,
+            "versions": state.library_versions(),
         }
 
     def _optimizer_groups(self) -> list[dict[str, Any]]:

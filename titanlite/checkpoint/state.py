@@ -6,6 +6,7 @@ gathered and no second copy is made. May import torch.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -136,6 +137,11 @@ def world_layout(model: nn.Module) -> dict[str, Any]:
             mesh = parameter.device_mesh
             meshes[" x ".join(mesh.mesh_dim_names or ("unnamed",) * mesh.ndim)] = list(mesh.shape)
     return {"world_size": dist.get_world_size(), "meshes": meshes}
+
+
+def library_versions() -> dict[str, str]:
+    """Of what wrote a checkpoint, for the manifest."""
+    return {name: version(name) for name in ("titanlite", "torch", "torchao", "numpy")}
 
 
 def plain(tensor: Tensor) -> Tensor:
