@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     assert process.stdout is not None
     deadline = time.monotonic() + 120
     for line in process.stdout:
-        if f"step {step:>3}/" in line:
+        if re.search(rf"step +{step}/", line):
             return
         assert time.monotonic() < deadline
     raise AssertionError(process.stderr.read() if process.stderr else "")
