@@ -76,7 +76,7 @@ def test_the_table_of_sources(tmp_path):
 
 def test_the_held_out_documents_are_left_out_here_too(tmp_path):
     dataset = dataset_of(tmp_path, some_texts(200))
-    job = job_of(dataset).model_copy(update={"validation": Validation(holdout=0.5)})
+    job = job_of(dataset).model_copy(update={"validation": Validation(freq=10, holdout=0.5)})
     loader = make_loader(dataset, global_batch_size=6, holdout=0.5)
     tokens = loader.next_global_batch().microbatches[4].input_ids[0].tolist()
     assert shown_text(show_step(job, 1, 4))[0].startswith(TOKENIZER.decode(tokens))

@@ -96,7 +96,8 @@ def show_step(job: JobConfig, step: int, row: int | None, world_size: int = 1) -
     schedule = Schedule(dataset, size)
     for _ in range(step - 1):
         schedule.next_batch()
-    encoder = Encoder(tokenizer, job.validation.holdout, False, dataset.on_bad_record == "skip")
+    holdout = job.validation.holdout if job.validation.freq else 0.0
+    encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
     seed = training.seed if dataset.seed is None else dataset.seed
     cursors = start_cursors(dataset, sources)
     reader = BatchReader(dataset, sources, encoder, seed, training.seq_len, schedule, cursors, Part(0, 1))

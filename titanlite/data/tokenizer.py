@@ -105,7 +105,7 @@ class TiktokenTokenizer(Tokenizer):
         ranks = _parse_ranks(path, raw)
         base = max(ranks.values()) + 1
         special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
-        self._encoding = tiktoken.Encoding(
+        self.encoding = tiktoken.Encoding(
             path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         self.vocab_size = base + len(special)
@@ -115,13 +115,13 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode_piece(self, text: str) -> np.ndarray:
         # Twice as fast as encode_ordinary followed by np.array: no Python integer is made. No special token is allowed.
-        return np.frombuffer(self._encoding._core_bpe.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        return np.frombuffer(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode(ids)
+        return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        return self._encoding.decode_single_token_bytes(token)
+        return self.encoding.decode_single_token_bytes(token)
 
 
 class HuggingFaceTokenizer(Tokenizer):

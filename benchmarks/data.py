@@ -1,0 +1,208 @@
+"""How fast text becomes tokens, prepared tokens become batches, and what the loader costs a training step.
+
+    python benchmarks/data.py [--megabytes 96] [--processes 2] [--steps 40] [--out benchmarks/data.md]
+
+The text is the Python standard library, repeated to the wanted size. What is compared is measured in turns within one
+run, several times, and the medians are reported: other work on the machine then slows both sides down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
+from titanlite.data.loader import Loader
+from titanlite.data.prepare import prepare
+from titanlite.data.sources import RandomAccess, open_source
+from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from titanlite.model.flavors import FLAVORS
+from titanlite.model.llama import Llama
+
+TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer" / "tokenizer.model"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=96)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="training steps with and without the loader")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert isinstance(tokenizer, TiktokenTokenizer)
+
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "tiktoken", "datasets"))
+    command = f"python benchmarks/data.py --megabytes {options.megabytes} --processes {options.processes}"
+    lines = [
+        "# Data: rates",
+        "",
+        f"`{command}` on {os.cpu_count()} CPU cores, Python {platform.python_version()}, {versions}. Medians of "
+        f"{options.repeats} turns.",
+        "",
+    ]
+    with tempfile.TemporaryDirectory(prefix="data-") as folder:
+        texts, file = write_text(Path(folder), options.megabytes * 10**6)
+        lines += tokenizing(tokenizer, texts, file, Path(folder), options.processes, options.repeats)
+        lines += reading(tokenizer, Path(folder) / "shards", options.repeats)
+    lines += stepping(tokenizer, options.steps)
+    options.out.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def write_text(folder: Path, size: int) -> tuple[list[str], Path]:
+    """The standard library's documents, again and again up to `size` bytes: in memory, and as JSON lines."""
+    source = open_source(DataSource())
+    assert isinstance(source, RandomAccess)
+    texts, total = [], 0
+    while total < size:
+        texts.append(str(source[len(texts) % len(source)]))
+        total += len(texts[-1].encode())
+    file = folder / "text.jsonl"
+    with file.open("w") as stream:
+        stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return texts, file
+
+
+def tokenizing(
+    tokenizer: TiktokenTokenizer, texts: list[str], file: Path, folder: Path, processes: int, repeats: int
+) -> list[str]:
+    """Prepare, which reads a file and writes shards, against tiktoken's batch of texts in memory."""
+    job = JobConfig(dataset=Dataset(source="jsonl", path=str(file)), tokenizer=Tokenizer(path=str(TOKENIZER)))
+    ours, theirs, tokens = [], [], 0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        batch = tokenizer.encoding.encode_ordinary_batch(texts, num_threads=processes)
+        theirs.append(time.perf_counter() - start)
+        tokens = sum(map(len, batch))
+        del batch
+        shutil.rmtree(folder / "shards", ignore_errors=True)
+        start = time.perf_counter()
+        prepare(job, folder / "shards", processes)
+        ours.append(time.perf_counter() - start)
+    ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    return [
+        f"## Tokenizing {tokens:,} tokens, {processes} cores",
+        "",
+        "| | seconds | million tokens/s |",
+        "|---|---:|---:|",
+        *(
+            f"| {name} | {statistics.median(times):.2f} | {tokens / statistics.median(times) / 1e6:.2f} |"
+            for name, times in (
+                ("`titanlite prepare`: file to shards, start of the processes included", ours),
+                ("tiktoken `encode_ordinary_batch`, texts in memory", theirs),
+            )
+        ),
+        "",
+        f"Median ratio within a turn: {ratio:.2f} times tiktoken's rate.",
+        "",
+    ]
+
+
+def reading(tokenizer: TiktokenTokenizer, shards: Path, repeats: int) -> list[str]:
+    """Batches of prepared shards, in training order, on one core: the whole way to tensors."""
+    rows = []
+    for packing in ("concat", "best_fit"):
+        for seq_len in (512, 2048, 8192):
+            dataset = Dataset(source="shards", path=str(shards), num_workers=0, packing=packing)
+            loader = make_loader(dataset, tokenizer, seq_len, 2**18 // seq_len)
+            rates = []
+            for turn in range(repeats + 1):
+                start, tokens = time.process_time(), 0
+                while tokens < 8e6:
+                    tokens += sum(m.input_ids.numel() for m in loader.next_global_batch().microbatches)
+                if turn:  # the first one also verifies checksums
+                    rates.append(tokens / (time.process_time() - start) / 1e6)
+                else:
+                    first = tokens / (time.process_time() - start) / 1e6
+            rows.append(f"| {packing} | {seq_len:,} | {statistics.median(rates):.1f} | {first:.1f} |")
+    return [
+        "## Reading prepared shards, one core",
+        "",
+        "| packing | seq_len | million tokens/s | in the first pass, which verifies checksums |",
+        "|---|---:|---:|---:|",
+        *rows,
+        "",
+    ]
+
+
+def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
+    """A training step of the debug model with a batch that stays, and with the loader that tokenizes beside it."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = Llama(FLAVORS["debugmodel"])
+    model.init_weights()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loader = make_loader(Dataset(), tokenizer, 512, 8)
+    fixed = loader.next_global_batch()
+
+    def train(batch: object) -> None:
+        for micro in batch.microbatches:  # type: ignore[attr-defined]
+            loss = F.cross_entropy(model(micro.input_ids).flatten(0, 1).float(), micro.labels.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone, beside, waits = [], [], []
+    for step in range(steps + 2):
+        start = time.perf_counter()
+        train(fixed)
+        middle = time.perf_counter()
+        batch = loader.next_global_batch()
+        got = time.perf_counter()
+        train(batch)
+        if step >= 2:
+            alone.append(middle - start)
+            beside.append(time.perf_counter() - middle)
+            waits.append(got - middle)
+    worker_before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    loader.close()
+    worker = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = worker.ru_utime + worker.ru_stime - worker_before.ru_utime - worker_before.ru_stime
+    difference = statistics.median(b / a for a, b in zip(alone, beside, strict=True)) - 1
+    return [
+        "## A step of the debug model with the loader tokenizing in the background",
+        "",
+        f"8 rows of 512 tokens a step, {torch.get_num_threads()} threads, {steps} pairs of steps in turns.",
+        "",
+        "| | value |",
+        "|---|---:|",
+        f"| step with a batch that stays | {statistics.median(alone) * 1e3:.1f} ms |",
+        f"| step with the loader | {statistics.median(beside) * 1e3:.1f} ms |",
+        f"| median difference within a pair | {difference:+.1%} |",
+        f"| wait for the batch (median; data_time) | {statistics.median(waits) * 1e3:.2f} ms "
+        f"({statistics.median(waits) / statistics.median(beside):.2%} of a step) |",
+        f"| CPU time of the background process, its start included | {cpu:.2f} s for {steps + 3 + 2} batches |",
+    ]
+
+
+def make_loader(dataset: Dataset, tokenizer: TiktokenTokenizer, seq_len: int, rows: int) -> Loader:
+    return Loader(
+        dataset,
+        tokenizer,
+        seed=0,
+        seq_len=seq_len,
+        global_batch_size=rows,
+        local_batch_size=rows,
+        dp_rank=0,
+        dp_size=1,
+        dp_group=None,
+        device=torch.device("cpu"),
+    )
+
+
+if __name__ == "__main__":
+    main()
