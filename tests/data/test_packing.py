@@ -6,9 +6,13 @@ import torch
 from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, some_texts
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from titanlite.data.documents import Document, Documents, Exhausted, Place
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor
+from titanlite.model.attention import document_mask
+from titanlite.model.flavors import Architecture
+from titanlite.model.llama import Llama
 
 
 class Numbers(Documents):
@@ -137,3 +141,26 @@ def test_without_a_mask_there_is_no_metadata(tmp_path):
     micro = make_loader(dataset_of(tmp_path, some_texts(50))).next_global_batch().microbatches[0]
     assert micro.document_ids is None
     assert micro.positions is None
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_the_loss_of_packed_rows_is_that_of_their_documents_one_by_one(tmp_path, packing):
+    """From the loader through the model; equal up to the order of summation in float32."""
+    model = Llama(Architecture(64, 2, 2, 1, 96, vocab_size=4096))
+    model.init_weights()
+    dataset = dataset_of(tmp_path, some_texts(60, words=40), packing=packing, document_mask=True)
+    (micro,) = make_loader(dataset, seq_len=96, local_batch_size=24).next_global_batch().microbatches
+    assert micro.document_ids is not None
+    with torch.no_grad():
+        logits = model(micro.input_ids, micro.positions, document_mask(micro.document_ids))
+        packed = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
+        alone, documents = torch.zeros(()), 0
+        for tokens, labels, ids in zip(micro.input_ids, micro.labels, micro.document_ids, strict=True):
+            for document in ids.unique():
+                own = ids == document
+                if (labels[own] != -100).any():
+                    logits = model(tokens[own][None])[0]
+                    alone += F.cross_entropy(logits, labels[own], reduction="sum")
+                    documents += 1
+    assert documents > 60
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
