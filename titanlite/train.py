@@ -66,26 +66,38 @@ class Trainer:
         """
         self.job, self.device = job, device
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
-        dump_folder = Path(job.job.dump_folder)
-        self.log = setup_logging(self.rank, dump_folder / "train.log").info
-        training, arch = job.training, architecture(job.model)
+        self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
+        self.build_data()
+        self.model = build_model(job, self.mesh, device, self.log)
+        self.optimizer = build_optimizer(self.model, job.optimizer)
+        compile_loss = job.compile.enable and "loss" in job.compile.components
+        self.loss_fn = torch.compile(cross_entropy_sum) if compile_loss else cross_entropy_sum
+        self.step, tokens_seen = 0, 0
+        self.grad_norm: Tensor | None = None
+        self.checkpoints: CheckpointManager | None = None
+        if job.checkpoint.enable:
+            tokens_seen = self.resume()
+        self.loader.start()
+        self.metrics = self.start_metrics(tokens_seen)
+
+    def build_data(self) -> None:
+        """Open tokenizer, training data and validation data; log what is trained, and on what."""
+        job, mesh, training = self.job, self.mesh, self.job.training
+        self.tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
         global_batch_size = training.global_batch_size
         if global_batch_size == -1:
-            global_batch_size = training.local_batch_size * self.mesh.data_degree
-
-        tokenizer_path = resolve_path(job.tokenizer.path)
-        tokenizer = load_tokenizer(tokenizer_path)
+            global_batch_size = training.local_batch_size * mesh.data_degree
         self.loader = Loader(
             job.dataset,
-            tokenizer,
-            seed=training.seed if job.dataset.seed is None else job.dataset.seed,
+            self.tokenizer,
+            seed=training.seed,
             seq_len=training.seq_len,
             global_batch_size=global_batch_size,
             local_batch_size=training.local_batch_size,
-            dp_rank=self.mesh.data_rank,
-            dp_size=self.mesh.data_degree,
-            dp_group=self.mesh.data_group,
-            device=device,
+            dp_rank=mesh.data_rank,
+            dp_size=mesh.data_degree,
+            dp_group=mesh.data_group,
+            device=self.device,
             holdout=job.validation.holdout if job.validation.freq else 0.0,
         )
         self.validation = None
@@ -93,59 +105,60 @@ class Trainer:
             self.validation = ValidationSet(
                 job.validation,
                 job.dataset,
-                tokenizer,
+                self.tokenizer,
                 seed=training.seed,
                 seq_len=training.seq_len,
                 local_batch_size=training.local_batch_size,
-                dp_rank=self.mesh.data_rank,
-                dp_size=self.mesh.data_degree,
-                device=device,
+                dp_rank=mesh.data_rank,
+                dp_size=mesh.data_degree,
+                device=self.device,
             )
         tokens = training.steps * global_batch_size * training.seq_len
         self.log(
-            f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(arch):,} parameters, "
-            f"on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
-            f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {device.type}"
+            f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(architecture(job.model)):,} "
+            f"parameters, on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
+            f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
         )
         if self.rank == 0:
             self.log("Data:\n" + self.loader.table(training.steps))
-        self.model = build_model(job, self.mesh, device, self.log)
-        self.optimizer = build_optimizer(self.model, job.optimizer)
-        compile_loss = job.compile.enable and "loss" in job.compile.components
-        self.loss_fn = torch.compile(cross_entropy_sum) if compile_loss else cross_entropy_sum
 
-        self.step, tokens_seen = 0, 0
-        self.checkpoints = None
-        if job.checkpoint.enable:
-            self.checkpoints = CheckpointManager(
-                job.checkpoint,
-                dump_folder / job.checkpoint.folder,
-                self.model,
-                self.optimizer,
-                log=self.log,
-                job=job.model_dump(mode="json"),
-                write_tokenizer=lambda folder: write_tokenizer(tokenizer_path, folder, arch.max_seq_len),
-            )
-            state = self.checkpoints.load()
-            if state is not None:
-                self.step, tokens_seen = state["step"], state["tokens"]
-                if "data" in state:
-                    self.loader.load_state_dict(state["data"])
-                self.log(f"Resumed after step {self.step}: {tokens_seen:,} tokens seen")
-        self.loader.start()
-        self.grad_norm: Tensor | None = None
-        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    def resume(self) -> int:
+        """Open the checkpoint folder and load the newest checkpoint, if there is one; returns the tokens seen."""
+        job = self.job
+        path, length = resolve_path(job.tokenizer.path), architecture(job.model).max_seq_len
+        self.checkpoints = CheckpointManager(
+            job.checkpoint,
+            Path(job.job.dump_folder) / job.checkpoint.folder,
+            self.model,
+            self.optimizer,
+            log=self.log,
+            job=job.model_dump(mode="json"),
+            write_tokenizer=lambda folder: write_tokenizer(path, folder, length),
+        )
+        state = self.checkpoints.load()
+        if state is None:
+            return 0
+        if "data" in state:
+            self.loader.load_state_dict(state["data"])
+        self.step = state["step"]
+        self.log(f"Resumed after step {self.step}: {state['tokens']:,} tokens seen")
+        return state["tokens"]
+
+    def start_metrics(self, tokens_seen: int) -> MetricsRecorder:
+        """Write what the run is beside its outputs, and open its metrics at the current step."""
+        job, dump_folder = self.job, Path(self.job.job.dump_folder)
+        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
         if self.rank == 0:
             write_outputs(dump_folder, job, device_name)
-        self.metrics = MetricsRecorder(
+        return MetricsRecorder(
             dump_folder,
             job.metrics,
             self.rank,
-            flops_per_token(arch, training.seq_len),
+            flops_per_token(architecture(job.model), job.training.seq_len),
             peak_flops(device_name),
             dist.get_world_size(),
-            device,
-            training.steps,
+            self.device,
+            job.training.steps,
             self.step,
             tokens_seen,
         )
