@@ -29,14 +29,17 @@ ROWS, TOKENS = 4, 16
 class TinyRun:
     """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing."""
 
-    def __init__(self, *, seed=0, tied=False, wrapped=False, offload=False, hsdp=False, decay_embeddings=True):
-        self.step = 0
+    def __init__(
+        self, *, seed=0, tied=False, wrapped=False, offload=False, hsdp=False, device="cpu", decay_embeddings=True
+    ):
+        self.step, self.device = 0, device
         self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
         self.model.init_weights(seed)
+        self.model.to(device)
         policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
         world = dist.get_world_size()
         degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
-        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         for index, block in enumerate(self.model.layers):
             if wrapped:
                 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -69,7 +72,7 @@ class TinyRun:
         for _ in range(steps):
             generator = torch.Generator().manual_seed(1000 + self.step)
             rows = torch.randint(64, (ROWS, TOKENS + 1), generator=generator)
-            rows = rows[dist.get_rank() :: dist.get_world_size()]
+            rows = rows.to(self.device)[dist.get_rank() :: dist.get_world_size()]
             logits = self.model(rows[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (ROWS * TOKENS)
             loss.backward()

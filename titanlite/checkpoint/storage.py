@@ -53,7 +53,9 @@ class CommittingWriter(FileSystemWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        logging.getLogger().setLevel(logging.WARNING)  # unpickled in DCP's own process, which logs every request
+        logging.getLogger().setLevel(
+            logging.CRITICAL
+        )  # in DCP's process: it logs each request, and errors that we report
 
     @property
     def unfinished(self) -> Path:
