@@ -1,7 +1,7 @@
 """Validation: one score, whatever the layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -39,10 +39,10 @@ def score(group: dist.ProcessGroup, loss_per_token: float) -> tuple[Score, Valid
         device=cpu,
     )
 
-    def loss_sum(microbatch: Microbatch) -> torch.Tensor:
-        return (microbatch.labels != IGNORED).sum() * loss_per_token
+    def loss_sum(microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        return sum((microbatch.labels != IGNORED).sum() for microbatch in microbatches) * torch.tensor(loss_per_token)
 
-    return evaluate(rows, loss_sum, group, cpu), rows
+    return evaluate(rows, loss_sum, group, group), rows
 
 
 def test_a_model_that_guesses_costs_the_logarithm_of_the_vocabulary(group: dist.ProcessGroup) -> None:

@@ -7,10 +7,9 @@ May import data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,18 +32,23 @@ class Score:
         return f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte {self.bits_per_byte:.4f}"
 
 
-@torch.no_grad()
 def evaluate(
-    rows: ValidationSet, loss_sum: Callable[[Microbatch], Tensor], group: dist.ProcessGroup, device: torch.device
+    rows: ValidationSet,
+    loss_sum: Callable[[Sequence[Microbatch]], Tensor],
+    data_group: dist.ProcessGroup,
+    loss_group: dist.ProcessGroup,
 ) -> Score:
-    """Score the model behind `loss_sum`, which sums a microbatch's cross entropy. All ranks of `group`, which hold
-    different rows, call it together; it waits for the device."""
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    for microbatch in rows.batches():
-        loss += loss_sum(microbatch)
-    totals = torch.stack([loss, loss.new_tensor(rows.num_tokens), loss.new_tensor(rows.num_bytes)])
-    dist.all_reduce(totals, group=group)
-    total, tokens, num_bytes = totals.tolist()
+    """Score a model on `rows`. All ranks call it together; it waits for the device.
+
+    Args:
+        loss_sum: This rank's share of the microbatches' summed cross entropy; shares add up over `loss_group`.
+        data_group: The ranks that hold different rows.
+    """
+    loss = loss_sum(list(rows.batches())).double()
+    counts = loss.new_tensor([rows.num_tokens, rows.num_bytes])
+    dist.all_reduce(loss, group=loss_group)
+    dist.all_reduce(counts, group=data_group)
+    total, (tokens, num_bytes) = loss.item(), counts.tolist()
     mean = total / tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
     return Score(mean, perplexity, total / num_bytes / math.log(2))

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(step_folder, job, tokenizer, device)
     ids = encode_prompt(options.prompt, tokenizer, model.arch.max_seq_len)
-    dtype = str(model.norm.weight.dtype).removeprefix("torch.")
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     note(f"{step_folder}: {job.model.flavor}, {num_params(model.arch):,} parameters, {dtype} on {device.type}")
 
     tokens = generate(
@@ -244,7 +244,7 @@ def generate(
     Raises:
         CheckpointError: the model's output is not finite.
     """
-    arch, weight = model.arch, model.tok_embeddings.weight
+    arch, weight = model.arch, model.get_parameter("tok_embeddings.weight")
     length = min(len(prompt) + max_new_tokens, arch.max_seq_len)
     shape = (1, arch.n_kv_heads, length, arch.head_dim)
     cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
@@ -260,7 +260,7 @@ def generate(
 
 def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | None) -> Tensor:
     """Logits of the token after `ids`, which follow what `cache` holds: (V,), fp32, on the CPU."""
-    tokens = torch.tensor([list(ids)], device=model.tok_embeddings.weight.device)  # (1, T)
+    tokens = torch.tensor([list(ids)], device=model.get_parameter("tok_embeddings.weight").device)  # (1, T)
     chunks = tokens.split(PREFILL_CHUNK, dim=1) if cache is not None else [tokens]
     with torch.inference_mode():
         for chunk in chunks:

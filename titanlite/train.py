@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,11 +23,10 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import StoppedBySignal
 from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import GlobalBatch, Loader, Microbatch, OutOfData
+from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import ValidationSet
 from titanlite.evaluate import evaluate
-from titanlite.model.attention import document_mask
 from titanlite.model.flavors import architecture
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
@@ -37,10 +38,11 @@ from titanlite.optim.loss import cross_entropy_sum
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.float8 import precompute_scales
-from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
+from titanlite.parallel.step import build_step
+from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
 from titanlite.parallel.world import process_group
 from titanlite.portable import write_tokenizer
 
@@ -68,10 +70,10 @@ class Trainer:
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
         self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
         self.build_data()
-        self.model = build_model(job, self.mesh, device, self.log)
+        sharded = build_model(job, self.mesh, device, self.log)
+        self.model = sharded.whole
+        self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
         self.optimizer = build_optimizer(self.model, job.optimizer)
-        compile_loss = job.compile.enable and "loss" in job.compile.components
-        self.loss_fn = torch.compile(cross_entropy_sum) if compile_loss else cross_entropy_sum
         self.step, tokens_seen = 0, 0
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
@@ -122,6 +124,15 @@ class Trainer:
         if self.rank == 0:
             self.log("Data:\n" + self.loader.table(training.steps))
 
+    def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """(logits, labels) -> summed cross entropy; tensor-parallel logits are this rank's part of the vocabulary."""
+        loss_fn = cross_entropy_sum
+        if self.mesh.tensor is not None:
+            size = architecture(self.job.model).vocab_size
+            loss_fn = partial(vocab_parallel_cross_entropy_sum, mesh=self.mesh.tensor, vocab_size=size)
+        compiled = self.job.compile.enable and "loss" in self.job.compile.components
+        return torch.compile(loss_fn) if compiled else loss_fn
+
     def resume(self) -> int:
         """Open the checkpoint folder and load the newest checkpoint, if there is one; returns the tokens seen."""
         job = self.job
@@ -170,7 +181,7 @@ class Trainer:
             StoppedBySignal: After saving.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
-        job, signals, requests = self.job, Signals(self.mesh.data_group), Requests()
+        job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
         first_step, finished = self.step, self.step >= job.training.steps
         if finished:
             self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
@@ -203,8 +214,9 @@ class Trainer:
         batch = self.loader.next_global_batch()
         data_time = time.perf_counter() - waited_from
         self.step += 1
-        num_valid_tokens = self.total(torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device))
-        loss = self.forward_backward(batch, num_valid_tokens)
+        num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
+        self.total(num_valid_tokens, self.mesh.data_group)
+        loss = self.forward_backward(batch.microbatches, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
         lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         for group in self.optimizer.param_groups:
@@ -214,7 +226,7 @@ class Trainer:
         if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
         if self.metrics.is_log_step(self.step):
-            self.metrics.record(self.total(loss), self.grad_norm, num_valid_tokens, data_time)
+            self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
             failed_saves = self.checkpoints.failed_saves if self.checkpoints else 0
             self.log(self.metrics.log(self.step, lr, failed_saves=failed_saves, **self.loader.stats()))
             assert self.metrics.latest is not None
@@ -222,31 +234,17 @@ class Trainer:
         else:  # nobody reads this step's loss, so the ranks' shares of it are not summed
             self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
 
-    def forward_backward(self, batch: GlobalBatch, num_valid_tokens: Tensor) -> Tensor:
-        """Accumulate the gradients of all microbatches; returns this rank's share of the loss, on the device."""
-        total = torch.zeros((), device=self.device)
-        for i, microbatch in enumerate(batch.microbatches):
-            set_gradient_sync(self.model, last_microbatch=i == len(batch.microbatches) - 1)
-            loss = self.loss_sum(microbatch) / num_valid_tokens
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """Cross entropy summed over the valid labels of (B, T) tokens, within documents if the rows say where."""
-        ids = microbatch.document_ids
-        mask = None if ids is None else document_mask(ids)
-        return self.loss_fn(self.model(microbatch.input_ids, microbatch.positions, mask), microbatch.labels)
-
-    def total(self, value: Tensor) -> Tensor:
-        """Sum `value` in place over the data-parallel ranks, on the device."""
-        dist.all_reduce(value, group=self.mesh.data_group)
+    def total(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum `value` in place over the ranks of `group`, on the device."""
+        dist.all_reduce(value, group=group)
         return value
 
     def validate(self) -> None:
         """Log the loss on held-out data, if the job has any."""
         if self.validation is not None:
-            score = evaluate(self.validation, self.loss_sum, self.mesh.data_group, self.device)
+            score = evaluate(
+                self.validation, self.forward_backward.evaluate, self.mesh.data_group, self.mesh.loss_group
+            )
             self.metrics.validated(self.step, asdict(score))
             self.log(f"validation after step {self.step}: {score}")
 

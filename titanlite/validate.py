@@ -1,8 +1,8 @@
 """Rules that span keys, the world size and files on disk.
 
 Invariant: everything that can be known wrong before the start is reported at once, in a fraction of a second, before
-torch is imported or a folder is made. May import titanlite.config, titanlite.model.flavors and
-titanlite.data.tokenizer.
+torch is imported or a folder is made. May import titanlite.config, titanlite.model.flavors,
+titanlite.parallel.constraints and titanlite.data.tokenizer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve
 from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.tokenizer import read_vocab_size
 from titanlite.model.flavors import FLAVORS, Architecture, architecture
+from titanlite.parallel.constraints import divisors, fills_world, layout_problems, nearest
+from titanlite.parallel.layout import degrees
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def heads(context: Context) -> Iterator[str]:
         yield context.wrong("model.n_heads", f"must divide model.dim = {arch.dim}. Near ones that do: {near}.")
     elif arch.head_dim % 2:
         text = f"gives heads of width {arch.head_dim} at model.dim = {arch.dim}; rotary embeddings need an even width."
-        even = [n for n in _divisors(arch.dim) if arch.dim // n % 2 == 0]
+        even = [n for n in divisors(arch.dim) if arch.dim // n % 2 == 0]
         remedy = f"Choose one of {', '.join(map(str, even))}." if even else "Choose an even model.dim."
         yield context.wrong("model.n_heads", text, remedy)
     elif arch.n_heads % arch.n_kv_heads:
@@ -234,43 +236,33 @@ def output_folder(context: Context) -> Iterator[str]:
 # -------------------------------------------------------------------------------------------------------------- layout
 
 
-@rule("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+@rule("parallelism")
 def layout_fills_world(context: Context) -> Iterator[str]:
-    world, parallelism = context.world_size, context.job.parallelism
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    here = f"The world is {world} rank{'s' if world > 1 else ''} (NGPU times NNODES)."
-    if shard == -1:
-        if world % replicate:
-            near = _nearest_divisors(world, replicate)
-            text = f"must divide the number of ranks. {here} Near ones that do: {near}."
-            yield context.wrong("parallelism.data_parallel_replicate_degree", text)
-    elif replicate * shard != world:
-        text = f"times data_parallel_replicate_degree = {replicate} is {replicate * shard}. {here}"
-        fits = f"Set it to -1 (all that are left){f' or {world // replicate}' if world % replicate == 0 else ''}"
-        fits += f", or start {replicate * shard} ranks."
-        if world % replicate:
-            fits = f"With these ranks data_parallel_replicate_degree must be a divisor of {world}. {fits}"
-        yield context.wrong("parallelism.data_parallel_shard_degree", text, fits)
+    for problem in fills_world(context.job.parallelism, context.world_size):
+        yield context.wrong(*problem)
 
 
-@rule(
-    "training.local_batch_size",
-    "training.global_batch_size",
-    "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree",
-)
+@rule("parallelism", "model", "training", "compile", "float8")
+def layout_works(context: Context) -> Iterator[str]:
+    assert context.arch is not None
+    if any(layout_fills_world(context)) or any(batch_divides(context)):
+        return
+    for problem in layout_problems(context.job, context.arch, context.world_size):
+        yield context.wrong(*problem)
+
+
+@rule("training.local_batch_size", "training.global_batch_size", "parallelism")
 def batch_divides(context: Context) -> Iterator[str]:
     training = context.job.training
     if training.global_batch_size == -1 or any(layout_fills_world(context)):
         return
-    rows = training.local_batch_size * context.world_size  # all ranks are data-parallel
+    data = degrees(context.job.parallelism, context.world_size).data
+    rows = training.local_batch_size * data
     if training.global_batch_size % rows:
         low = training.global_batch_size // rows * rows
         near = f"{low} or {low + rows}" if low else f"{rows}"
         text = f"must be a multiple of local_batch_size = {training.local_batch_size} times the data-parallel degree = "
-        yield context.wrong(
-            "training.global_batch_size", f"{text}{context.world_size}, which is {rows}.", f"Nearest: {near}."
-        )
+        yield context.wrong("training.global_batch_size", f"{text}{data}, which is {rows}.", f"Nearest: {near}.")
 
 
 # -------------------------------------------------------------------------------------------------- schedule and memory
@@ -339,10 +331,5 @@ def float8_sizes(context: Context) -> Iterator[str]:
         yield context.wrong(f"model.{key}", text, "Change it, or set float8.enable = false.")
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _nearest_divisors(number: int, to: int) -> str:
-    nearest = sorted(_divisors(number), key=lambda n: abs(n - to))[:2]
-    return " and ".join(map(str, sorted(nearest)))
+    return " and ".join(map(str, nearest(divisors(number), to)))

@@ -40,11 +40,11 @@ class TinyRun:
         world = dist.get_world_size()
         degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
         mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        for index, block in enumerate(self.model.layers):
+        for name, block in self.model.layers.items():
             if wrapped:
                 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-                self.model.layers[index] = block = checkpoint_wrapper(block)
+                self.model.layers[name] = block = checkpoint_wrapper(block)
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(self.model, mesh=mesh, offload_policy=policy)
         for module in self.model.modules():

@@ -7,12 +7,20 @@ the same global batch for any number of ranks, so results are comparable across 
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
@@ -20,31 +28,65 @@ from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.loss import IGNORE_INDEX, cross_entropy_sum
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel import context, tensor
 from titanlite.parallel.float8 import precompute_scales
-from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.step import build_step
+from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
 
-TINY = {
+TINY: dict[str, Any] = {
     "model": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 96},
-    "training": {"seq_len": 32, "local_batch_size": 2, "steps": 8, "mixed_precision_param": "float32"},
+    "training": {
+        "seq_len": 32,
+        "local_batch_size": 2,
+        "global_batch_size": 8,
+        "steps": 8,
+        "mixed_precision_param": "float32",
+    },
     "optimizer": {"lr": 2e-3},
     "activation_checkpoint": {"mode": "none"},
 }
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = TINY["training"]["global_batch_size"]
+
+
+@dataclass
+class Rows:
+    """Some rows of the global batch, as the loader delivers them."""
+
+    input_ids: Tensor
+    labels: Tensor
+    document_ids: Tensor | None = None
+    positions: Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> "Rows":
+        extra = [None if value is None else value[rows] for value in (self.document_ids, self.positions)]
+        return Rows(self.input_ids[rows], self.labels[rows], *extra)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, without the wrappers of FSDP and of torchao's FP8 all-gather."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return getattr(tensor, "_tensor", tensor)
+    return getattr(tensor, "_tensor", tensor).cpu().float()
 
 
-def weights_hash(model: Llama) -> str:
+def all_weights(model: Llama) -> dict[str, torch.Tensor]:
+    """Every weight of the whole model in fp32, in order of its name, on every rank."""
+    own = {n.replace("_checkpoint_wrapped_module.", ""): full(p.detach()) for n, p in model.named_parameters()}
+    of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, own)
+    weights: dict[str, torch.Tensor] = {}
+    for of_rank in of_ranks:
+        for name, weight in of_rank.items():
+            assert torch.equal(weights.setdefault(name, weight), weight), f"{name} differs between ranks"
+    return dict(sorted(weights.items()))
+
+
+def weights_hash(weights: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.replace("_checkpoint_wrapped_module.", "").encode())
-        digest.update(full(parameter.detach()).cpu().float().numpy().tobytes())
+    for name, weight in weights.items():
+        digest.update(name.encode())
+        digest.update(weight.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -56,15 +98,21 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def global_batch(job: JobConfig, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (GLOBAL_BATCH, T) with ragged masks, so that ranks and microbatches hold different numbers of labels."""
-    rows = torch.randint(
-        0, vocab_size, (GLOBAL_BATCH, job.training.seq_len + 1), generator=torch.Generator().manual_seed(7)
-    )
+def global_batch(job: JobConfig, vocab_size: int, documents: bool) -> Rows:
+    """Rows (GLOBAL_BATCH, T) with ragged masks, so that ranks and microbatches hold different numbers of labels.
+
+    `documents`: each row is packed with documents of 7, 8, 9, ... tokens, none of which sees another.
+    """
+    length = job.training.seq_len
+    rows = torch.randint(0, vocab_size, (GLOBAL_BATCH, length + 1), generator=torch.Generator().manual_seed(7))
     labels = rows[:, 1:].clone()
     for k in range(GLOBAL_BATCH):
         labels[k, : 3 * k] = IGNORE_INDEX
-    return rows[:, :-1], labels
+    if not documents:
+        return Rows(rows[:, :-1], labels)
+    places = torch.arange(length).expand(GLOBAL_BATCH, -1)
+    size = torch.arange(7, 7 + GLOBAL_BATCH)[:, None]
+    return Rows(rows[:, :-1], labels, document_ids=places // size, positions=places % size)
 
 
 def dtypes_seen(model: Llama) -> dict[str, str]:
@@ -76,26 +124,25 @@ def dtypes_seen(model: Llama) -> dict[str, str]:
     return seen
 
 
-def train(job: JobConfig, mesh: Mesh) -> dict[str, Any]:
+def train(job: JobConfig, mesh: Mesh, documents: bool) -> dict[str, Any]:
     notes: list[str] = []
-    model = build_model(job, mesh, torch.device("cpu"), notes.append)
-    result: dict[str, Any] = {"initial": weights_hash(model), "notes": notes}
+    sharded = build_model(job, mesh, torch.device("cpu"), notes.append)
+    model = sharded.whole
+    result: dict[str, Any] = {"initial": weights_hash(all_weights(model)), "notes": notes}
     seen = dtypes_seen(model) if not job.compile.enable else {}
     optimizer = build_optimizer(model, job.optimizer)
-    tokens, labels = global_batch(job, model.arch.vocab_size)
-    valid = (labels != IGNORE_INDEX).sum()
-    mine = slice(mesh.data_rank, None, mesh.data_degree)
-    micro_tokens = tokens[mine].split(job.training.local_batch_size)
-    micro_labels = labels[mine].split(job.training.local_batch_size)
+    batch = global_batch(job, model.arch.vocab_size, documents)
+    valid = (batch.labels != IGNORE_INDEX).sum()
+    mine, local = batch[mesh.data_rank :: mesh.data_degree], job.training.local_batch_size
+    microbatches = [mine[i : i + local] for i in range(0, len(mine.labels), local)]
+    loss_fn = cross_entropy_sum
+    if mesh.tensor is not None:
+        loss_fn = partial(vocab_parallel_cross_entropy_sum, mesh=mesh.tensor, vocab_size=model.arch.vocab_size)
+    forward_backward = build_step(sharded, mesh, loss_fn, job, torch.device("cpu"))
     losses, norms = [], []
     for _ in range(job.training.steps):
-        total = torch.zeros(())
-        for i, (x, y) in enumerate(zip(micro_tokens, micro_labels, strict=True)):
-            set_gradient_sync(model, i == len(micro_tokens) - 1)
-            loss = cross_entropy_sum(model(x), y) / valid
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total, group=mesh.data_group)
+        total = forward_backward(microbatches, valid)
+        dist.all_reduce(total, group=mesh.loss_group)
         norm = clip_grad_norm_(model.parameters(), job.training.max_norm)
         gradient = next(p.grad for p in model.parameters())
         optimizer.step()
@@ -104,6 +151,9 @@ def train(job: JobConfig, mesh: Mesh) -> dict[str, Any]:
             precompute_scales(model)
         losses.append(total.item())
         norms.append(norm.item())
+    evaluated = forward_backward.evaluate(microbatches)
+    dist.all_reduce(evaluated, group=mesh.loss_group)
+    weights = all_weights(model)
     parameter = next(model.parameters())
     assert gradient is not None
     result["dtypes"] = {
@@ -112,22 +162,75 @@ def train(job: JobConfig, mesh: Mesh) -> dict[str, Any]:
         "optimizer": str(optimizer.state[parameter]["exp_avg"].dtype),
         **seen,
     }
-    return {**result, "losses": losses, "norms": norms, "final": weights_hash(model)}
+    return {
+        **result,
+        "losses": losses,
+        "norms": norms,
+        "evaluated": (evaluated / valid).item(),
+        "final": weights_hash(weights),
+        "weights": weights,
+    }
+
+
+@contextmanager
+def planted(mistake: str | None) -> Iterator[None]:
+    """A layout that computes something else, each in a way that is easy to commit: to see that it is caught."""
+
+    def gather_without_gradient(x: Tensor, dim: int, group: Any) -> Tensor:
+        """Each rank keeps the gradient of its own keys only: the reduce-scatter is missing."""
+        parts = list(collectives.all_gather_tensor(x.detach(), dim, group).chunk(dist.get_world_size(group), dim))
+        parts[dist.get_rank(group)] = x
+        return torch.cat(parts, dim)
+
+    def first_shard(parameter: Tensor, whole: Tensor) -> None:
+        """Every rank of the mesh keeps the same shard, as DTensor's own random initialisation does on a CPU."""
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        local.copy_(whole[tuple(slice(size) for size in local.shape)])
+
+    def averaged(module: FSDPModule, _factor: float) -> None:
+        set_factor(module, 2.0)
+
+    def own_only(x: Tensor, _operation: str, _group: Any) -> Tensor:
+        return x
+
+    set_factor = FSDPModule.set_gradient_divide_factor
+    with ExitStack() as stack:
+        if mistake == "missing_reduction":
+            stack.enter_context(
+                patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient)
+            )
+        elif mistake == "doubled_shard":
+            stack.enter_context(patch("titanlite.parallel.init.keep_shard", first_shard))
+        elif mistake == "averaged_gradients":
+            stack.enter_context(patch.object(FSDPModule, "set_gradient_divide_factor", averaged))
+        elif mistake == "local_softmax":
+            stack.enter_context(patch.object(tensor, "_reduced", own_only))
+        else:
+            assert mistake in (None, "doubled_data")
+        yield
 
 
 def main() -> None:
+    """Arguments: a JSON file of variants (overrides of TINY, and "plant", "documents"), and where results go."""
     variants, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     dist.init_process_group("gloo")
-    results = {}
+    results, weights = {}, {}
     for name, overrides in variants.items():
+        mistake, documents = overrides.pop("plant", None), overrides.pop("documents", False)
         job = JobConfig.model_validate(merge(TINY, overrides))
         torch.compiler.reset()
-        functorch_config.activation_memory_budget = (
-            1.0  # one job a process outside of this test; nothing resets it there
-        )
-        results[name] = train(job, build_mesh(job.parallelism, "cpu"))
+        # One job a process outside of this test; nothing resets it there.
+        functorch_config.activation_memory_budget = 1.0
+        mesh = build_mesh(job.parallelism, "cpu")
+        if mistake == "doubled_data":
+            mesh = replace(mesh, data_rank=0)
+        with planted(mistake):
+            results[name] = train(job, mesh, documents)
+        weights[name] = results[name].pop("weights")
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
+        torch.save(weights, out.with_suffix(".pt"))
     dist.destroy_process_group()
 
 

@@ -250,6 +250,25 @@ class Parallelism(Section):
     """Blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit order."""
     fsdp_backward_prefetch: NonNegativeInt = 0
     """The same in the backward pass. 0: FSDP's own implicit prefetch of one block."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Number of ranks that share every matmul, with sequence parallelism between the matmuls and a loss over shards of
+    the vocabulary. Its traffic is on the critical path: keep it within one machine."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the traffic of tensor parallelism with its matmuls, through symmetric memory; needs compile and a GPU."""
+    context_parallel_degree: PositiveInt = 1
+    """Number of ranks that share every row. Each holds one chunk from the front and one from the back, which balances
+    causal attention, and gathers keys and values."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Number of ranks that the blocks are spread over. The microbatches of a step (global_batch_size / data-parallel
+    degree / local_batch_size) flow through them."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    """Order of forward and backward passes. 1F1B and GPipe have one stage a rank, the others two, or as many as
+    pipeline_parallel_split_points say. The zero bubble schedules delay the gradients of weights."""
+    pipeline_parallel_split_points: Names = ()
+    """First block of each stage but the first, such as ["layers.4", "layers.8"]. Empty: stages of equal cost, the
+    embedding and the output counted."""
 
 
 class ActivationCheckpoint(Section):
@@ -342,7 +361,9 @@ class Comm(Section):
     """Process groups."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Longest wait for all ranks to appear, and for any collective."""
+    """Longest wait for all ranks to appear, and for any collective of the first step, in which kernels are compiled."""
+    train_timeout_seconds: PositiveInt = 100
+    """The same for every later step. A collective that takes longer means that a rank is lost or hangs."""
     preemption_seconds: PositiveInt = 3600
     """Time that ranks get to finish their step and save once a signal asked them to stop; then they are killed. A
     scheduler that kills by itself needs no less; an hour suits the largest checkpoints."""

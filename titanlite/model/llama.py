@@ -61,6 +61,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
+        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention  # exchangeable
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
@@ -72,7 +73,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = attention(q, k, v, mask)
+        out = self.attend(q, k, v, mask)
         return self.wo(out.transpose(1, 2).flatten(-2))  # (B, T, C)
 
 
@@ -117,13 +118,20 @@ class Llama(nn.Module):
     With tied embeddings there is no `output` module: one parameter, one gradient, nothing that could come untied.
     """
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
+        """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
+
+        The first block brings the embedding along, the last one the norm and the output.
+        """
         super().__init__()
+        blocks = range(arch.n_layers) if blocks is None else blocks
+        first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch
-        self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim)
-        self.layers = nn.ModuleList(TransformerBlock(arch) for _ in range(arch.n_layers))
-        self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
-        self.output = None if arch.tied_embeddings else nn.Linear(arch.dim, arch.vocab_size, bias=False)
+        self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim) if first else None
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(arch) for i in blocks})
+        self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if last else None
+        untied = last and not arch.tied_embeddings
+        self.output = nn.Linear(arch.dim, arch.vocab_size, bias=False) if untied else None
 
     def forward(
         self,
@@ -132,7 +140,7 @@ class Llama(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
     ) -> Tensor:
-        """Token ids (B, T) -> logits (B, T, V).
+        """Token ids (B, T) -> logits (B, T, V). A part of a model takes and returns (B, T, C) where it was cut.
 
         Args:
             positions: (T,) or (B, T); None counts from 0, or from the cache's length.
@@ -147,11 +155,16 @@ class Llama(nn.Module):
         frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer: no dtype cast can round it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
-        x = self.tok_embeddings(tokens)  # (B, T, C)
-        for block, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, T, C)
+        for block, layer_cache in zip(self.layers.values(), cache or [None] * len(self.layers), strict=True):
             x = block(x, cos, sin, mask, layer_cache)
+        if self.norm is None:
+            return x
         x = self.norm(x)
-        return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
+        if self.output is not None:
+            return self.output(x)
+        assert self.tok_embeddings is not None
+        return F.linear(x, self.tok_embeddings.weight)
 
     def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """Draw every parameter from a generator of its own, seeded by (seed, name).

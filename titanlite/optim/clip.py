@@ -1,13 +1,16 @@
 """Gradient norm and clipping over a sharded model.
 
-Invariant: the norm is that of the full gradient, the same on every rank, and stays on the device. May import torch.
+Invariant: the norm is that of the full gradient of the whole model, the same on every rank, and stays on the device.
+May import torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,12 +18,28 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients in place so that their total L2 norm is at most `max_norm` (0: leave them alone).
 
-    Returns: the norm before clipping, a scalar tensor on the gradients' device.
+    One all-reduce over the world serves every layout: each rank adds the squares of the shards that it holds, divided
+    by the number of ranks that hold the same shard. Pipeline stages need nothing else.
+
+    Returns: the norm before clipping, a scalar fp32 tensor on the gradients' device.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
+    norms = torch._foreach_div(norms, [math.sqrt(_copies(gradient)) for gradient in gradients])  # pyright: ignore
+    squares = torch.stack(norms).square().sum()
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
     return norm
+
+
+def _copies(gradient: Tensor) -> int:
+    """On how many ranks of the world each element of this gradient lies. Without a mesh: the same on all ranks."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_world_size() if dist.is_initialized() else 1
+    assert not any(placement.is_partial() for placement in gradient.placements)
+    dims = enumerate(gradient.placements)
+    return math.prod(gradient.device_mesh.size(dim) for dim, placement in dims if placement.is_replicate())

@@ -54,6 +54,6 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
         wrap = partial(wrap, context_fn=_save_attention_and_every_second_matmul)
     elif config.mode == "selective":
         every = int(config.selective_ac_option)
-    for i, block in enumerate(model.layers):
-        if (i + 1) % every == 0:
-            model.layers[i] = wrap(block)
+    for name, block in model.layers.items():
+        if (int(name) + 1) % every == 0:
+            model.layers[name] = wrap(block)

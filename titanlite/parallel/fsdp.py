@@ -32,6 +32,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
     )
     reshard = job.parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and job.parallelism.pipeline_parallel_degree > 1:
+        reshard = "never"  # or every microbatch would gather the stage again
 
     def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(  # pyright: ignore[reportCallIssue]
@@ -42,9 +44,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
             offload_policy=offload,
         )
 
-    blocks = list(model.layers)
-    if model.output is not None:
+    blocks = list(model.layers.values())
+    if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         shard(model.tok_embeddings, reshard != "never")
+    if model.norm is not None and model.output is not None:
         shard([model.norm, model.output], reshard == "always")
     for block in blocks:
         shard(block, reshard != "never")
@@ -71,3 +74,10 @@ def _set_prefetch(blocks: list[FSDPModule], depth: int, forward: bool) -> None:
 def set_gradient_sync(model: nn.Module, last_microbatch: bool) -> None:
     """Reduce gradients in the last microbatch only; the earlier ones add up unsharded on each rank."""
     cast(FSDPModule, model).set_requires_gradient_sync(last_microbatch)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered; `parameters()` are the shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

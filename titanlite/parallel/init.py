@@ -8,19 +8,34 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from titanlite.model.llama import Llama
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full`, which every rank holds, into `parameter`; no communication."""
-    if isinstance(parameter, DTensor):
-        # Rounded to the parameter's dtype before it is cut, as the whole tensor would be.
-        full = full.to(parameter.dtype)
-        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
-    else:
+    """Copy this rank's shard of `full`, which every rank holds, into `parameter`; no communication.
+
+    The last mesh dimension cuts first: tensor parallelism comes before FSDP, which shards what that left. (DTensor
+    writes it as `_StridedShard` where both cut the same dimension, and its own random numbers would differ.)
+    """
+    if not isinstance(parameter, DTensor):
         parameter.copy_(full)
+        return
+    shard = full.to(parameter.dtype)  # rounded to the parameter's dtype before it is cut, as the whole tensor would be
+    mesh = parameter.device_mesh
+    for dim in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dim]
+        if not placement.is_replicate():
+            cut: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+            length = shard.shape[cut]
+            chunk = -(-length // mesh.size(dim))  # as torch.chunk: the last ranks may hold less, or nothing
+            start = min(length, chunk * mesh.get_local_rank(dim))
+            shard = shard.narrow(cut, start, min(chunk, length - start))
+    local = DTensor.from_local(
+        shard.contiguous(), mesh, parameter.placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+    parameter.copy_(local)
 
 
 def materialize(model: Llama, device: torch.device, seed: int) -> None:

@@ -1,43 +1,96 @@
 """The layout of ranks.
 
 Invariant: everything that depends on the layout asks this object; there is no global parallel context.
-May import torch and config.
+May import torch, config and parallel.layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config import schema
+from titanlite.parallel.layout import Degrees, degrees
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dimensions of the world.
+    """The dimensions of the world. Ranks are numbered (pipeline, replicate, shard, context, tensor), so that the
+    dimension with the most traffic, tensor, lies within a machine.
 
     Attributes:
-        fsdp: 1-D (shard), or 2-D (replicate, shard) for HSDP: what `fully_shard` takes.
+        fsdp: 1-D (shard), or 2-D (replicate, shard) for HSDP: what `fully_shard` takes. Context ranks hold gradients
+            of the same weights, and shard them, too.
+        tensor, context, pipeline: 1-D, or None where the degree is 1.
         data_rank: Which part of every global batch this rank reads, of `data_degree` parts.
-        data_group: The ranks that read different data and sum their losses.
+        data_group: The ranks that read different data, at the same place of every other dimension.
+        loss_group: The ranks whose shares of the loss add up: all with the same place in `tensor`.
     """
 
+    degrees: Degrees
     fsdp: DeviceMesh
+    tensor: DeviceMesh | None
+    context: DeviceMesh | None
+    pipeline: DeviceMesh | None
     data_rank: int
-    data_degree: int
     data_group: dist.ProcessGroup
+    loss_group: dist.ProcessGroup
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def data_degree(self) -> int:
+        """Parts of a global batch that are read apart."""
+        return self.degrees.data
 
 
 def build_mesh(config: schema.Parallelism, device_type: str) -> Mesh:
     """Lay out the initialised world. The degrees were validated against its size before it started."""
-    world_size, replicate = dist.get_world_size(), config.data_parallel_replicate_degree
-    assert world_size % replicate == 0
-    shard = world_size // replicate
-    if replicate == 1:
-        fsdp = init_device_mesh(device_type, (shard,), mesh_dim_names=("dp_shard",))
-    else:
-        fsdp = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    assert dist.group.WORLD is not None
-    return Mesh(fsdp, dist.get_rank(), world_size, dist.group.WORLD)
+    degree = degrees(config, dist.get_world_size())
+    assert degree.world == dist.get_world_size()
+    # What one parameter may lie on must be one mesh: FSDP and tensor parallelism compose inside of it.
+    sizes = {
+        "pp": degree.pipeline,
+        "dp_replicate": degree.replicate,
+        "dp_shard": degree.shard * degree.context,
+        "tp": degree.tensor,
+    }
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    hybrid = ("dp_replicate", "dp_shard") if degree.replicate > 1 else ("dp_shard",)
+    # (pipeline, replicate, shard, context, tensor)
+    grid = torch.arange(degree.world).view(degree.pipeline, degree.replicate, degree.shard, degree.context, -1)
+    context = None
+    if degree.context > 1:
+        context = DeviceMesh.from_group(_group_along(grid, 3), device_type, mesh_dim_names=("cp",))
+    _, replicate, shard, _, _ = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
+    return Mesh(
+        degree,
+        fsdp=mesh[hybrid] if mesh.ndim > len(hybrid) else mesh,
+        tensor=mesh["tp"] if degree.tensor > 1 else None,
+        context=context,
+        pipeline=mesh["pp"] if degree.pipeline > 1 else None,
+        data_rank=replicate * degree.shard + shard,
+        data_group=_group_along(grid, 1, 2),
+        loss_group=_group_along(grid, 0, 1, 2, 3),
+    )
+
+
+def _group_along(grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
+    """The group of ranks that differ from this one in these dimensions of `grid` only."""
+    others = [dim for dim in range(grid.ndim) if dim not in dims]
+    members = grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2)  # (groups, ranks of a group)
+    world = dist.group.WORLD
+    assert world is not None
+    if len(members) == 1:
+        return world
+    group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -7,6 +7,7 @@ May import torch, model, config and the other modules of this room.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -14,30 +15,57 @@ from titanlite.config.schema import JobConfig
 from titanlite.model.flavors import architecture
 from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.init import materialize
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import join_stages, own_stages
+from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
 
-def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> Llama:
+@dataclass(frozen=True)
+class ShardedModel:
+    """What one rank holds of the model.
+
+    Attributes:
+        whole: All of it, under the names of the whole model: for optimizer, checkpoints and gradient norm.
+        stages: Stage number -> its part. Without a pipeline the only one, and the same module.
+    """
+
+    whole: Llama
+    stages: dict[int, Llama]
+
+
+def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> ShardedModel:
     """Build, parallelize and initialise the model that `job` describes; its shards end on `device`."""
-    with torch.device("meta"):
-        model = Llama(architecture(job.model))
-    model.to(getattr(torch, job.training.init_dtype))
-    parallelize(model, mesh, job, log)
-    materialize(model, torch.device("cpu") if job.training.enable_cpu_offload else device, job.training.seed)
-    # Cast once sharded: a full-precision copy of the whole model never exists, and the optimizer's state follows.
-    return model.to(getattr(torch, job.training.dtype))
+    arch = architecture(job.model)
+    parts = {0: range(arch.n_layers)} if mesh.pipeline is None else own_stages(job, mesh.pipeline)
+    stages = {}
+    for number, blocks in parts.items():
+        with torch.device("meta"):
+            model = Llama(arch, blocks)
+        model.to(getattr(torch, job.training.init_dtype))
+        parallelize(model, mesh, job, log)
+        materialize(model, torch.device("cpu") if job.training.enable_cpu_offload else device, job.training.seed)
+        # Cast once sharded: a full-precision copy of the whole model never exists; the optimizer's state follows.
+        stages[number] = model.to(getattr(torch, job.training.dtype))
+    return ShardedModel(join_stages(list(stages.values())), stages)
 
 
 def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], None]) -> None:
-    """Apply every transformation that `job` asks for, in place."""
+    """Apply every transformation that `job` asks for to a model or a pipeline stage, in place."""
     if job.float8.enable:
         convert_to_float8(model, job.float8, log)
+    if mesh.tensor is not None:
+        apply_tensor_parallel(model, mesh.tensor)
+        if job.parallelism.enable_async_tensor_parallel:
+            enable_async_tensor_parallel(mesh.tensor)
+    if mesh.context is not None:
+        apply_context_parallel(model, mesh.context)
     if job.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, job.activation_checkpoint)
     if job.compile.enable and "model" in job.compile.components:
-        for block in model.layers:
+        for block in model.layers.values():
             block.compile(fullgraph=True)  # one graph serves all blocks: they share their code and shapes
     apply_fsdp(model, mesh.fsdp, job)

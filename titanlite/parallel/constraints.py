@@ -1,0 +1,170 @@
+"""What a layout cannot do, why, and the nearest one that works.
+
+Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config,
+model.flavors and parallel.layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.model.flavors import Architecture
+from titanlite.parallel.layout import (
+    ONE_STAGE_A_RANK,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    Degrees,
+    bad_split_points,
+    degrees,
+    sequence_divisor,
+)
+
+Problem = tuple[str, ...]  # the key, what is wrong with its value, what to do
+
+DIMENSIONS = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
+
+
+def fills_world(config: Parallelism, world: int) -> Iterator[Problem]:
+    """The degrees must multiply to the number of ranks."""
+    here = f"The world is {world} rank{'s' if world > 1 else ''} (NGPU times NNODES)."
+    degree = degrees(config, world)
+    fixed = degree.world // degree.shard  # all but the shards
+    named = {f"{name}_degree": getattr(config, f"{name}_degree") for name in DIMENSIONS}
+    times = " times ".join(f"{name} = {value}" for name, value in named.items() if value > 1)
+    shard = config.data_parallel_shard_degree
+    if shard == -1 and world % fixed:
+        worst = max(named, key=lambda name: (world % named[name] != 0, named[name]))
+        others = fixed // named[worst]
+        if others == 1:
+            text = f"must divide the number of ranks. {here}"
+        else:
+            text = f"does not fit: {times} is {fixed}, which must divide the number of ranks. {here}"
+        if world % others:
+            yield f"parallelism.{worst}", text, f"Start {fixed} ranks, or a multiple of that."
+        else:
+            near = " and ".join(map(str, nearest(divisors(world // others), named[worst])))
+            yield f"parallelism.{worst}", f"{text} Near ones that do: {near}."
+    elif degree.world != world:
+        product = f"times {times or 'data_parallel_replicate_degree = 1'} is {fixed * shard}. "
+        fits = f"Set it to -1 (all that are left){f' or {world // fixed}' if world % fixed == 0 else ''}"
+        fits += f", or start {fixed * shard} ranks."
+        if world % fixed:
+            fits = f"With these ranks the other degrees must multiply to a divisor of {world}. {fits}"
+        yield "parallelism.data_parallel_shard_degree", f"{product}{here}", fits
+
+
+def tensor_parallel(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Problem]:
+    """Each rank needs whole heads, an equal part of the feed-forward network, and a part of the vocabulary."""
+    key, tensor = "parallelism.tensor_parallel_degree", degree.tensor
+
+    def works(n: int) -> bool:
+        part = -(-arch.vocab_size // n)
+        return arch.n_kv_heads % n == 0 and arch.ffn_dim % n == 0 and part * (n - 1) < arch.vocab_size
+
+    if not works(tensor):
+        text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}: a rank takes "
+        near = nearest(filter(works, range(1, arch.n_kv_heads + 1)), tensor)
+        yield key, f"{text}whole heads. Nearest: {' and '.join(map(str, near))}."
+    elif job.float8.enable and tensor > 1:
+        sides = {"n_kv_heads": arch.n_kv_heads * arch.head_dim, "dim": arch.dim, "ffn_dim": arch.ffn_dim}
+        odd = [name for name, side in sides.items() if side // tensor % 16]
+        if odd:
+            fits = [n for n in range(1, tensor) if works(n) and all(side // n % 16 == 0 for side in sides.values())]
+            text = f"leaves the rank a side that is no multiple of 16 (from model.{odd[0]}), which an FP8 matmul needs."
+            yield key, text, f"Nearest: {max(fits)}." if fits else "Set float8.enable = false."
+    if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not _compiles(job)):
+        text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components: '
+        yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler is what overlaps."
+
+
+def sequence_divides(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
+    """Rows are cut among tensor and context ranks."""
+    length, divisor = job.training.seq_len, sequence_divisor(degree)
+    if length % divisor:
+        low = length // divisor * divisor
+        reason = f"context_parallel_degree = {degree.context} (two chunks a rank) and tensor_parallel_degree = "
+        text = f"must be a multiple of {divisor}: rows are cut by {reason}{degree.tensor}."
+        yield "training.seq_len", text, f"Nearest: {f'{low} or ' if low else ''}{low + divisor}."
+
+
+def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Problem]:
+    """Stages must exist, be cut where asked, and have enough microbatches."""
+    config, ranks = job.parallelism, degree.pipeline
+    key, schedule = "parallelism.pipeline_parallel_degree", config.pipeline_parallel_schedule
+    points = config.pipeline_parallel_split_points
+    if ranks == 1:
+        if points:
+            yield "parallelism.pipeline_parallel_split_points", "needs pipeline_parallel_degree > 1."
+        return
+    if arch.tied_embeddings:
+        text = "does not go with model.tied_embeddings = true: the one matrix would be needed on the first and on the "
+        remedy = "Use tensor or data parallelism for it, or set model.tied_embeddings = false."
+        yield key, f"{text}last stage, and its gradient summed between them.", remedy
+    single = schedule in ONE_STAGE_A_RANK
+    if points:
+        yield from _split_points(config, arch, ranks)
+    elif ranks * (1 if single else 2) > arch.n_layers:
+        each = "a block" if single else f"two stages with a block each, as {schedule} has two a rank"
+        limit = arch.n_layers if single else arch.n_layers // 2
+        yield key, f"gives no rank {each}: the model has {arch.n_layers} blocks.", f"Nearest: {limit}."
+    if schedule in SPLIT_BACKWARD and _compiles(job):
+        text = "delays the gradients of weights, which a compiled block computes together with those of its input."
+        yield "parallelism.pipeline_parallel_schedule", text, 'Nearest: "Interleaved1F1B", or compile.enable = false.'
+    yield from _microbatches(job, degree)
+
+
+def _split_points(config: Parallelism, arch: Architecture, ranks: int) -> Iterator[Problem]:
+    key, points = "parallelism.pipeline_parallel_split_points", config.pipeline_parallel_split_points
+    schedule = config.pipeline_parallel_schedule
+    stages, wrong = len(points) + 1, bad_split_points(points, arch.n_layers)
+    if wrong:
+        yield key, wrong
+    elif schedule in ONE_STAGE_A_RANK and stages != ranks:
+        yield key, f"gives {stages} stages; {schedule} on {ranks} ranks has one on each: {ranks - 1} points."
+    elif schedule in V_SHAPED and stages != 2 * ranks:
+        yield key, f"gives {stages} stages; {schedule} on {ranks} ranks has two on each: {2 * ranks - 1} points."
+    elif stages % ranks:
+        yield key, f"gives {stages} stages, which cannot be spread evenly over {ranks} pipeline ranks."
+
+
+def _microbatches(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
+    training, ranks, schedule = job.training, degree.pipeline, job.parallelism.pipeline_parallel_schedule
+    rows = training.local_batch_size * degree.data
+    count = 1 if training.global_batch_size == -1 else training.global_batch_size // rows
+    in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+
+    def works(n: int) -> bool:
+        return n >= ranks and not (in_rounds and n % max(1, n // ranks))
+
+    if not works(count):
+        text = (
+            f"gives a data-parallel rank {count} microbatch{'es' if count > 1 else ''} of {training.local_batch_size} "
+        )
+        reason = f"rows; a pipeline of {ranks} ranks needs at least {ranks}"
+        reason += f", in equal rounds of {ranks} or a little more ({schedule})." if in_rounds else "."
+        near = nearest(filter(works, range(1, 2 * max(count, ranks) + 1)), count)
+        yield "training.global_batch_size", text + reason, f"Nearest: {' or '.join(str(n * rows) for n in near)}."
+
+
+def layout_problems(job: JobConfig, arch: Architecture, world: int) -> Iterator[Problem]:
+    """All that is wrong with a layout whose degrees fill the world."""
+    degree = degrees(job.parallelism, world)
+    yield from tensor_parallel(job, arch, degree)
+    yield from sequence_divides(job, degree)
+    yield from pipeline(job, arch, degree)
+
+
+def _compiles(job: JobConfig) -> bool:
+    return job.compile.enable and "model" in job.compile.components
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def nearest(choices: Iterable[int], to: int) -> list[int]:
+    """The two closest, rising."""
+    distance: Callable[[int], int] = lambda n: abs(n - to)  # noqa: E731
+    return sorted(sorted(choices, key=distance)[:2])

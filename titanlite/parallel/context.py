@@ -1,0 +1,100 @@
+"""Context parallelism: the ranks of a group share every row, and gather keys and values, as for Llama 3
+(https://arxiv.org/abs/2407.21783, section 3.3.2).
+
+Invariant: rank r of n holds the chunks r and 2n - 1 - r of 2n. Under a causal mask the early chunk is cheap and the
+late one dear, so all ranks work the same; keys and values stand in their natural order before anybody attends. May
+import torch and model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.model.attention import attention, document_mask
+from titanlite.model.llama import Llama, TransformerBlock
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def own_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """This rank's part of a tensor that every rank of the group holds: T of it along `dim` becomes T / degree."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    chunks = x.chunk(2 * ranks, dim)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
+
+
+def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The inverse of `own_chunks`, by an all-gather; its backward pass is a reduce-scatter."""
+    ranks = mesh.size()
+    gathered = collectives.all_gather_tensor_autograd(x.contiguous(), dim, mesh.get_group())
+    chunks = gathered.chunk(2 * ranks, dim)  # 0, 2n - 1, 1, 2n - 2, ...
+    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim)
+
+
+def context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) -> Tensor | BlockMask | None:
+    """The mask of this rank's queries over all keys of the row.
+
+    Args:
+        tokens, document_ids: (B, T), whole rows. Without documents the mask is causal.
+
+    Returns: for the CPU (B, 1, T / degree, T), or None: causal, without a mask. For a GPU always a block mask, so that
+        the memory is in T and not in T^2.
+    """
+    if tokens.device.type != "cpu":
+        return flex_context_mask(tokens, document_ids, mesh)
+    return None if document_ids is None else own_chunks(document_mask(document_ids), mesh, dim=2)  # pyright: ignore
+
+
+def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) -> BlockMask:
+    """`context_mask` for flex attention, on any device."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, length = tokens.shape
+    place = own_chunks(torch.arange(length, device=tokens.device), mesh, dim=0)  # (T / degree,)
+
+    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return place[query] >= key
+
+    def within_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert document_ids is not None
+        return (place[query] >= key) & (document_ids[batch, place[query]] == document_ids[batch, key])
+
+    if document_ids is None:
+        return create_block_mask(causal, None, None, len(place), length, device=tokens.device)
+    return create_block_mask(within_document, rows, None, len(place), length, device=tokens.device)
+
+
+class ContextParallelAttention:
+    """Attention of this rank's queries to the keys and values of the whole row."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """As `titanlite.model.attention.attention`; q, k, v are (B, H, T / degree, D).
+
+        Without a mask each of the two chunks attends causally to the keys up to its own end only.
+        """
+        k, v = gather_chunks(torch.stack((k, v)), self._mesh, dim=3).unbind()  # (B, H_kv, T, D), in one collective
+        if mask is not None:
+            return attention(q, k, v, mask)
+        chunk, total = q.shape[2] // 2, k.shape[2]
+        ends = (self._mesh.get_local_rank() + 1) * chunk, total - self._mesh.get_local_rank() * chunk
+        parts = []
+        for part, end in zip(q.chunk(2, dim=2), ends, strict=True):
+            seen = torch.ones(chunk, end, dtype=torch.bool, device=q.device).tril(end - chunk)
+            parts.append(attention(part, k[:, :, :end], v[:, :, :end], seen))
+        return torch.cat(parts, dim=2)
+
+
+def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Exchange the attention of every block in place. The model must then be given its positions."""
+    for module in model.modules():
+        if isinstance(module, TransformerBlock):
+            module.attention.attend = ContextParallelAttention(mesh)

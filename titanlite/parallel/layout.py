@@ -1,0 +1,132 @@
+"""The arithmetic of layouts: degrees, the cut of a model into pipeline stages, which rank runs which stage.
+
+Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config and
+model.flavors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from titanlite.config import schema
+from titanlite.model.flavors import Architecture
+
+ONE_STAGE_A_RANK = ("1F1B", "GPipe")
+V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights when there is time
+FLOPS_PER_BYTE = 300  # what an H100 computes in bf16 while it moves a byte of memory
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks lie along each dimension of the world; outermost first, as ranks are numbered."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+    @property
+    def data(self) -> int:
+        """Parts of a global batch that are read apart."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+
+def degrees(config: schema.Parallelism, world_size: int) -> Degrees:
+    """The layout of `world_size` ranks; data_parallel_shard_degree = -1 takes what is left, at least 1."""
+    pipeline, context, tensor = (
+        config.pipeline_parallel_degree,
+        config.context_parallel_degree,
+        config.tensor_parallel_degree,
+    )
+    replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(1, world_size // (pipeline * replicate * context * tensor))
+    return Degrees(pipeline, replicate, shard, context, tensor)
+
+
+def stage_parts(config: schema.Parallelism, arch: Architecture, seq_len: int) -> list[range]:
+    """The blocks of each stage: cut at `pipeline_parallel_split_points`, or so that the stages cost the same."""
+    if config.pipeline_parallel_split_points:
+        cuts = [int(point.rpartition(".")[2]) for point in config.pipeline_parallel_split_points]
+    else:
+        per_rank = 1 if config.pipeline_parallel_schedule in ONE_STAGE_A_RANK else 2
+        cuts = balanced_cuts(arch, seq_len, config.pipeline_parallel_degree * per_rank)
+    return [range(first, end) for first, end in pairwise([0, *cuts, arch.n_layers])]
+
+
+def bad_split_points(points: Sequence[str], n_layers: int) -> str | None:
+    """What is wrong about cuts given by hand, if anything."""
+    if not all(re.fullmatch(r"layers\.\d+", point) for point in points):
+        return 'must name the first block of each stage but the first, such as ["layers.4", "layers.8"].'
+    cuts = [int(point.rpartition(".")[2]) for point in points]
+    if any(a >= b for a, b in pairwise([0, *cuts, n_layers])):
+        return f"must rise from layers.1 to at most layers.{n_layers - 1}, so that every stage has a block."
+    return None
+
+
+def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
+    """Time of the embedding, of one block and of the output, in forward FLOPs per token.
+
+    The embedding multiplies nothing; its cost is the memory traffic of its dense gradient (V x C in fp32, once per
+    row), exchanged at the FLOPs that the device could do meanwhile.
+    """
+    embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)  # a third: per forward pass
+    kv_dim = arch.n_kv_heads * arch.head_dim
+    block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * kv_dim + 3 * arch.dim * arch.ffn_dim)
+    block += 2 * seq_len * arch.dim  # causal scores and their sum of values: half of 4 T C
+    return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
+
+
+def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
+    """First blocks of the stages 1, 2, ... such that the dearest stage is as cheap as can be; every stage has a block.
+
+    Among equals the sum of squares decides, so that a surplus block never sits beside the embedding or the output.
+    """
+    embedding, block, output = piece_costs(arch, seq_len)
+    layers = arch.n_layers
+    assert stages <= layers
+
+    def cost(stage: int, blocks: int) -> float:
+        return blocks * block + (embedding if stage == 0 else 0) + (output if stage == stages - 1 else 0)
+
+    # best[n]: (cost of the dearest stage, sum of squares, cuts) of the stages so far over the first n blocks
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(stages):
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        for done, (dearest, squares, cuts) in best.items():
+            for end in range(done + 1, layers - (stages - 1 - stage) + 1):
+                here = cost(stage, end - done)
+                candidate = (max(dearest, here), squares + here * here, [*cuts, end])
+                if end not in following or candidate[:2] < following[end][:2]:
+                    following[end] = candidate
+        best = following
+    return best[layers][2][:-1]
+
+
+def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
+    """The pipeline rank that runs a stage."""
+    if schedule in V_SHAPED:
+        return min(stage, stages - 1 - stage)
+    return stage % pipeline
+
+
+def sequence_divisor(degree: Degrees) -> int:
+    """What a row's length must be a multiple of: two chunks a context rank, each rank's part cut by tensor ranks."""
+    context = 2 * degree.context if degree.context > 1 else 1
+    if degree.tensor == 1:
+        return context
+    # The part of a context rank, T / context, must divide by the tensor degree as well.
+    need = degree.context * degree.tensor
+    while need % context:
+        need += degree.context * degree.tensor
+    return need

@@ -1,0 +1,157 @@
+"""Forward and backward passes of one optimizer step, under every layout the same call.
+
+Invariant: the gradients are those of (sum of cross entropy over all valid tokens of the global batch) / (their
+number), however rows, positions, vocabulary and blocks are spread. May import torch, model, config and the other
+modules of this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import JobConfig
+from titanlite.model.attention import document_mask
+from titanlite.parallel.context import context_mask, own_chunks
+from titanlite.parallel.fsdp import free_gathered, set_gradient_sync
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import ShardedModel
+from titanlite.parallel.pipeline import build_schedule, forward_only
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Microbatch(Protocol):
+    """Some rows, each (B, T); ids and positions if rows hold documents that do not see each other."""
+
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def document_ids(self) -> Tensor | None: ...
+    @property
+    def positions(self) -> Tensor | None: ...
+
+
+class Step:
+    """Without a pipeline: one microbatch after the other; gradients are reduced with the last one."""
+
+    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction) -> None:
+        """`loss_fn`: (output of the model, labels) -> sum of cross entropy over this rank's positions."""
+        self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
+
+    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
+        """Accumulate gradients; returns this rank's share of the loss, a scalar on the device. The shares of the ranks
+        of `mesh.loss_group` add up to the loss.
+
+        Args:
+            num_valid_tokens: Of the global batch, on the device.
+        """
+        total = torch.zeros((), device=num_valid_tokens.device)
+        for i, microbatch in enumerate(microbatches):
+            set_gradient_sync(self._model, last_microbatch=i == len(microbatches) - 1)
+            loss = self._loss(microbatch) / num_valid_tokens
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """This rank's share of the sum of cross entropy, float64; no gradients."""
+        total = torch.stack([self._loss(microbatch).double() for microbatch in microbatches]).sum()
+        free_gathered(self._model)
+        return total
+
+    def _loss(self, microbatch: Microbatch) -> Tensor:
+        tokens, labels, rest = own_part([microbatch], self._mesh)
+        return self._loss_fn(self._model(tokens, **rest), labels)
+
+
+class PipelineStep(Step):
+    """With a pipeline: the schedule decides which microbatch runs when. Only the last stage knows a loss."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        mesh: Mesh,
+        loss_fn: LossFunction,
+        job: JobConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, mesh, loss_fn)
+        training = job.training
+        self._microbatches = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
+        self._has_first = model.whole.tok_embeddings is not None
+        self._has_last = model.whole.norm is not None
+        self._divisor = torch.ones((), device=device)
+        self._schedule = build_schedule(job, mesh, model.stages, device, self._microbatches, self._divided_loss)
+
+    def _divided_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self._loss_fn(output, labels) / self._divisor
+
+    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
+        self._divisor = num_valid_tokens
+        return self._run(self._schedule.step, microbatches)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        self._divisor = torch.ones_like(self._divisor)
+        total = torch.zeros_like(self._divisor, dtype=torch.float64)
+        for i in range(0, len(microbatches), self._microbatches):
+            part = microbatches[i : i + self._microbatches]
+            missing = self._microbatches - len(part)  # the schedule is made for so many: rows without labels fill up
+            with forward_only(self._schedule):
+                total += self._run(self._schedule.eval, [*part, *[part[-1]] * missing], missing)
+        free_gathered(self._model)
+        return total
+
+    def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:
+        tokens, labels, rest = own_part(microbatches, self._mesh)
+        if missing:
+            labels = labels.clone()
+            labels[-missing * len(labels) // len(microbatches) :] = -100
+        if "positions" not in rest:  # a stage cannot count them: what it receives may be cut along the sequence
+            rest["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        losses: list[Tensor] = []
+        inputs = (tokens,) if self._has_first else ()
+        target = {"target": labels, "losses": losses} if self._has_last else {}
+        run(*inputs, **target, **rest, return_outputs=False)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
+
+
+def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device) -> Step:
+    """The step that fits the layout."""
+    if mesh.pipeline is None:
+        return Step(model, mesh, loss_fn)
+    return PipelineStep(model, mesh, loss_fn, job, device)
+
+
+def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Tokens and labels (B, T) of these microbatches in one, and positions and mask where the model needs them.
+
+    Under context parallelism T is this rank's part of the row, its positions are not consecutive.
+    """
+
+    def joined(name: str) -> Tensor:
+        parts = [getattr(microbatch, name) for microbatch in microbatches]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    tokens, labels = joined("input_ids"), joined("labels")
+    documents = None if microbatches[0].document_ids is None else joined("document_ids")
+    rest: dict[str, Any] = {}
+    if microbatches[0].positions is not None:
+        rest["positions"] = joined("positions")
+    if mesh.context is None:
+        if documents is not None:
+            rest["mask"] = document_mask(documents)
+        return tokens, labels, rest
+    mask = context_mask(tokens, documents, mesh.context)
+    if mask is not None:
+        rest["mask"] = mask
+    positions = rest.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+    tokens, labels, rest["positions"] = (own_chunks(x, mesh.context) for x in (tokens, labels, positions))
+    return tokens, labels, rest
