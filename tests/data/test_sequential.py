@@ -2,13 +2,15 @@
 
 import gzip
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data_helpers import TOKENIZER, Ranks, make_loader, some_texts, write_jsonl
+from data_helpers import ROOT, TOKENIZER, Ranks, make_loader, some_texts, write_jsonl
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
@@ -138,6 +140,52 @@ def test_the_library_in_memory_mapped_and_streamed_form_holds_the_same_documents
         assert [source[i] for i in range(len(source))] == TEXTS  # type: ignore[index]
     again = open_source(Dataset(source="arrow", path=str(tmp_path / "one"), text_column="body"))
     assert again.fingerprint == one.fingerprint
+
+
+def test_c4_is_preconfigured(sources, monkeypatch):
+    import datasets
+
+    asked, load = [], datasets.load_dataset
+
+    def fake(path, **keys):
+        asked.append((path, keys))
+        return load(sources["streaming"].path, split="train", streaming=True)
+
+    monkeypatch.setattr("datasets.load_dataset", fake)
+    assert sequential(Dataset(source="c4")).num_parts == 6
+    assert asked == [("allenai/c4", {"name": "en", "split": "train", "streaming": True})]
+
+
+def test_skipping_after_a_restart_says_how_far_it_is(sources, monkeypatch, caplog):
+    ticks = iter(range(0, 1000, 3))
+    monkeypatch.setattr("time.monotonic", lambda: next(ticks))
+    with caplog.at_level("INFO", "titanlite"):
+        next(sequential(sources["gz"]).read(0, 7))
+    assert "a0.jsonl.gz: skipped 2 of 7 documents" in caplog.messages[0]
+    assert len(caplog.messages) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "jsonl.gz"])
+def test_memory_does_not_grow_with_the_file(tmp_path, kind):
+    """Peak memory of a run over 4 and over 60 MB differs by less than 20 MiB."""
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[1]]; from data_helpers import *\n"
+        "loader = make_loader(Dataset(source=sys.argv[2], path=sys.argv[3], num_workers=0), seq_len=2048)\n"
+        "for _ in range(20): loader.next_global_batch()\n"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"  # KiB
+    )
+    text, peaks = "def function(argument):\n    return argument + 1  # a comment\n" * 1000, []
+    for megabytes in (4, 60):
+        path, count = tmp_path / f"{megabytes}.{kind}", megabytes * 10**6 // len(text)
+        if kind == "text":
+            path.write_text(text * count)
+        else:
+            with gzip.open(path, "wt", compresslevel=1) as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for _ in range(count))
+        command = [sys.executable, "-c", code, str(ROOT / "tests/data"), kind.split(".")[0], str(path)]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout))
+    assert peaks[1] - peaks[0] < 20 * 1024
 
 
 def test_a_truncated_file_is_named(tmp_path):

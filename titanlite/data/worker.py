@@ -7,6 +7,7 @@ it raises, or that it died, is raised in the trainer. Imports no torch: a worker
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -108,6 +109,9 @@ class WorkerProcess:
         """What the module does in the new process: `main` with the other end, until the one who started it is gone."""
         for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the trainer decides
             signal.signal(number, signal.SIG_IGN)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))
+        logging.getLogger("titanlite").addHandler(handler)
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             main(Connection(int(sys.argv[1])))
 
@@ -177,6 +181,7 @@ class _Worker:
 def main(connection: Connection) -> None:
     """Send batch after batch until the socket is closed, or something is raised."""
     arguments, tokenizer, settings, part = receive(connection)
+    logging.getLogger("titanlite").setLevel(logging.ERROR if part.dp_rank else logging.INFO)  # ranks would repeat it
     reader: BatchReader | None = None
     try:
         reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
