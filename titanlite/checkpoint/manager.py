@@ -70,7 +70,7 @@ class CheckpointManager:
         self._check_storage(token)
         self._saver = Saver(config, folder, self._ranks, token, log)
         if optimizer is not None and config.async_mode == "async_with_pinned_mem":
-            optimizer.register_step_pre_hook(lambda *_: self._saver.wait_for_staging())
+            optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
 
     @property
     def failed_saves(self) -> int:

@@ -1,7 +1,7 @@
 """Write checkpoints, in the step loop or beside it, and remove old ones.
 
 Invariant: one save is under way at a time; one that fails costs nothing but itself. May import config, torch, commit,
-storage and ranks.
+ranks, staging and storage.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.staging import Staged, Stager
 from titanlite.checkpoint.storage import CommittingWriter
 from titanlite.config import schema
-from titanlite.config.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,11 @@ class Saver:
         self._count = 0
         self._pending: tuple[_PendingSave, Future[Any]] | None = None
         self._purger = ThreadPoolExecutor(1, "purge")
-        self._stager = build_stager(config.async_mode)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        mode = config.async_mode
+        self._stager = (
+            None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")
+        )
 
     def save(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path | None = None) -> None:
         """Write a checkpoint, or stage it and leave the writing to the background. Call `settle` before.
@@ -100,39 +102,44 @@ class Saver:
         else:
             self.last_step = pending.step
 
-    def wait_for_staging(self) -> None:
-        """Return when the live tensors may change again."""
+    def before_update(self) -> None:
+        """Call before the live tensors change: with pinned memory they may still be copied."""
         if self._stager is not None:
-            self._stager.synchronize_staging()
+            self._stager.before_update()
 
     def close(self) -> None:
         """Wait for the save and the removals under way."""
         self.settle()
+        self._writer.shutdown(wait=True)
         self._purger.shutdown(wait=True)
-        if self._stager is not None:
-            self._stager.close()
 
     def _write(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
         """Start writing, or write; the future fails if any rank failed."""
+        if self._stager is not None:
+            staged = self._stager.stage(tensors)
+            return self._writer.submit(lambda: self._save(staged(), writer))
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._save(tensors, writer))
+        except CheckpointException as error:
+            future.set_exception(error)
+        return future
+
+    def _save(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        if self._stager is None:
-            future: Future[Any] = Future()
-            try:
-                dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._ranks.group)
-                future.set_result(None)
-            except CheckpointException as error:
-                future.set_exception(error)
-            return future
-        by_process = self._config.async_mode == "process"
+        if self._config.async_mode != "process":
+            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+            return
         response = async_save(
             tensors,
             storage_writer=writer,
             planner=planner,
             process_group=self._ranks.group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS if by_process else AsyncCheckpointerType.THREAD,
-            async_stager=self._stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=Staged(),
         )
-        return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        assert isinstance(response, Future)
+        response.result()
 
     def _conclude(self, pending: _PendingSave, future: Future[Any]) -> None:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""
@@ -163,22 +170,6 @@ def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> lis
     complete = [path for path in commit.list_checkpoints(folder) if (path / commit.MANIFEST).is_file()]
     every = keep_every_n_steps
     return [path for path in complete[:-keep_latest_k] if not every or (commit.step_of(path) or 0) % every != 0]
-
-
-def build_stager(async_mode: str) -> DefaultStager | None:
-    """What copies the live tensors to host memory; None if they are written from where they are."""
-    if async_mode == "disabled":
-        return None
-    pinned = async_mode == "async_with_pinned_mem"
-    if pinned and not torch.cuda.is_available():
-        raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
-    options = StagingOptions(
-        use_pinned_memory=pinned,
-        use_shared_memory=async_mode == "process",
-        use_async_staging=pinned,
-        use_non_blocking_copy=pinned,
-    )
-    return DefaultStager(options)
 
 
 def cause(error: BaseException) -> str:

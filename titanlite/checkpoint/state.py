@@ -156,9 +156,9 @@ def plain(tensor: Tensor) -> Tensor:
     inner = _unwrap(local)
     if inner is local:
         return tensor
-    return DTensor.from_local(
-        inner, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor(
+        inner, tensor._spec, requires_grad=False
+    )  # from_local would move offloaded ones to the mesh's device
 
 
 def _unwrap(tensor: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""Copy the live tensors to host memory, so that training can go on while they are written.
+
+Invariant: the copies are those of the moment of `stage`. Nothing is allocated after the first save. May import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.errors import UserError
+
+
+class Stager:
+    """One more copy of everything that is saved, in host memory.
+
+    Args:
+        pinned: copy from the GPU beside what is computed on it. Raises UserError without a GPU.
+        shared: another process reads the copies.
+    """
+
+    def __init__(self, *, pinned: bool, shared: bool) -> None:
+        if pinned and not torch.cuda.is_available():
+            raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
+        self._shared = shared
+        self._stream = torch.cuda.Stream() if pinned else None
+        self._copied: Any = None  # event
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def stage(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Copy, or start to. The result waits for the copies, in whichever thread it is called."""
+        if self._stream is None:
+            staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+            return lambda: staged
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+            self._copied = copied = self._stream.record_event()
+
+        def wait() -> dict[str, Tensor]:
+            copied.synchronize()
+            return staged
+
+        return wait
+
+    def before_update(self) -> None:
+        """Let what comes next on the GPU, but not the host, wait until the live tensors may change."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._stream is not None)
+            self._buffers[name] = buffer = buffer.share_memory_() if self._shared else buffer
+        buffer.copy_(local, non_blocking=self._stream is not None)
+        if not isinstance(tensor, DTensor):
+            return buffer
+        return DTensor(buffer, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
+
+
+class Staged(AsyncStager):
+    """For DCP: the tensors are in host memory already."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
