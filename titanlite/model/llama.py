@@ -185,9 +185,15 @@ class Llama(nn.Module):
             with torch.no_grad():
                 assign(parameter, full)
 
-    @staticmethod
-    def _init_std(name: str) -> float:
-        """Matrices that write to the residual stream shrink with depth, so that its variance stays bounded."""
+    def _init_std(self, name: str) -> float:
+        """0.02, except where the residual stream begins and where it is written to.
+
+        An embedding of unit variance is not drowned by what the first blocks add to it; a tied one cannot have it,
+        as the logits would be huge. Matrices that write to the stream shrink with depth, so that its variance stays
+        bounded.
+        """
+        if name == "tok_embeddings.weight" and not self.arch.tied_embeddings:
+            return 1.0
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
             return INIT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return INIT_STD
