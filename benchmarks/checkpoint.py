@@ -54,7 +54,7 @@ class Training:
         self.model = Llama(arch)
         self.model.init_weights()
         self.model.to(device)
-        for block in self.model.layers:
+        for block in self.model.layers.values():
             fully_shard(block)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
