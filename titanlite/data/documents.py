@@ -28,7 +28,6 @@ MAX_STREAMS = 64
 """Part of the data order: changing it changes every run. A power of two, so that usual numbers of data-parallel
 ranks divide it and each rank then tokenizes only its own streams."""
 
-_ORDER_BLOCK = 32  # turns permuted at once, as numpy's cost is a call, not an element
 _WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends at the first of these
 
 
@@ -166,6 +165,8 @@ class RandomDocuments(Documents):
         self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
         self._order = order
         self._end = max_epochs * len(source) or None
+        # Turns are permuted many at once, as numpy's cost is a call, not an element; but no more than an epoch has.
+        self._block_turns = max(8, min(256, len(source) // streams))
         self._block, self._numbers = -1, np.empty(0, dtype=np.int64)
         self._document: Document | None = None
         self.place = Place()
@@ -182,9 +183,9 @@ class RandomDocuments(Documents):
             turn = self.place.turn
             if self._end is not None and turn * self._streams + self._stream >= self._end:
                 raise Exhausted
-            block, place = divmod(turn, _ORDER_BLOCK)
+            block, place = divmod(turn, self._block_turns)
             if block != self._block:
-                turns = np.arange(block * _ORDER_BLOCK, (block + 1) * _ORDER_BLOCK)
+                turns = block * self._block_turns + np.arange(self._block_turns)
                 self._block, self._numbers = block, self._order(turns * self._streams + self._stream)
             number = int(self._numbers[place])
             self._document = Document(0, number, self._encoder.fetch(self._source, number))
