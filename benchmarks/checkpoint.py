@@ -91,6 +91,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
         target = folder / commit.step_name(save)
         while not target.exists():
             steps.append(training.step())
+        manager._saver.settle()  # the file system may show the folder before the writer has told all ranks
         if save > 0:
             blocked.append(stopped)
             published.append(time.perf_counter() - started)
@@ -127,8 +128,9 @@ def main() -> None:
         "",
         "    python benchmarks/checkpoint.py",
         "",
-        f"One rank on {device}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}. "
-        f"Medians of {SAVES} saves, after one that warms up. Blocked: how long `save` stops the step loop, and its "
+        f"One rank on {device}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before the start), "
+        f"torch {torch.__version__}, Python {platform.python_version()}. Medians of {SAVES} saves, after one that "
+        "warms up. Files stay in the page cache. Blocked: how long `save` stops the step loop, and its "
         "share of a synchronous save. Published: until the checkpoint has its name.",
         "",
         "| state | async_mode | blocked | share | published | step alone | step meanwhile |",
