@@ -205,6 +205,12 @@ def _check_sources(context: Context, section: str, dataset: Dataset) -> Iterator
             found = f"{section}.stages.{number}.weights = {shown(stage.weights)}"
             text = f"must have {len(dataset.sources)} weights, one for each of {section}.sources."
             yield block(context.origins.get(f"{section}.stages", "default"), found, text)
+    weights = {f"{section}.sources.*.weight": [source.weight for source in dataset.sources] or [1.0]}
+    weights |= {f"{section}.stages.{number}.weights": list(s.weights) for number, s in enumerate(dataset.stages)}
+    for key, values in weights.items():
+        if not any(values):
+            origin = context.origins.get(".".join(key.split(".")[:2]), "default")
+            yield block(origin, f"{key} = {shown(values)}", "are all 0; at least one source needs a weight above 0.")
 
 
 def _source_problem(source: DataSource) -> str | None:
@@ -274,7 +280,7 @@ def warmup_ends(context: Context) -> Iterator[str]:
     # Cutting a run short from the command line is a way to look at its first steps: the rates stay those of the file.
     cut_short = context.origins.get("training.steps") == COMMAND_LINE
     cut_short = cut_short and context.origins.get("lr_scheduler.warmup_steps") != COMMAND_LINE
-    if warmup > steps and not cut_short:
+    if warmup is not None and warmup > steps and not cut_short:
         text = f"must be at most training.steps = {steps}, or the peak rate is never reached."
         yield context.wrong(
             "lr_scheduler.warmup_steps", text, f"Usual is {max(1, steps // 50)} to {max(1, steps // 10)}."

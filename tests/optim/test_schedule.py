@@ -54,3 +54,8 @@ def test_ends_at_the_floor(kind: str) -> None:
 
 def test_whole_run_of_warmup() -> None:
     assert rates(total=5, warmup_steps=5)[-1] == PEAK
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(10000, 200), (100, 10), (5, 0)])
+def test_warmup_left_out_fits_the_run(total: int, warmup: int) -> None:
+    assert rates(total) == rates(total, warmup_steps=warmup)

@@ -226,8 +226,8 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Warmup, then a stable rate, then decay (WSD): a pure function of the step."""
 
-    warmup_steps: NonNegativeInt = 200
-    """Steps of linear rise from 0 to the peak rate."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear rise from 0 to the peak rate. Left out: 200, or a tenth of the steps if that is less."""
     decay_ratio: Fraction | None = None
     """Share of all steps spent in decay, at the end. Left out: decay starts right after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"

@@ -15,9 +15,10 @@ def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_step
 
     Decay reaches `peak * min_lr_factor` one step after the last, so that no step is wasted at a rate of zero.
     """
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
-    after_warmup = total_steps - config.warmup_steps
+    warmup_steps = min(200, total_steps // 10) if config.warmup_steps is None else config.warmup_steps
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    after_warmup = total_steps - warmup_steps
     decay_steps = (
         after_warmup if config.decay_ratio is None else min(round(total_steps * config.decay_ratio), after_warmup)
     )
