@@ -27,8 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, SubprocessCo
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from titanlite.cli import ERROR_FOLDER
-from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 
@@ -49,6 +48,8 @@ class World:
     master_port: int = 29500
     shown_ranks: tuple[int, ...] = (0,)
     stop_seconds: float = 3600.0  # for the workers to save, once a signal has reached them
+    max_restarts: int = 0  # after crashes, from the newest checkpoint
+    min_nodes: int | None = None  # with so many the run goes on when machines are lost; None: with all
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ class _Logs(DefaultLogsSpecs):
 class Agent(LocalElasticAgent):
     """Torch's agent, except that it forwards signals instead of killing, and lets workers finish after a known exit."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, stop_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, stop_seconds: float, folder: Path) -> None:
         super().__init__(spec, logs)
+        self._folder = folder  # where workers leave the reason of their end
         self._stop_seconds = stop_seconds
         self.signal: int | None = None  # the first one that was forwarded
         self.ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
@@ -88,6 +90,7 @@ class Agent(LocalElasticAgent):
         self._deadline: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.ends, self.killed, self._deadline = {}, set(), None
         ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
         # Installs handlers that raise, after which workers get 30 s: ours below replace them.
         ids = super()._start_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
@@ -141,7 +144,18 @@ class Agent(LocalElasticAgent):
             if now < self._deadline:
                 return RunResult(state=WorkerState.HEALTHY)
             self._kill()
-        return super()._monitor_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
+        result: RunResult = super()._monitor_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            ends = _ends(self, self._folder)
+            if self.signal is not None or any(end.code in KNOWN_EXITS for end in ends):
+                self._remaining_restarts = 0  # it would end in the same way again
+            if self._remaining_restarts > 0:
+                left = self._remaining_restarts - 1
+                print(_why(ends, self, self._folder), file=sys.stderr)
+                print(f"Starting again from the newest checkpoint ({left} restarts left).", file=sys.stderr, flush=True)
+                for file in self._folder.glob("*.json"):
+                    file.unlink()
+        return result
 
 
 def run_workers(command: Sequence[str], world: World) -> int:
@@ -153,6 +167,8 @@ def run_workers(command: Sequence[str], world: World) -> int:
     with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
         os.environ[ERROR_FOLDER] = folder
         parameters = _rendezvous(world)
+        if parameters.backend == "c10d":  # a new store for each start: in a shared one the addresses of the dead remain
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         agent = Agent(
             WorkerSpec(
                 role="trainer",
@@ -160,7 +176,7 @@ def run_workers(command: Sequence[str], world: World) -> int:
                 rdzv_handler=get_rendezvous_handler(parameters),
                 entrypoint=sys.executable,
                 args=("-u", *command),
-                max_restarts=0,
+                max_restarts=world.max_restarts,
                 monitor_interval=POLL_SECONDS,
                 master_addr=world.master_addr if parameters.backend == "static" else None,
                 master_port=world.master_port if parameters.backend == "static" else None,
@@ -168,6 +184,7 @@ def run_workers(command: Sequence[str], world: World) -> int:
             ),
             _Logs(folder, world.shown_ranks),
             world.stop_seconds,
+            Path(folder),
         )
         try:
             result: Any = agent.run()
@@ -181,10 +198,10 @@ def run_workers(command: Sequence[str], world: World) -> int:
             agent._worker_group.spec.rdzv_handler.shutdown()
         if not result.is_failed():
             return 0
-        text, code = explain(_ends(agent, Path(folder)), agent.signal, agent.killed)
-        if text:
+        ends = _ends(agent, Path(folder))
+        if text := _why(ends, agent, Path(folder)):
             print(text, file=sys.stderr)
-        return code
+        return explain(ends, agent.signal, agent.killed)[1]
 
 
 def _rendezvous(world: World) -> RendezvousParameters:
@@ -193,7 +210,8 @@ def _rendezvous(world: World) -> RendezvousParameters:
     backend = "c10d" if world.node_rank is None else "static"
     options: dict[str, Any] = {"timeout": 900} | ({} if world.node_rank is None else {"rank": world.node_rank})
     endpoint = f"{world.master_addr}:{world.master_port}"
-    return RendezvousParameters(backend, endpoint, "titanlite", world.nodes, world.nodes, **options)
+    least = world.nodes if world.min_nodes is None else world.min_nodes
+    return RendezvousParameters(backend, endpoint, "titanlite", least, world.nodes, **options)
 
 
 def _ends(agent: Agent, folder: Path) -> list[End]:
@@ -208,6 +226,46 @@ def _ends(agent: Agent, folder: Path) -> list[End]:
         elif code != 0:  # it ended up to two polls before it was seen to
             ends.append(End(rank, code, seen - 2 * POLL_SECONDS, None))
     return sorted(ends, key=lambda end: (end.rank in agent.killed, end.time))
+
+
+def _why(ends: Sequence[End], agent: Agent, folder: Path) -> str:
+    """All that is known about the end of the workers."""
+    hangs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.hang.json"))]
+    return "\n".join(
+        text for text in (explain(ends, agent.signal, agent.killed)[0], explain_hang(hangs, agent.killed)) if text
+    )
+
+
+def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
+    """Which rank was late, and in what the others waited for it.
+
+    Args:
+        hangs: What `titanlite.parallel.watch.HangWatch` wrote for each rank of this machine.
+        killed: Ranks that did not end by themselves.
+    """
+    if not hangs:
+        return ""
+    reached: dict[str, int] = {}  # process group -> number of the last collective that any rank has joined
+    for hang in hangs:
+        for group, (number, _) in hang["collectives"].items():
+            reached[group] = max(number, reached.get(group, 0))
+    silent = killed - {hang["rank"] for hang in hangs}
+    lines = [f"Rank {rank} is LATE: its process was stopped, or hangs outside of Python." for rank in sorted(silent)]
+    for hang in hangs:
+        behind = [group for group, (number, _) in hang["collectives"].items() if number < reached[group]]
+        who = f"Rank {hang['rank']} ({hang['host']}), step {hang['step']}, "
+        last = list(hang["collectives"].values())[-1:] or [(0, "none")]
+        if behind:
+            number, name = hang["collectives"][behind[0]]
+            lines.insert(
+                0,
+                f"{who}is LATE: after {name} number {number} it did not join the next one. It is at "
+                f"{hang['line']}\n    inside of {hang['inside']}",
+            )
+        else:
+            number, name = last[0]
+            lines.append(f"{who}waits in {name} number {number}, at {hang['line']}")
+    return "\n".join(lines)
 
 
 def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tuple[str, int]:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import ERROR_FOLDER, UserError
 
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -32,9 +32,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.portable:import_"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
 }
-
-# Set by the launcher to a folder where a worker leaves the reason of its end, as <rank>.json.
-ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,8 @@ from titanlite.config.errors import UserError
 
 EXPLAINED = {
     "NGPU": "processes on this machine, one for each GPU",
-    "NNODES": "machines",
+    "NNODES": "machines, or the least and the most of them as in 1:2",
+    "MAX_RESTARTS": "times that a crashed run is started again",
     "NODE_RANK": "number of this machine, from 0",
     "MASTER_PORT": "a port of MASTER_ADDR that is free",
 }
@@ -48,7 +49,7 @@ def launch(argv: Sequence[str]) -> int:
     if wanted and 0 < gpus < wanted:
         raise UserError(f"NGPU={wanted}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
     workers = wanted or gpus or 1
-    nodes = _number("NNODES", 1) or 1
+    least, nodes = _nodes()
     node_rank = _number("NODE_RANK", 0)
     if node_rank is not None and node_rank >= nodes:
         raise UserError(f"NODE_RANK={node_rank} must be less than NNODES={nodes}.")
@@ -58,6 +59,8 @@ def launch(argv: Sequence[str]) -> int:
         )
     shown_ranks = logged_ranks()
     job = load_and_check(argv, workers * nodes)
+    if least < nodes:
+        load_and_check(argv, workers * least)  # the run must be able to go on there
 
     # Threads of all processes together use each core once; more only gets in each other's way.
     threads = job.training.num_threads or max(1, _cores() // workers)
@@ -70,8 +73,9 @@ def launch(argv: Sequence[str]) -> int:
 
     from titanlite.agent import World, run_workers
 
+    restarts = _number("MAX_RESTARTS", 0) or 0
     addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
-    world = World(workers, nodes, node_rank, addr, port, shown_ranks, job.comm.preemption_seconds)
+    world = World(workers, nodes, node_rank, addr, port, shown_ranks, job.comm.preemption_seconds, restarts, least)
     return run_workers(["-P", "-m", "titanlite.cli", "train", *argv], world)
 
 
@@ -88,6 +92,17 @@ def count_gpus() -> int:
         if visible is None
         else min(gpus, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
     )
+
+
+def _nodes() -> tuple[int, int]:
+    """NNODES: the least and the most machines."""
+    least, colon, most = os.environ.get("NNODES", "").partition(":")
+    if not colon:
+        nodes = _number("NNODES", 1) or 1
+        return nodes, nodes
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise UserError(f"NNODES={least}:{most}: a number, or two rising ones such as 1:2 ({EXPLAINED['NNODES']}).")
+    return int(least), int(most)
 
 
 def _number(name: str, minimum: int) -> int | None:

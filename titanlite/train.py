@@ -7,6 +7,7 @@ May import every room.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.errors import StoppedBySignal
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
 from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -43,6 +44,7 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
 from titanlite.parallel.step import build_step
 from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
+from titanlite.parallel.watch import HangWatch, process_groups, set_timeout
 from titanlite.parallel.world import process_group
 from titanlite.portable import write_tokenizer
 
@@ -68,6 +70,8 @@ class Trainer:
         """
         self.job, self.device = job, device
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
+        self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
+        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds)
         self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
         self.build_data()
         sharded = build_model(job, self.mesh, device, self.log)
@@ -79,6 +83,8 @@ class Trainer:
         self.checkpoints: CheckpointManager | None = None
         if job.checkpoint.enable:
             tokens_seen = self.resume()
+        if job.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_scales(self.model)
         self.loader.start()
         self.metrics = self.start_metrics(tokens_seen)
 
@@ -203,6 +209,9 @@ class Trainer:
                     self.save()
                 if not finished and self.step % (job.validation.freq or job.training.steps) == 0:
                     self.validate()
+                self.watch.passed(self.step, job.comm.train_timeout_seconds)
+                if self.step == first_step + 1:
+                    set_timeout(self.training_groups, job.comm.train_timeout_seconds)
             if requests.stop is None and self.step > first_step:
                 self.validate()
         signals.wait()
@@ -266,6 +275,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what runs in the background and close all files."""
+        self.watch.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
         self.loader.close()

@@ -139,6 +139,8 @@ def train(job: JobConfig, mesh: Mesh, documents: bool) -> dict[str, Any]:
     if mesh.tensor is not None:
         loss_fn = partial(vocab_parallel_cross_entropy_sum, mesh=mesh.tensor, vocab_size=model.arch.vocab_size)
     forward_backward = build_step(sharded, mesh, loss_fn, job, torch.device("cpu"))
+    if job.float8.precompute_float8_dynamic_scale_for_fsdp:
+        precompute_scales(model)
     losses, norms = [], []
     for _ in range(job.training.steps):
         total = forward_backward(microbatches, valid)
@@ -225,6 +227,7 @@ def main() -> None:
         mesh = build_mesh(job.parallelism, "cpu")
         if mistake == "doubled_data":
             mesh = replace(mesh, data_rank=0)
+        print(f"rank {dist.get_rank()}: {name}", file=sys.stderr, flush=True)
         with planted(mistake):
             results[name] = train(job, mesh, documents)
         weights[name] = results[name].pop("weights")

@@ -3,6 +3,10 @@
 May import nothing of titanlite.
 """
 
+# Set by the launcher to a folder where a worker leaves the reason of its end, as <rank>.json, and where it hangs, as
+# <rank>.hang.json.
+ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
+
 
 class UserError(Exception):
     """A wrong job file, command or input. The message names what was found, what is allowed and the remedy."""

@@ -73,6 +73,10 @@ def tensor_parallel(job: JobConfig, arch: Architecture, degree: Degrees) -> Iter
             fits = [n for n in range(1, tensor) if works(n) and all(side // n % 16 == 0 for side in sides.values())]
             text = f"leaves the rank a side that is no multiple of 16 (from model.{odd[0]}), which an FP8 matmul needs."
             yield key, text, f"Nearest: {max(fits)}." if fits else "Set float8.enable = false."
+    if tensor > 1 and job.float8.enable_fsdp_float8_all_gather and job.float8.enable and _compiles(job):
+        text = "does not go with tensor parallelism and compile together: the compiler cannot keep a weight for the "
+        remedy = "Nearest: without it (weights travel in bfloat16), or compile.enable = false."
+        yield "float8.enable_fsdp_float8_all_gather", f"{text}backward pass that is both sharded and cast.", remedy
     if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not _compiles(job)):
         text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components: '
         yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler is what overlaps."
@@ -111,6 +115,11 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
     if schedule in SPLIT_BACKWARD and _compiles(job):
         text = "delays the gradients of weights, which a compiled block computes together with those of its input."
         yield "parallelism.pipeline_parallel_schedule", text, 'Nearest: "Interleaved1F1B", or compile.enable = false.'
+    selective = job.activation_checkpoint.mode == "selective" and job.activation_checkpoint.selective_ac_option == "op"
+    if schedule in SPLIT_BACKWARD and selective:
+        text = "runs two backward passes over each block, and what selective checkpointing of operations saved is gone "
+        remedy = 'Nearest: activation_checkpoint.mode = "full" or "none", or "Interleaved1F1B".'
+        yield "parallelism.pipeline_parallel_schedule", f"{text}after the first.", remedy
     yield from _microbatches(job, degree)
 
 

@@ -50,7 +50,11 @@ def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[st
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights for the next all-gather, in one all-reduce. Call after `optimizer.step`."""
+    """Compute the scales of all weights for the next all-gather, in one all-reduce.
+
+    Call it once the weights are there and after each `optimizer.step`. Without it, ranks of tensor parallelism scale
+    their parts of a weight apart.
+    """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

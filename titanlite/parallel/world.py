@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.schema import JobConfig
+from titanlite.parallel.watch import record_collectives
 
 
 @contextmanager
@@ -34,6 +35,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    record_collectives()
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -1,0 +1,41 @@
+"""A worker to which something happens: `mishap_run.py MISHAP [--section.key value ...]`, run by titanlite's agent.
+
+killed: rank 1 gets SIGKILL in step 13 of the first attempt. hang: rank 1 never delivers its batch of step 5.
+`mishap_run.py launch RANKS RESTARTS MISHAP ...` starts the agent with such workers.
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+from unittest.mock import patch
+
+from titanlite.data.loader import Loader
+
+next_global_batch = Loader.next_global_batch
+batches = 0
+
+
+def stuck_or_killed(loader: Loader) -> Any:
+    global batches
+    batches += 1
+    if os.environ["RANK"] == "1":
+        if mishap == "hang" and batches == 5:
+            time.sleep(1000)
+        if mishap == "killed" and batches == 13 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return next_global_batch(loader)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "launch":
+        from titanlite.agent import World, run_workers
+
+        ranks, restarts, *rest = sys.argv[2:]
+        sys.exit(run_workers([__file__, *rest], World(int(ranks), max_restarts=int(restarts))))
+    from titanlite.cli import run_quietly, train
+
+    _, mishap, *arguments = sys.argv
+    with patch.object(Loader, "next_global_batch", stuck_or_killed):
+        sys.exit(run_quietly(lambda: train(arguments)))

@@ -1,0 +1,66 @@
+"""Every layout has one loss curve: a sample of what `benchmarks/equivalence.sh` compares, and wrong layouts."""
+
+import pytest
+from equivalence import EXACT, FP8, LAYOUTS, MISTAKES, REFUSED, Difference, Result, Row, all_rows, compare, merged, run
+
+from titanlite.config.schema import JobConfig
+from titanlite.model.flavors import architecture
+from titanlite.parallel.constraints import layout_problems
+
+SAMPLE = (
+    *("fsdp2", "replicate2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
+    *("accumulation 4", "fsdp2, float8 all-gather", "fsdp2, bf16", "tp2, float8 tensorwise"),
+    *("fsdp2 x tp2", "pp2 x fsdp2"),
+)
+ROWS = {row.name: row for row in all_rows()}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    wrong = [Row(name, *planted(name)) for name in MISTAKES]
+    references = {ROWS[name].reference for name in SAMPLE} | {"one process"}
+    return run([ROWS[name] for name in dict.fromkeys([*references, *SAMPLE])] + wrong)
+
+
+def planted(mistake: str) -> tuple[int, dict]:
+    layout, plant = MISTAKES[mistake]
+    return LAYOUTS[layout][0], merged(LAYOUTS[layout][1], plant)
+
+
+def difference(results: dict[str, Result], name: str) -> Difference:
+    return compare(results[name], results[ROWS[name].reference if name in ROWS else "one process"])
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_layout_computes_what_one_process_computes(results: dict[str, Result], name: str) -> None:
+    """Invariants 1, 3 and 4: the same initial weights bit by bit, then loss, gradient norm and final weights."""
+    found = difference(results, name)
+    assert found.within(ROWS[name].tolerance), f"{found} beyond {ROWS[name].tolerance}"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_layout_is_caught(results: dict[str, Result], mistake: str) -> None:
+    found = difference(results, mistake)
+    assert not found.within(EXACT), found
+    if mistake == "every rank holds the first shard":
+        assert not found.same_start
+
+
+def test_the_float8_tolerance_is_no_wider_than_a_mistake(results: dict[str, Result]) -> None:
+    """What FP8 is allowed, wrong data, wrong weights, a wrong loss or wrongly scaled gradients must still exceed."""
+    for mistake in MISTAKES:
+        if mistake != "keys' gradients not reduced":  # its share of the gradient is smaller than FP8's rounding
+            assert not difference(results, mistake).within(FP8), mistake
+
+
+@pytest.mark.parametrize(("layout", "feature"), sorted(REFUSED))
+def test_what_is_refused_is_refused_with_a_layout_that_works(layout: str, feature: str) -> None:
+    from equivalence import FEATURES, MODEL
+
+    ranks, overrides = LAYOUTS[layout]
+    table = merged({"model": MODEL, "training": {"global_batch_size": 8}}, overrides, FEATURES[feature][0])
+    job = JobConfig.model_validate(table)
+    problems = list(layout_problems(job, architecture(job.model), ranks))
+    assert problems
+    assert all("Nearest" in problem[-1] for problem in problems)

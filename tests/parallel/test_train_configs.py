@@ -1,0 +1,133 @@
+"""Every job file in train_configs/ is built, parallelized and stepped at its full size, on tensors without data.
+
+The process group is torch's fake one: collectives return at once, so that one process stands for any rank of 512.
+"""
+
+import re
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite.config.load import read_job
+from titanlite.config.schema import JobConfig
+from titanlite.model.flavors import architecture
+from titanlite.model.llama import Llama
+from titanlite.observe.flops import num_params
+from titanlite.optim.clip import clip_grad_norm_
+from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.step import Step, build_step
+from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
+from titanlite.validate import check_job
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+WORLD = {  # ranks that the file's first lines speak of
+    "debug_model": 1,
+    "llama_1b": 1,
+    "llama_3b": 4,
+    "llama_8b": 8,
+    "llama_8b_float8": 8,
+    "llama_70b": 64,
+    "llama_405b": 512,
+}
+pytestmark = pytest.mark.slow
+
+
+class Rows:
+    """A microbatch."""
+
+    document_ids = positions = None
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.input_ids = torch.zeros(rows, length, dtype=torch.int64)
+        self.labels = torch.zeros(rows, length, dtype=torch.int64)
+
+
+class Vote:
+    """Yes."""
+
+    def item(self) -> int:
+        return 1
+
+
+def load(name: str, world: int) -> JobConfig:
+    """The job, with as many microbatches as a pipeline needs at least, and without the compiler, which has no
+    tensors to run on."""
+    job = read_job(["--job.config_file", str(CONFIGS / f"{name}.toml")]).job
+    assert check_job(job, world) == []
+    rows = job.training.local_batch_size * world
+    parallelism = job.parallelism
+    rows //= parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    training = job.training.model_copy(update={"global_batch_size": rows})
+    return job.model_copy(update={"training": training, "compile": job.compile.model_copy(update={"enable": False})})
+
+
+def step(name: str, world: int, rank: int) -> tuple[int, list[str]]:
+    """One optimizer step of a job file; returns how many parameters the rank holds, and their names."""
+    job = load(name, world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    device, arch = torch.device("cpu"), architecture(job.model)
+    mesh = build_mesh(job.parallelism, "cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def materialize_fake(model: Llama, device: torch.device, _seed: int) -> None:
+        with fake:  # drawing weights depends on data, which these tensors do not have
+            model.to_empty(device=device)
+
+    with patch("titanlite.parallel.parallelize.materialize", materialize_fake):
+        sharded = build_model(job, mesh, device, lambda _: None)
+    # Stages vote whether all of them know their shapes: no data, no vote.
+    unanimous = patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: Vote(), create=True)
+    with fake, unanimous:
+        optimizer = build_optimizer(sharded.whole, job.optimizer)
+        loss_fn: Any = cross_entropy_sum
+        if mesh.tensor is not None:
+            tensor = mesh.tensor
+            loss_fn = lambda x, y: vocab_parallel_cross_entropy_sum(x, y, tensor, arch.vocab_size)  # noqa: E731
+        run: Step = build_step(sharded, mesh, loss_fn, job, device)
+        training = job.training
+        count = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
+        rows = [Rows(training.local_batch_size, training.seq_len) for _ in range(count)]
+        run(rows, torch.ones((), dtype=torch.int64))
+        assert clip_grad_norm_(sharded.whole.parameters(), training.max_norm).shape == ()
+        optimizer.step()
+        held = sum(p.to_local().numel() for p in sharded.whole.parameters())  # pyright: ignore
+        return held, [name for name, _ in sharded.whole.named_parameters()]
+
+
+def test_every_job_file_is_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == set(WORLD)
+    for name, ranks in WORLD.items():
+        header = (CONFIGS / f"{name}.toml").read_text().split("\n\n")[0]
+        gpus = re.search(r"on (\d+) GPUs", header)
+        assert int(gpus[1]) == ranks if gpus else ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [*((name, 0) for name in WORLD), ("llama_405b", 511)],  # the first and the last pipeline stages
+)
+def test_job_file_steps_at_its_full_size(name: str, rank: int) -> None:
+    started = time.perf_counter()
+    # A process of its own: DTensor remembers the groups of a world after its end.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        held, names = pool.submit(step, name, WORLD[name], rank).result()
+    job = load(name, WORLD[name])
+    arch, stages = architecture(job.model), job.parallelism.pipeline_parallel_degree
+    # Shards are equal but for what does not divide, and stages but for the embedding, the output and a block.
+    assert held == pytest.approx(num_params(arch) / WORLD[name], rel=0.02 if stages == 1 else 0.1)
+    assert ("tok_embeddings.weight" in names) == (rank == 0)
+    assert ("norm.weight" in names) == (stages == 1 or rank == 511)
+    assert time.perf_counter() - started < 60

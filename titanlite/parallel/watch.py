@@ -1,0 +1,93 @@
+"""Where a rank stands when a step takes too long: for the report of a hang.
+
+Invariant: it only looks and writes a file; what ends the run is the time-out of a collective, and what reports is the
+launcher, which sees the files of all ranks of its machine. May import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+SHARE = 0.8  # of the time-out: the file must be there before the first rank gives up
+
+
+def record_collectives() -> None:
+    """Have torch's flight recorder keep the last collectives of this process. Call it before there are groups."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Those that this rank is in, at this moment."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def set_timeout(groups: list[dist.ProcessGroup], seconds: int) -> None:
+    """The longest wait for any collective of these groups from now on."""
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+class HangWatch:
+    """A thread that writes `<rank>.hang.json` into `folder` when `passed` was not called for most of the time-out.
+    Without a folder, which is the launcher's, nobody would read it, and there is no thread."""
+
+    def __init__(self, folder: str | None, rank: int, timeout: float) -> None:
+        self._file, self._rank = Path(folder or ".") / f"{rank}.hang.json", rank
+        self._main = threading.get_ident()
+        self._ended = threading.Event()
+        self.passed(0, timeout)
+        if folder is not None:
+            threading.Thread(target=self._run, daemon=True, name="hang-watch").start()
+
+    def passed(self, step: int, timeout: float) -> None:
+        """A step has ended; the next one may take as long as this."""
+        self._step, self._limit, self._since = step, SHARE * timeout, time.monotonic()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        reported = None
+        while not self._ended.wait(min(1.0, self._limit / 10)):
+            late = time.monotonic() - self._since > self._limit
+            if late and reported != self._since:
+                reported = self._since
+                self._file.write_text(json.dumps(self._describe()), encoding="utf-8")
+            elif reported is not None and reported != self._since:  # it went on after all
+                self._file.unlink(missing_ok=True)
+                reported = None
+
+    def _describe(self) -> dict[str, Any]:
+        frames = traceback.extract_stack(sys._current_frames()[self._main])
+        own = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename] or frames
+        line = own[-1]
+        return {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "step": self._step + 1,
+            "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
+            "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
+            "collectives": last_collectives(),
+        }
+
+
+def last_collectives() -> dict[str, tuple[int, str]]:
+    """Process group -> number and name of the last collective that this rank has joined, by the flight recorder."""
+    if not dist.is_initialized():
+        return {}
+    entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # pyright: ignore
+    return {entry["process_group"][0]: (entry["collective_seq_id"], entry["profiling_name"]) for entry in entries}
