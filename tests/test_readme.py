@@ -1,0 +1,120 @@
+"""The README's commands, run one after the other in a fresh copy of the repository, as a newcomer would."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHORT = " --training.steps 12 --checkpoint.interval 6"  # instead of two minutes
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if line and not line.startswith("#")]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Tracked files only, with the environment that is already installed."""
+    folder = tmp_path / "titanlite"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in tracked.split("\0"):
+        if name and (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
+    (folder / ".venv").mkdir()
+    for entry in (ROOT / ".venv").iterdir():
+        if not entry.name.startswith("installed"):
+            (folder / ".venv" / entry.name).symlink_to(entry)
+    checksum = subprocess.run(
+        ["cksum", "pyproject.toml"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+    (folder / ".venv" / "installed.").write_text(f"{checksum.strip()} {folder}\n")
+    return folder
+
+
+def run(command: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, cwd=folder, shell=True, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def serve_tensorboard(command: str, folder: Path) -> None:
+    """Start the server, see that it finds the run, and stop it."""
+    port = 16006
+    server = subprocess.Popen(
+        f"exec {command} --port {port}", cwd=folder, shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 120
+        answer = ""
+        while "loss" not in answer:
+            assert time.monotonic() < deadline, f"no loss in {answer!r}"
+            time.sleep(1.0)
+            try:
+                url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+                answer = urllib.request.urlopen(url, timeout=5).read().decode()
+            except OSError:
+                continue
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works(clone: Path) -> None:
+    ran = []
+    for command in commands():
+        if command == "./run_tests.sh":
+            assert (ROOT / "run_tests.sh").exists()  # it is what runs this test
+        elif "tensorboard" in command:
+            serve_tensorboard(command, clone)
+        elif "run_train.sh" in command and "--help" not in command:
+            output = run(command + SHORT, clone)
+            assert re.search(r"step +12/12|Nothing to do", output), output
+        elif command.startswith("git clone"):
+            assert command.split()[2].endswith("titanlite")
+        elif not command.startswith("cd "):
+            output = run(command, clone)
+            if "generate" in command:
+                prompt = re.search(r"--prompt '([^']*)'", command)
+                assert prompt is not None
+                assert prompt[1] in output
+        ran.append(command.split()[0])
+    assert ran.count("./run_train.sh") >= 2
+
+
+def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite.validate import load_and_check
+
+    (block,) = blocks("toml")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "hello"}\n')
+    (tmp_path / "data" / "a.txt").write_text("hello")
+    (tmp_path / "my_job.toml").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    load_and_check(["--job.config_file", "my_job.toml"], world_size=1)
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_python_of_the_documentation_runs(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(block, str(page), "exec"), {})
