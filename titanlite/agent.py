@@ -207,10 +207,13 @@ def run_workers(command: Sequence[str], world: World) -> int:
 def _rendezvous(world: World) -> RendezvousParameters:
     if world.nodes == 1:  # "localhost" rather than a look-up of this machine's name, which can take seconds
         return RendezvousParameters("c10d", "localhost:0", f"titanlite-{os.getpid()}", 1, 1, local_addr="localhost")
-    backend = "c10d" if world.node_rank is None else "static"
-    options: dict[str, Any] = {"timeout": 900} | ({} if world.node_rank is None else {"rank": world.node_rank})
-    endpoint = f"{world.master_addr}:{world.master_port}"
     least = world.nodes if world.min_nodes is None else world.min_nodes
+    numbered, fixed = world.node_rank is not None, world.max_restarts == 0 and least == world.nodes
+    backend = "static" if numbered and fixed else "c10d"  # machines can only meet again where they number themselves
+    options: dict[str, Any] = {"timeout": 900}
+    if numbered:
+        options |= {"rank": world.node_rank} if fixed else {"is_host": world.node_rank == 0}
+    endpoint = f"{world.master_addr}:{world.master_port}"
     return RendezvousParameters(backend, endpoint, "titanlite", least, world.nodes, **options)
 
 

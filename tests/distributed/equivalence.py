@@ -151,6 +151,8 @@ REFUSED = {  # by titanlite.parallel.constraints
     ("pp2 ZBVZeroBubble", "compile"),
     ("pp2 ZBVZeroBubble", "compile, AC full"),
     ("pp2 ZBVZeroBubble", "compile, float8 all-gather, AC op"),
+    ("tp2", "compile, AC full"),
+    ("fsdp2 x tp2", "compile, AC full"),
     ("tp2", "compile, float8 all-gather, AC op"),
     ("fsdp2 x tp2", "compile, float8 all-gather, AC op"),
 }

@@ -73,6 +73,14 @@ def tensor_parallel(job: JobConfig, arch: Architecture, degree: Degrees) -> Iter
             fits = [n for n in range(1, tensor) if works(n) and all(side // n % 16 == 0 for side in sides.values())]
             text = f"leaves the rank a side that is no multiple of 16 (from model.{odd[0]}), which an FP8 matmul needs."
             yield key, text, f"Nearest: {max(fits)}." if fits else "Set float8.enable = false."
+    checkpoint = job.activation_checkpoint
+    whole_blocks = checkpoint.mode == "full" or (
+        checkpoint.mode == "selective" and checkpoint.selective_ac_option != "op"
+    )
+    if tensor > 1 and whole_blocks and _compiles(job):
+        text = "recomputes whole blocks, which the compiler (of torch 2.13) cannot do with tensor-parallel weights."
+        remedy = 'Nearest: "selective" with selective_ac_option = "op", or compile.enable = false.'
+        yield "activation_checkpoint.mode", text, remedy
     if tensor > 1 and job.float8.enable_fsdp_float8_all_gather and job.float8.enable and _compiles(job):
         text = "does not go with tensor parallelism and compile together: the compiler cannot keep a weight for the "
         remedy = "Nearest: without it (weights travel in bfloat16), or compile.enable = false."
