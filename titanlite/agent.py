@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.parallel.watch import address_towards
 
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 
@@ -210,11 +211,12 @@ def _rendezvous(world: World) -> RendezvousParameters:
     least = world.nodes if world.min_nodes is None else world.min_nodes
     numbered, fixed = world.node_rank is not None, world.max_restarts == 0 and least == world.nodes
     backend = "static" if numbered and fixed else "c10d"  # machines can only meet again where they number themselves
-    options: dict[str, Any] = {"timeout": 900}
+    options: dict[str, Any] = {"timeout": 900, "last_call_timeout": 15}  # for lost machines to come back; 15 s
     if numbered:
         options |= {"rank": world.node_rank} if fixed else {"is_host": world.node_rank == 0}
     endpoint = f"{world.master_addr}:{world.master_port}"
-    return RendezvousParameters(backend, endpoint, "titanlite", least, world.nodes, **options)
+    here = address_towards(world.master_addr, world.master_port)
+    return RendezvousParameters(backend, endpoint, "titanlite", least, world.nodes, local_addr=here, **options)
 
 
 def _ends(agent: Agent, folder: Path) -> list[End]:
@@ -254,6 +256,9 @@ def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
             reached[group] = max(number, reached.get(group, 0))
     silent = killed - {hang["rank"] for hang in hangs}
     lines = [f"Rank {rank} is LATE: its process was stopped, or hangs outside of Python." for rank in sorted(silent)]
+    here = {hang["rank"] for hang in hangs} | silent
+    elsewhere = [f"{rank} ({host})" for rank, host in enumerate(hangs[0]["hosts"]) if rank not in here]
+    waiting = []
     for hang in hangs:
         behind = [group for group, (number, _) in hang["collectives"].items() if number < reached[group]]
         who = f"Rank {hang['rank']} ({hang['host']}), step {hang['step']}, "
@@ -267,8 +272,10 @@ def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
             )
         else:
             number, name = last[0]
-            lines.append(f"{who}waits in {name} number {number}, at {hang['line']}")
-    return "\n".join(lines)
+            waiting.append(f"{who}waits in {name} number {number}, at {hang['line']}")
+    if not lines and elsewhere:
+        lines = [f"No rank of this machine is late. Gone, or late: rank {', '.join(elsewhere)}."]
+    return "\n".join(lines + waiting)
 
 
 def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tuple[str, int]:

@@ -44,7 +44,7 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
 from titanlite.parallel.step import build_step
 from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
-from titanlite.parallel.watch import HangWatch, process_groups, set_timeout
+from titanlite.parallel.watch import HangWatch, all_hosts, process_groups, set_timeout
 from titanlite.parallel.world import process_group
 from titanlite.portable import write_tokenizer
 
@@ -71,7 +71,7 @@ class Trainer:
         self.job, self.device = job, device
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
         self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
-        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds)
+        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds, all_hosts())
         self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
         self.build_data()
         sharded = build_model(job, self.mesh, device, self.log)

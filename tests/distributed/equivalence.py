@@ -175,7 +175,8 @@ def combined(layout_name: str, feature: str) -> Row:
 def all_rows() -> list[Row]:
     """Every comparison; the rows on one process come first."""
     one = merged(layout(), local(8))
-    rows = [Row("one process", 1, one), Row("documents", 1, merged(one, DOCUMENTS)), Row("tied", 1, merged(one, TIED))]
+    rows = [Row("one process", 1, one)]
+    rows += [Row(name, 1, merged(one, more), name) for name, more in (("documents", DOCUMENTS), ("tied", TIED))]
     rows += [Row(name, 1, merged(one, overrides), name) for name, (overrides, _) in PRECISION.items()]
     rows += [Row(name, 1, merged(one, overrides)) for name, overrides in SCHEDULING.items()]
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]

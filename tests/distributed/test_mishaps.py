@@ -23,6 +23,7 @@ steps = 20
 seq_len = 32
 local_batch_size = 2
 global_batch_size = 8
+mixed_precision_param = "float32"
 [dataset]
 num_workers = 0
 [lr_scheduler]
@@ -75,7 +76,7 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> Non
 
 def hang(rank: int, number: int) -> dict:
     collectives = {"0": (number, "gloo:all_reduce"), "7": (3, "gloo:broadcast")}
-    where = {"line": "a.py:1 in f: g()", "inside": "wait (b.py:2)", "host": f"node{rank}"}
+    where = {"line": "a.py:1 in f: g()", "inside": "wait (b.py:2)", "host": f"node{rank}", "hosts": ["node0", "node1"]}
     return {"rank": rank, "step": 9, "collectives": collectives, **where}
 
 
@@ -90,3 +91,9 @@ def test_a_rank_that_could_not_even_say_where_it_is() -> None:
     text = explain_hang([hang(0, 12)], {1})
     assert text.startswith("Rank 1 is LATE: its process was stopped, or hangs outside of Python.")
     assert explain_hang([], {1}) == ""
+
+
+def test_ranks_of_a_machine_that_went_away() -> None:
+    assert explain_hang([hang(0, 12)], set()).startswith(
+        "No rank of this machine is late. Gone, or late: rank 1 (node1).\nRank 0 (node0), step 9, waits in gloo:"
+    )

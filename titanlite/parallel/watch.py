@@ -29,6 +29,24 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address as `host` sees it; None if there is no way there. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def all_hosts() -> list[str]:
+    """Name and address of every rank's machine. All ranks call it together."""
+    address = address_towards(os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1")))
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, f"{socket.gethostname()}, {address}")
+    return hosts
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Those that this rank is in, at this moment."""
     return list(distributed_c10d._world.pg_map)
@@ -44,8 +62,9 @@ class HangWatch:
     """A thread that writes `<rank>.hang.json` into `folder` when `passed` was not called for most of the time-out.
     Without a folder, which is the launcher's, nobody would read it, and there is no thread."""
 
-    def __init__(self, folder: str | None, rank: int, timeout: float) -> None:
+    def __init__(self, folder: str | None, rank: int, timeout: float, hosts: list[str]) -> None:
         self._file, self._rank = Path(folder or ".") / f"{rank}.hang.json", rank
+        self._hosts = hosts
         self._main = threading.get_ident()
         self._ended = threading.Event()
         self.passed(0, timeout)
@@ -77,7 +96,8 @@ class HangWatch:
         line = own[-1]
         return {
             "rank": self._rank,
-            "host": socket.gethostname(),
+            "host": self._hosts[self._rank],
+            "hosts": self._hosts,
             "step": self._step + 1,
             "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
             "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
@@ -86,8 +106,14 @@ class HangWatch:
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """Process group -> number and name of the last collective that this rank has joined, by the flight recorder."""
+    """Process group -> number and name of the last collective that this rank joined there, by the flight recorder; the
+    group of the latest one comes last."""
     if not dist.is_initialized():
         return {}
     entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # pyright: ignore
-    return {entry["process_group"][0]: (entry["collective_seq_id"], entry["profiling_name"]) for entry in entries}
+    last: dict[str, tuple[int, str]] = {}
+    for entry in entries:
+        group = entry["process_group"][0]
+        last.pop(group, None)  # so that the group of the very last one comes last
+        last[group] = (entry["collective_seq_id"], entry["profiling_name"])
+    return last
