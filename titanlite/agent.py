@@ -2,7 +2,7 @@
 
 Invariant: a worker that stops for a known reason (an exit code of `titanlite.config.errors`) ends the launcher with
 the same code and without a traceback; of a crash the root cause is printed first, and once. A signal reaches each
-worker once, and the worker takes the time that it needs to save. May import torch, titanlite.cli and
+worker once, and the worker takes the time that it needs to save. May import torch, titanlite.parallel.watch and
 titanlite.config.errors.
 """
 
