@@ -38,12 +38,11 @@ class Tolerance:
 
 
 # fp32 sums in another order differ by 1e-7. Where a gradient is nearly zero, Adam divides it by its own size, so that
-# its sign, and with it a whole update, hangs on that rounding: a few weights end up to an update a step apart, the
-# mean of all stays at a thousandth of one.
-EXACT = Tolerance(5e-6, 2e-5, 1e-3, 10.0)
+# its sign, and with it a whole update, can hang on that rounding. Measured: 0.015 updates at most, 1e-5 in the mean.
+EXACT = Tolerance(5e-6, 2e-5, 1e-4, 0.1)
 # bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and ten steps add up.
-BF16 = Tolerance(5e-3, 0.1, 1.0, 20.0)
-FP8 = Tolerance(1e-2, 0.2, 2.0, 20.0)
+BF16 = Tolerance(1e-4, 1e-3, 0.1, 20.0)
+FP8 = Tolerance(1e-4, 1e-3, 1.0, 20.0)
 
 
 @dataclass(frozen=True)
