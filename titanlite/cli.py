@@ -173,5 +173,9 @@ def stop_with_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # how the launcher starts a rank
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written and closed. A gloo thread that lets go of a tensor while Python shuts down would abort the process.
+    os._exit(code)

@@ -50,6 +50,8 @@ class Signals:
         A collective: call it once a step. The CPU all-reduce overlaps with the step that follows.
         """
         answer = self.wait()
+        if answer.save:  # about to happen: it serves whoever was asked since, such as a rank that heard a step later
+            self._save = 0
         flags = torch.tensor([self._stop, self._save], dtype=torch.int32)
         self._save = 0
         self._pending = (flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True))
