@@ -225,3 +225,27 @@ def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: P
     assert "Traceback" not in output
     assert "Step 5:" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+
+
+def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_path: Path) -> None:
+    """And the validation on held-out documents has the same rows for any number of ranks."""
+    texts = [f"document {i}: " + "some words to learn from, again and again. " * (5 + i % 7) for i in range(200)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = f'[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\nmax_epochs = 1\n'
+    job_file.write_text(SMALL + source + "[validation]\nfreq = 20\nsequences = 5\nholdout = 0.2\n")
+    validations = []
+    for ranks in (1, 2):
+        folder = tmp_path / f"ranks{ranks}"
+        output = run(job_file, folder, "--training.steps", "1000", ranks=ranks)
+        last = max(logged(folder))
+        assert f"The data ends after step {last}:" in output
+        assert (folder / "checkpoint" / f"step-{last:08d}").is_dir()
+        validations.append([json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()])
+    one, two = validations
+    assert [entry["step"] for entry in one] == [entry["step"] for entry in two]
+    assert one[0]["step"] == 0
+    assert len(one) >= 3
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)  # sums in another order
+        assert a["bits_per_byte"] == pytest.approx(b["bits_per_byte"], rel=1e-5)
+    assert one[-1]["loss"] < one[0]["loss"] - 1
