@@ -106,7 +106,9 @@ def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "data" / "a.txt").write_text("hello")
     (tmp_path / "my_job.toml").write_text(block)
     monkeypatch.chdir(tmp_path)
-    load_and_check(["--job.config_file", "my_job.toml"], world_size=1)
+    job = load_and_check(["--job.config_file", "my_job.toml"], world_size=1)
+    assert job.dataset.source == "jsonl"
+    assert job.model.n_layers == 8
 
 
 def test_the_readme_names_files_that_exist() -> None:

@@ -238,6 +238,7 @@ def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_p
         folder = tmp_path / f"ranks{ranks}"
         output = run(job_file, folder, "--training.steps", "1000", ranks=ranks)
         last = max(logged(folder))
+        assert "Validation on 5 sequences of" in output
         assert f"The data ends after step {last}:" in output
         assert (folder / "checkpoint" / f"step-{last:08d}").is_dir()
         validations.append([json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()])

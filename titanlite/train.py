@@ -129,6 +129,8 @@ class Trainer:
         )
         if self.rank == 0:
             self.log("Data:\n" + self.loader.table(training.steps))
+        if self.validation is not None:
+            self.log(f"Validation on {self.validation.describe()}")
 
     def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
         """(logits, labels) -> summed cross entropy; tensor-parallel logits are this rank's part of the vocabulary."""

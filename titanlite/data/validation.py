@@ -7,6 +7,7 @@ so that none of them waits for another one in a collective. May import titanlite
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -68,11 +69,9 @@ class ValidationSet:
         seed = seed if chosen.seed is None else chosen.seed
         reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
         rows: list[Row] = []
-        try:
+        with suppress(OutOfData):  # fewer rows than asked for: describe() says how many
             for source, number in schedule.next_batch():
                 rows.append(reader.read(source, number)[0])
-        except OutOfData:
-            pass
         self.num_sequences = len(rows)
         filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
         own = rows[dp_rank::dp_size]
