@@ -71,6 +71,7 @@ class Trainer:
         self.job, self.device = job, device
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
         self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
+        set_timeout(self.training_groups, job.comm.init_timeout_seconds)
         self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds, all_hosts())
         self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
         self.build_data()
@@ -211,7 +212,7 @@ class Trainer:
                     self.save()
                 if not finished and self.step % (job.validation.freq or job.training.steps) == 0:
                     self.validate()
-                self.watch.passed(self.step, job.comm.train_timeout_seconds)
+                self.watch.passed(self.step, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.step == first_step + 1:
                     set_timeout(self.training_groups, job.comm.train_timeout_seconds)
             if requests.stop is None and self.step > first_step:

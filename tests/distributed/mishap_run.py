@@ -1,6 +1,7 @@
 """A worker to which something happens: `mishap_run.py MISHAP [--section.key value ...]`, run by titanlite's agent.
 
-killed: rank 1 gets SIGKILL in step 13 of the first attempt. hang: rank 1 never delivers its batch of step 5.
+killed: rank 1 gets SIGKILL in step 13 of the first attempt. hang1, hang5: rank 1 never delivers its batch of that
+step. hang_save: rank 1 never writes its part of a checkpoint.
 `mishap_run.py launch RANKS RESTARTS MISHAP ...` starts the agent with such workers.
 """
 
@@ -11,6 +12,7 @@ import time
 from typing import Any
 from unittest.mock import patch
 
+from titanlite.checkpoint.storage import CommittingWriter
 from titanlite.data.loader import Loader
 
 next_global_batch = Loader.next_global_batch
@@ -21,7 +23,7 @@ def stuck_or_killed(loader: Loader) -> Any:
     global batches
     batches += 1
     if os.environ["RANK"] == "1":
-        if mishap == "hang" and batches == 5:
+        if mishap == f"hang{batches}":
             time.sleep(1000)
         if mishap == "killed" and batches == 13 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -37,5 +39,7 @@ if __name__ == "__main__":
     from titanlite.cli import run_quietly, train
 
     _, mishap, *arguments = sys.argv
+    if mishap == "hang_save" and os.environ["RANK"] == "1":
+        CommittingWriter.write_data = lambda *_: time.sleep(1000)
     with patch.object(Loader, "next_global_batch", stuck_or_killed):
         sys.exit(run_quietly(lambda: train(arguments)))

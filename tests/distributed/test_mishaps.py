@@ -30,11 +30,13 @@ num_workers = 0
 warmup_steps = 2
 [checkpoint]
 interval = 5
+timeout_seconds = 6
 [metrics]
 log_freq = 1
 enable_tensorboard = false
 [comm]
 train_timeout_seconds = 8
+init_timeout_seconds = 30
 """
 
 
@@ -63,15 +65,25 @@ def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mishap", "step", "waits_in", "file", "function", "seconds"),
+    [
+        ("hang1", 1, "gloo:all_reduce", "train.py", "stuck_or_killed", 30),
+        ("hang5", 5, "gloo:all_reduce", "train.py", "stuck_or_killed", 8),
+        ("hang_save", 5, "gloo:all_gather", "saver.py", "mishap_run.py", 6),
+    ],
+)
+def test_a_hang_ends_in_a_report_that_names_the_late_rank(
+    tmp_path: Path, mishap: str, step: int, waits_in: str, file: str, function: str, seconds: int
+) -> None:
     started = time.monotonic()
-    done = launch(tmp_path, "hang", restarts=0)
+    done = launch(tmp_path, mishap, restarts=0)
     assert done.returncode not in (0, 2, 3, 4, 75)
-    assert time.monotonic() - started < 60
-    late, waiting = done.stderr.index("step 5, is LATE"), done.stderr.index("step 5, waits in gloo:all_reduce")
+    assert time.monotonic() - started < seconds + 40
+    late, waiting = done.stderr.index(f"step {step}, is LATE"), done.stderr.index(f"step {step}, waits in {waits_in}")
     assert late < waiting
-    assert "train.py" in done.stderr[late:waiting]
-    assert "stuck_or_killed" in done.stderr[late:waiting]
+    assert file in done.stderr[late:waiting]
+    assert function in done.stderr[late:waiting]
 
 
 def hang(rank: int, number: int) -> dict:

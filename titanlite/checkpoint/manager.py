@@ -64,7 +64,7 @@ class CheckpointManager:
         self.job = job
         self._log = log
         self._write_tokenizer = write_tokenizer
-        self._ranks = Ranks()
+        self._ranks = Ranks(config.timeout_seconds)
         self._current_step: int | None = None  # the step that the live state was loaded from
         token = self._ranks.on_rank0(self._start)
         self._check_storage(token)
@@ -327,7 +327,7 @@ def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    ranks = Ranks() if dist.is_initialized() else None
+    ranks = Ranks(schema.Checkpoint().timeout_seconds) if dist.is_initialized() else None
     chosen = commit.find_good(path, ranks and ranks.verify)
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     if misfits := _misfits(tensors, read_index(chosen), ranks):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +24,8 @@ T = TypeVar("T")
 class Ranks:
     """A gloo group over all ranks, beside the one that training uses: nothing here travels through a GPU."""
 
-    def __init__(self) -> None:
-        group = dist.new_group(backend="gloo")
+    def __init__(self, timeout_seconds: int) -> None:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.rank = dist.get_rank()

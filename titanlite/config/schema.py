@@ -346,6 +346,8 @@ class Checkpoint(Section):
     """Dtype of the weights in `final_hf`. float32 is exact; bfloat16 halves the size."""
     create_seed_checkpoint: bool = False
     """Save the initial state as step 0 and stop."""
+    timeout_seconds: PositiveInt = 1800
+    """Longest wait for the slowest rank in a save, a load or an export. One that takes longer is lost or hangs."""
 
 
 class Metrics(Section):
