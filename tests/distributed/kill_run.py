@@ -2,9 +2,11 @@
 
 The first argument is `POINT:RANK`, or `none`; the others are those of `titanlite train`. The points are reached by
 wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to oneself is what a dying
-machine looks like: no handler runs and nothing is flushed.
+machine looks like: no handler runs and nothing is flushed. With async_mode = "process" the points lie in the process
+that writes, which imports this script, too.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,8 +19,29 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.storage import CommittingWriter
 
 
+def trainer() -> int:
+    """The process id of the rank, also in the process that writes for it."""
+    parent = multiprocessing.parent_process()
+    return os.getpid() if parent is None or parent.pid is None else parent.pid
+
+
 def kill() -> None:
+    os.kill(trainer(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def first_time() -> bool:
+    """Whether no process of this rank was here before."""
+    try:
+        (Path(sys.argv[sys.argv.index("--job.dump_folder") + 1]) / f"was-here-{trainer()}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def kill_writer_once(*_: object) -> None:
+    if first_time():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None):
@@ -62,11 +85,8 @@ class FullDisk:
         return self.file.write(data)
 
 
-first = iter([True])
-
-
 def fill_disk_once(file: commit.HashingFile, _path: Path) -> None:
-    if next(first, False):
+    if first_time():
         file._file = FullDisk(file._file)  # type: ignore[assignment]
 
 
@@ -78,12 +98,14 @@ POINTS: dict[str, Callable[[], None]] = {
     "after_rename": lambda: wrap(commit, "publish", after=lambda *_: kill()),
     "during_purge": lambda: wrap(commit.shutil, "rmtree", before=kill_within_removal),
     "full_disk": lambda: wrap(commit.HashingFile, "__init__", after=fill_disk_once),
+    "writer_dies": lambda: wrap(CommittingWriter, "write_data", before=kill_writer_once),
     "none": lambda: None,
 }
 
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     point, _, rank = sys.argv[1].partition(":")
     if os.environ.get("RANK", "0") == (rank or "0"):
         POINTS[point]()
+if __name__ == "__main__":
     sys.exit(cli.main(["train", *sys.argv[2:]]))

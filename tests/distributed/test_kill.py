@@ -1,8 +1,12 @@
 """Whatever kills a run, at whatever moment: started again, it ends with the bits of a run that nothing disturbed.
 
-Each test is one training run with a history of deaths. `benchmarks/kill.sh N` makes it a long one.
+Each test is one training run with a history of deaths. The points of a save are dealt out to the layouts, so that a
+point is tried on one rank and on two, once with synchronous and once with asynchronous saves; with TITANLITE_KILLS = N,
+as `benchmarks/kill.sh N` sets it, every layout gets every point, and N random moments are spread over them.
 """
 
+import contextlib
+import functools
 import json
 import os
 import random
@@ -44,8 +48,15 @@ keep_latest_k = 1
 log_freq = 1
 enable_tensorboard = false
 """
-RANDOM_KILLS = int(os.environ.get("TITANLITE_RANDOM_KILLS", "2"))
+LONG = "TITANLITE_KILLS" in os.environ
+RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
+
+LAYOUTS = [(1, "disabled"), (1, "async"), (2, "disabled"), (2, "async")]
+POINTS = [
+    ("before_data:0", "within_file:{last}", "before_rename:0"),
+    ("within_file:0", "before_manifest:0", "after_rename:0", "during_purge:0"),
+]
 
 
 class Run:
@@ -87,12 +98,16 @@ class Run:
         assert process.returncode == (-signal.SIGKILL if self.ranks == 1 else 1), out  # torchrun reports 1
         return out
 
-    def die_after(self, seconds: float) -> None:
+    def die_after(self, seconds: float) -> bool:
+        """Kill all its processes at a moment; False if there was nothing left to kill."""
         process = self.start()
         time.sleep(seconds)
-        for pid in [*children(process.pid), process.pid]:  # workers first: the launcher would end them gently
-            os.kill(pid, signal.SIGKILL)
+        alive = process.poll() is None
+        for pid in reversed([process.pid, *descendants(process.pid)]):  # the launcher last: it would end them gently
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=60)
+        return alive
 
     def checkpoints(self) -> list[str]:
         return [path.name for path in commit.list_checkpoints(self.folder / "checkpoint")]
@@ -109,8 +124,12 @@ class Run:
         return {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def descendants(pid: int) -> list[int]:
+    try:
+        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [*children, *(pid for child in children for pid in descendants(child))]
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
@@ -121,46 +140,80 @@ def assert_undisturbed(run: Run, reference: Run) -> None:
     assert os.listdir(run.folder / "checkpoint") == ["step-00000008"]
 
 
-@pytest.fixture(scope="module", params=[(1, "disabled"), (2, "async")], ids=["1-rank-sync", "2-ranks-async"])
-def layout(request) -> tuple[int, str]:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def reference(layout, tmp_path_factory) -> Run:
-    run = Run(tmp_path_factory.mktemp("reference") / "run", layout[0], "disabled")
-    run.finish()
-    return run
+def references(tmp_path_factory):
+    """The undisturbed run on a number of ranks; its saves are synchronous."""
+
+    @functools.cache
+    def reference(ranks: int) -> Run:
+        run = Run(tmp_path_factory.mktemp("reference") / "run", ranks, "disabled")
+        run.finish()
+        return run
+
+    return reference
 
 
-def test_killed_at_every_point_of_a_save(tmp_path, layout, reference):
-    run = Run(tmp_path / "run", *layout)
-    for point in ("before_data", "within_file", "before_manifest", "before_rename"):
-        run.die(f"{point}:0")
-        assert run.checkpoints() == []  # a checkpoint exists or it does not
-        assert any(path.name.startswith(".tmp-step-00000002") for path in (run.folder / "checkpoint").iterdir())
-    assert "removed 1 unfinished checkpoint" in run.die("after_rename:0")
-    assert run.checkpoints() == ["step-00000002"]
-    if run.ranks > 1:
-        run.die("within_file:1")
-        assert run.checkpoints() == ["step-00000002"]
-    run.die("during_purge:0")
-    assert run.checkpoints() == ["step-00000004"]
+def points_of(layout: tuple[int, str]) -> list[str]:
+    """Both halves for a long run; else the half that the same number of ranks, saving otherwise, does not get."""
+    number = LAYOUTS.index(layout)
+    dealt = [point for half in POINTS for point in half] if LONG else POINTS[(number + number // 2) % 2]
+    return [point.format(last=layout[0] - 1) for point in dealt]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
+    run, saved, left = Run(tmp_path / "run", *layout), 0, []
+    for point in points_of(layout):
+        out = run.die(point)
+        assert not left or f"removed 1 unfinished checkpoint folders: {left[0]}" in out
+        if point == "during_purge:0":
+            saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
+        elif point == "after_rename:0":
+            saved += 2
+        assert run.checkpoints() == [commit.step_name(saved)] * (saved > 0)  # a checkpoint exists or it does not
+        left = [path.name for path in commit.list_unfinished(run.folder / "checkpoint")]
+        if point.endswith(":0"):  # else the first rank may have had the time to see that a save failed
+            assert len(left) == (point != "after_rename:0"), left
     out = run.finish("full_disk:0")
-    assert "save of step 6 FAILED (OSError: [Errno 28] No space left on device)" in out
-    assert_undisturbed(run, reference)
+    assert f"save of step {saved + 2} FAILED (OSError: [Errno 28] No space left on device)" in out
+    assert_undisturbed(run, references(layout[0]))
 
 
-def test_killed_at_random_moments(tmp_path, layout, reference):
-    run, generator = Run(tmp_path / "run", *layout), random.Random(SEED)
-    for _ in range(RANDOM_KILLS):
-        run.die_after(generator.uniform(0.3, 1.0) * reference.seconds)
-    run.finish()
-    assert_undisturbed(run, reference)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_killed_at_random_moments(tmp_path, layout, references):
+    number = LAYOUTS.index(layout)
+    reference, generator = references(layout[0]), random.Random(SEED + number)
+    kills, wanted = 0, (RANDOM_KILLS + number) // len(LAYOUTS)
+    while kills < wanted:
+        run = Run(tmp_path / f"run-{kills}", *layout)
+        while kills < wanted and run.die_after(generator.uniform(0.3, 1.0) * reference.seconds):
+            kills += 1
+        run.finish()
+        assert_undisturbed(run, reference)
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, layout, reference):
-    run = Run(tmp_path / "run", *layout)
+@pytest.mark.parametrize("ranks", [1, 2] if LONG else [1])
+def test_killed_while_another_process_writes(tmp_path, ranks, references):
+    run = Run(tmp_path / "run", ranks, "process")
+    if LONG:
+        run.die("before_manifest:0")
+        assert run.checkpoints() == []
+        run.die(f"within_file:{ranks - 1}")
+        assert run.checkpoints() == []
+        assert "save of step 2 FAILED (OSError: [Errno 28]" in run.finish("full_disk:0")
+        assert_undisturbed(run, references(ranks))
+        run = Run(tmp_path / "other", ranks, "process")
+    run.die("after_rename:0")
+    assert run.checkpoints() == ["step-00000002"]
+    out = run.finish("writer_dies:0")
+    assert "save of step 4 FAILED (RuntimeError: Checkpoint background process is dead" in out
+    assert "root - INFO" not in out  # DCP's process has nothing to say on the terminal
+    assert_undisturbed(run, references(ranks))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if LONG else [(1, "async"), (2, "disabled")], ids=str)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, layout, references):
+    run, reference = Run(tmp_path / "run", *layout), references(layout[0])
     run.finish("none", "--checkpoint.keep_latest_k", "0")
     data = run.folder / "checkpoint" / "step-00000008" / "__0_0.distcp"
     content = bytearray(data.read_bytes())

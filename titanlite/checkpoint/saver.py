@@ -7,6 +7,7 @@ ranks, staging and storage.
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -26,6 +28,14 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.staging import Staged, Stager
 from titanlite.checkpoint.storage import CommittingWriter
 from titanlite.config import schema
+
+_serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess
+
+
+def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
+    """DCP's process: it would log each request to the terminal, and errors that we report."""
+    logging.disable(logging.CRITICAL)
+    _serve_saves(pg_init_info, parent_conn)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ class Saver:
         self._purger = ThreadPoolExecutor(1, "purge")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         mode = config.async_mode
+        if mode == "process":  # the process is DCP's, which has no other way to say what it logs
+            _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(
+                _serve_saves_quietly
+            )
         self._stager = (
             None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")
         )
@@ -99,6 +113,8 @@ class Saver:
         failed = future.exception() is not None
         if any(self._ranks.distinct(failed)):
             self.failed += 1
+            # DCP would go on with a process that was killed. The next save starts another.
+            _async_process_executor._CHECKPOINT_PROCESS = None
         else:
             self.last_step = pending.step
 

@@ -5,7 +5,6 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along. M
 
 from __future__ import annotations
 
-import logging
 import pickle
 import warnings
 from collections.abc import Generator
@@ -50,12 +49,6 @@ class CommittingWriter(FileSystemWriter):
         self.step = step
         self.info = info
         self.fs = _HashingFileSystem()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        logging.getLogger().setLevel(
-            logging.CRITICAL
-        )  # in DCP's process: it logs each request, and errors that we report
 
     @property
     def unfinished(self) -> Path:
