@@ -8,7 +8,7 @@ trap 'rm -rf "$out"' EXIT
 common=(--training.steps 300 --validation.freq 300 --validation.holdout 0.02 --checkpoint.no-enable
     --metrics.no-enable_tensorboard "$@")
 ./run_train.sh "${common[@]}" --job.dump_folder "$out/bf16"
-./run_train.sh "${common[@]}" --job.dump_folder "$out/float8" --float8.enable
+./run_train.sh "${common[@]}" --job.dump_folder "$out/float8" --float8.enable --float8.min_features 0
 .venv/bin/python - "$out" <<'PYTHON'
 import json
 import sys

@@ -119,21 +119,28 @@ BROKEN = [  # options, ranks, and what the report must hold
         ['selective_ac_option = "7"', "at most model.n_layers = 6"],
     ),
     (
-        ["--float8.enable", "--float8.recipe_name", "rowwise", "--float8.enable_fsdp_float8_all_gather"],
+        [
+            "--float8.enable",
+            "--float8.min_features",
+            "0",
+            "--float8.recipe_name",
+            "rowwise",
+            "--float8.enable_fsdp_float8_all_gather",
+        ],
         1,
         ["float8.enable_fsdp_float8_all_gather = true", 'needs float8.recipe_name = "tensorwise"', '"rowwise"'],
     ),
     (
-        ["--float8.enable", "--float8.precompute_float8_dynamic_scale_for_fsdp"],
+        ["--float8.enable", "--float8.min_features", "0", "--float8.precompute_float8_dynamic_scale_for_fsdp"],
         1,
         ["precompute_float8_dynamic_scale_for_fsdp = true", "needs float8.enable_fsdp_float8_all_gather = true"],
     ),
-    (["--float8.enable", "--model.ffn_dim", "700"], 1, ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"]),
     (
-        ["--float8.enable", "--float8.filter_fqns", "wq", "--model.vocab_size", "4100"],
+        ["--float8.enable", "--float8.min_features", "0", "--model.ffn_dim", "700"],
         1,
-        ["model.vocab_size = 4100", "output", "multiples of 16"],
+        ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"],
     ),
+    (["--float8.enable"], 1, ["float8.enable = true", "converts no layer", "model.dim = 256", "float8.min_features"]),
 ]
 
 
@@ -154,7 +161,7 @@ SOUND = [
     (["--activation_checkpoint.selective_ac_option", "6"], 1),
     (["--activation_checkpoint.mode", "memory_budget", "--compile.enable"], 1),
     (["--float8.precompute_float8_dynamic_scale_for_fsdp", "--model.ffn_dim", "700"], 1),  # float8 is off
-    (["--float8.enable", "--model.vocab_size", "4100"], 1),  # the output projection is filtered by default
+    (["--float8.enable", "--float8.min_features", "0", "--model.vocab_size", "4100"], 1),  # the output is not converted
     (["--dataset.source", "text", "--dataset.path", "job.toml"], 1),
     (["--dataset.source", "text", "--dataset.path", "**/*.toml"], 1),
     (["--validation.source", "jsonl"], 1),  # there is no validation

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -35,15 +34,15 @@ from titanlite.observe.logger import setup_logging
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
-from titanlite.parallel.step import build_step
-from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
+from titanlite.parallel.step import LossFunction, build_step
+from titanlite.parallel.tensor import vocab_parallel
 from titanlite.parallel.watch import HangWatch, all_hosts, process_groups, set_timeout
 from titanlite.parallel.world import process_group
 from titanlite.portable import write_tokenizer
@@ -133,14 +132,12 @@ class Trainer:
         if self.validation is not None:
             self.log(f"Validation on {self.validation.describe()}")
 
-    def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """(logits, labels) -> summed cross entropy; tensor-parallel logits are this rank's part of the vocabulary."""
-        loss_fn = cross_entropy_sum
-        if self.mesh.tensor is not None:
-            size = architecture(self.job.model).vocab_size
-            loss_fn = partial(vocab_parallel_cross_entropy_sum, mesh=self.mesh.tensor, vocab_size=size)
+    def loss_function(self) -> LossFunction:
+        """The output projection and its cross entropy, over the ranks that share the vocabulary."""
         compiled = self.job.compile.enable and "loss" in self.job.compile.components
-        return torch.compile(loss_fn) if compiled else loss_fn
+        softmax = torch.compile(softmax_loss) if compiled else softmax_loss
+        loss = partial(linear_cross_entropy_sum, z_loss=self.job.training.z_loss, softmax=softmax)
+        return loss if self.mesh.tensor is None else vocab_parallel(loss, self.mesh.tensor)
 
     def resume(self) -> int:
         """Open the checkpoint folder and load the newest checkpoint, if there is one; returns the tokens seen."""

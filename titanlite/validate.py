@@ -329,9 +329,18 @@ def float8_sizes(context: Context) -> Iterator[str]:
         return
     sizes = {"wq, wk, wv, wo": {"dim": arch.dim, "n_kv_heads": arch.n_kv_heads * arch.head_dim}}
     sizes |= {"w1, w2, w3": {"dim": arch.dim, "ffn_dim": arch.ffn_dim}}
-    if not arch.tied_embeddings and not any(part in "output" for part in float8.filter_fqns):
-        sizes["output"] = {"vocab_size": arch.vocab_size}
-    odd = {key: (size, layers) for layers, keys in sizes.items() for key, size in keys.items() if size % 16}
+    if arch.dim < float8.min_features:
+        text = f"converts no layer: model.dim = {arch.dim} is less than float8.min_features = {float8.min_features}, "
+        remedy = "Set float8.min_features = 0 to convert all, or float8.enable = false."
+        yield context.wrong("float8.enable", text + "below which FP8 gains nothing.", remedy)
+        return
+    odd = {
+        key: (size, layers)
+        for layers, keys in sizes.items()
+        if min(keys.values()) >= float8.min_features
+        for key, size in keys.items()
+        if size % 16
+    }
     for key, (size, layers) in odd.items():
         text = f"gives the layers {layers} a side of {size}; an FP8 matmul takes multiples of 16."
         yield context.wrong(f"model.{key}", text, "Change it, or set float8.enable = false.")

@@ -1,4 +1,4 @@
-"""Run under torchrun: the bytes that a rank all-gathers in one step, for each job in a JSON file."""
+"""Run under torchrun: the bytes of each all-gather of a rank in one step, for each job in a JSON file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_variants import TINY, global_batch, merge
 
 from titanlite.config.schema import JobConfig
-from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
@@ -20,15 +20,15 @@ from titanlite.parallel.step import build_step
 
 
 class AllGathers(TorchDispatchMode):
-    """Adds up the size of what every all-gather of more than scalars delivers."""
+    """The size of what every all-gather of more than scalars delivers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "c10d::_allgather_base_":  # the one that FSDP calls; (output, input, group, ...)
-            self.bytes += args[0].numel() * args[0].element_size()
+            self.bytes.append(args[0].numel() * args[0].element_size())
         return func(*args, **(kwargs or {}))
 
 
@@ -41,14 +41,15 @@ def main() -> None:
         sharded = build_model(job, mesh, torch.device("cpu"), lambda _: None)
         if job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(sharded.whole)
-        run = build_step(sharded, mesh, cross_entropy_sum, job, torch.device("cpu"))
-        batch = global_batch(job, sharded.whole.arch.vocab_size, False)[:1]
+        run = build_step(sharded, mesh, linear_cross_entropy_sum, job, torch.device("cpu"))
+        rows = global_batch(job, sharded.whole.arch.vocab_size, False)
         with AllGathers() as gathered:
-            run([batch], torch.tensor(10))
+            run([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
         sizes = {name: parameter.numel() for name, parameter in sharded.whole.named_parameters()}
         linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
         rest = sum(sizes.values()) - linear
-        counts[name] = {"bytes": gathered.bytes, "linear": linear, "rest": rest}
+        output = sizes["output.weight"] + sizes["norm.weight"]
+        counts[name] = {"bytes": gathered.bytes, "linear": linear, "rest": rest, "output": output}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(counts))
     dist.barrier()

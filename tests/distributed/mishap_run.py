@@ -39,7 +39,10 @@ if __name__ == "__main__":
     from titanlite.cli import run_quietly, train
 
     _, mishap, *arguments = sys.argv
-    if mishap == "hang_save" and os.environ["RANK"] == "1":
-        CommittingWriter.write_data = lambda *_: time.sleep(1000)
-    with patch.object(Loader, "next_global_batch", stuck_or_killed):
+    stuck = mishap == "hang_save" and os.environ["RANK"] == "1"
+    write = (lambda *_: time.sleep(1000)) if stuck else CommittingWriter.write_data
+    with (
+        patch.object(Loader, "next_global_batch", stuck_or_killed),
+        patch.object(CommittingWriter, "write_data", write),
+    ):
         sys.exit(run_quietly(lambda: train(arguments)))

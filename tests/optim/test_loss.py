@@ -1,31 +1,153 @@
-"""The loss is a sum over valid tokens."""
+"""The loss with its output projection: against float64, over chunks, masks, a shared vocabulary, and its memory."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from titanlite.optim.loss import IGNORE_INDEX, cross_entropy_sum
+from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum, softmax_loss, tokens_per_chunk
+
+ONE = torch.ones(())
+
+
+def inputs(tokens: int, vocab: int, dim: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, tokens // 2, dim, generator=generator).to(dtype)
+    weight = torch.randn(vocab, dim, generator=generator).to(dtype) * 0.3
+    labels = torch.randint(0, vocab, (2, tokens // 2), generator=generator)
+    labels[0, : tokens // 5] = IGNORE_INDEX
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def materialized(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+    logits = (hidden @ weight.T).flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss + z_loss * (logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
+
+
+def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, tensors))
+
+
+def error(value: Tensor, exact: Tensor) -> float:
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of tokens, the last one shorter, and several blocks of the vocabulary."""
+    monkeypatch.setattr("titanlite.optim.loss.tokens_per_chunk", lambda *_: 48)
+    monkeypatch.setattr("titanlite.optim.loss.VOCAB_BLOCK", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_as_exact_as_with_all_logits_at_once(small_chunks: None, dtype: torch.dtype, z_loss: float) -> None:
+    hidden, weight, labels = inputs(200, 1003, dtype=dtype)
+    precise = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = materialized(precise[0], precise[1], labels, z_loss)
+    exact_gradients = gradients(exact, *precise)
+    usual = materialized(hidden, weight, labels, z_loss)
+    usual_gradients = gradients(usual, hidden, weight)
+    chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss)
+    chunked_gradients = gradients(chunked, hidden, weight)
+    assert chunked.dtype == torch.float32
+    # The same roundings in another order: as good, or as good within a third where both are lucky.
+    assert error(chunked, exact) <= max(error(usual, exact), 1e-6)
+    for ours, theirs, best in zip(chunked_gradients, usual_gradients, exact_gradients, strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, best) <= 1.33 * error(theirs, best)
+
+
+def test_chunks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = inputs(200, 333)
+    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    expected = gradients(whole, hidden, weight)
+    monkeypatch.setattr("titanlite.optim.loss.tokens_per_chunk", lambda *_: 7)
+    chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(chunked, hidden, weight), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_add_up_to_the_whole() -> None:
     """Invariant 3, at its root: a batch split anywhere, with unequal masks, gives the same sum."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 6, 11, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, 11, (4, 6), generator=generator)
-    labels[0, :5] = IGNORE_INDEX
-    whole = cross_entropy_sum(logits, labels)
-    parts = cross_entropy_sum(logits[:1], labels[:1]) + cross_entropy_sum(logits[1:], labels[1:])
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)  # fp32 inside
+    hidden, weight, labels = inputs(40, 11)
+    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    parts = [linear_cross_entropy_sum(hidden[i : i + 1], weight, labels[i : i + 1], ONE) for i in range(2)]
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=0)
     kept = labels != IGNORE_INDEX
-    by_hand = -logits.log_softmax(-1)[kept, labels[kept]].sum()
-    torch.testing.assert_close(whole.double(), by_hand, rtol=1e-6, atol=0)
+    by_hand = -(hidden @ weight.T).log_softmax(-1)[kept, labels[kept]].sum()
+    torch.testing.assert_close(whole, by_hand, rtol=1e-6, atol=0)
 
 
-def test_low_precision_logits_are_summed_in_fp32() -> None:
-    logits = torch.randn(2, 500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    labels = torch.zeros(2, 500, dtype=torch.int64)
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, cross_entropy_sum(logits.float(), labels), rtol=0, atol=0)
+def test_the_scale_is_in_loss_and_gradients() -> None:
+    hidden, weight, labels = inputs(40, 11)
+    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    expected = gradients(whole, hidden, weight)
+    scaled = linear_cross_entropy_sum(hidden, weight, labels, ONE / 4)  # a power of two: exact
+    assert torch.equal(scaled, whole / 4)
+    for gradient, unscaled in zip(gradients(scaled * 2, hidden, weight), expected, strict=True):
+        assert torch.equal(gradient, unscaled / 2)
 
 
 def test_no_valid_label_is_a_loss_of_zero() -> None:
-    assert cross_entropy_sum(torch.randn(1, 3, 5), torch.full((1, 3), IGNORE_INDEX)).item() == 0.0
+    hidden, weight, labels = inputs(20, 11)
+    loss = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
+    assert loss.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients(loss, hidden, weight))
+
+
+def test_an_evaluation_is_cross_entropy_alone() -> None:
+    hidden, weight, labels = inputs(40, 11)
+    with torch.no_grad():
+        loss = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1)
+    assert torch.equal(loss, linear_cross_entropy_sum(hidden, weight, labels, ONE).detach())
+    assert not loss.requires_grad
+
+
+def test_each_gradient_is_handed_out_once_and_apart() -> None:
+    hidden, weight, labels = inputs(40, 11)
+    loss = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    gradients(loss.clone(), hidden)  # autograd keeps what this pass did not need: schedules split the backward pass
+    with pytest.raises(RuntimeError, match="handed out"):
+        gradients(loss, hidden)
+
+
+@pytest.mark.slow
+def test_compiled_softmax_is_the_same(small_chunks: None) -> None:
+    hidden, weight, labels = inputs(200, 333)
+    eager = linear_cross_entropy_sum(hidden, weight, labels, ONE)
+    compiled = linear_cross_entropy_sum(hidden, weight, labels, ONE, softmax=torch.compile(softmax_loss))
+    torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(compiled, hidden, weight), gradients(eager, hidden, weight))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "chunk"),
+    [(2048, 4096, 4096), (4096, 128256, 512), (8192, 128256, 1024), (65536, 128256, 2048), (65536, 32000, 2048)],
+)
+def test_the_rule_of_the_chunk_size(tokens: int, vocab: int, chunk: int) -> None:
+    assert tokens_per_chunk(tokens, vocab) == chunk
+
+
+PEAK = """
+import resource, torch
+from titanlite.optim.loss import linear_cross_entropy_sum
+hidden = torch.randn(1, 2048, 32).requires_grad_()
+weight = torch.randn(65536, 32).requires_grad_()
+labels = torch.randint(0, 65536, (1, 2048))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+linear_cross_entropy_sum(hidden, weight, labels, torch.ones(())).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_the_logits_of_all_tokens_never_exist() -> None:
+    """All logits are 512 MiB in fp32, those of a chunk 128 MiB; the weight's gradient is 8 MiB."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert int(done.stdout) < 220

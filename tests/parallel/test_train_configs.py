@@ -24,12 +24,12 @@ from titanlite.model.flavors import architecture
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.step import Step, build_step
-from titanlite.parallel.tensor import vocab_parallel_cross_entropy_sum
+from titanlite.parallel.tensor import vocab_parallel
 from titanlite.validate import check_job
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
@@ -78,7 +78,7 @@ def step(name: str, world: int, rank: int) -> tuple[int, list[str]]:
     """One optimizer step of a job file; returns how many parameters the rank holds, and their names."""
     job = load(name, world)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    device, arch = torch.device("cpu"), architecture(job.model)
+    device = torch.device("cpu")
     mesh = build_mesh(job.parallelism, "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -92,10 +92,9 @@ def step(name: str, world: int, rank: int) -> tuple[int, list[str]]:
     unanimous = patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: Vote(), create=True)
     with fake, unanimous:
         optimizer = build_optimizer(sharded.whole, job.optimizer)
-        loss_fn: Any = cross_entropy_sum
+        loss_fn: Any = linear_cross_entropy_sum
         if mesh.tensor is not None:
-            tensor = mesh.tensor
-            loss_fn = lambda x, y: vocab_parallel_cross_entropy_sum(x, y, tensor, arch.vocab_size)  # noqa: E731
+            loss_fn = vocab_parallel(loss_fn, mesh.tensor)
         run: Step = build_step(sharded, mesh, loss_fn, job, device)
         training = job.training
         count = training.global_batch_size // (mesh.data_degree * training.local_batch_size)

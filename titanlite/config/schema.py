@@ -108,6 +108,9 @@ class Training(Section):
     multiple of that accumulates gradients."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this total L2 norm; 0 turns clipping off. 1 is what Llama was trained with."""
+    z_loss: NonNegativeFloat = 0.0
+    """Adds this times log(Z)^2 of each token to the loss, where Z is the denominator of the softmax: logits that drift
+    apart cannot overflow bfloat16. PaLM used 1e-4. The validation loss is without it."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype in which FSDP all-gathers parameters and computes: half the traffic, and the tensor cores' dtype."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -289,7 +292,7 @@ class Compile(Section):
     enable: bool = False
     """Compile the listed components; the first step then takes half a minute or more."""
     components: Annotated[tuple[Literal["model", "loss"], ...], Field(strict=False)] = ("model", "loss")
-    """model: each transformer block (one compilation serves all of them). loss: the loss function."""
+    """model: each transformer block (one compilation serves all of them). loss: softmax and gradient of the loss."""
 
 
 class Float8(Section):
@@ -304,8 +307,12 @@ class Float8(Section):
     """All-gather weights in FP8: half the traffic of bfloat16. tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all weights in one all-reduce after the optimizer step; needs the FP8 all-gather."""
-    filter_fqns: Names = ("output",)
-    """Layers whose name contains one of these stay in high precision. The output projection is sensitive."""
+    min_features: NonNegativeInt = 1024
+    """Layers with fewer inputs or outputs stay in high precision: casting their tensors costs about what the faster
+    matmul gains. 0 converts all."""
+    filter_fqns: Names = ()
+    """Layers whose name contains one of these stay in high precision. The output projection always does: it is
+    sensitive, and its logits are never all there at once."""
     emulate: bool = False
     """Compute FP8 in high precision, for hardware without it. Chosen by itself, with a note, where there is none."""
 

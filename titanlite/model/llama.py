@@ -112,6 +112,29 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+# (hidden (B, T, C), output matrix (V, C), labels (B, T)) -> scalar
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Output(nn.Module):
+    """The output matrix (V, C): gives logits (B, T, V), or with labels the loss."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(arch.vocab_size, arch.dim))
+
+    def forward(self, x: Tensor, labels: Tensor | None, loss: LossFunction | None) -> Tensor:
+        return project(x, self.weight, labels, loss)
+
+
+def project(x: Tensor, weight: Tensor, labels: Tensor | None, loss: LossFunction | None) -> Tensor:
+    """Logits, or the loss if there are labels."""
+    if labels is None:
+        return F.linear(x, weight)
+    assert loss is not None, "set Llama.loss first"
+    return loss(x, weight, labels)
+
+
 class Llama(nn.Module):
     """A Llama 3.x decoder. Build it under `torch.device("meta")`, then `to_empty`, then `init_weights`.
 
@@ -131,7 +154,8 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerBlock(arch) for i in blocks})
         self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if last else None
         untied = last and not arch.tied_embeddings
-        self.output = nn.Linear(arch.dim, arch.vocab_size, bias=False) if untied else None
+        self.output = Output(arch) if untied else None
+        self.loss: LossFunction | None = None  # exchangeable, as it may be fused with the output matrix
 
     def forward(
         self,
@@ -139,6 +163,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | BlockMask | None = None,
         cache: Sequence[LayerCache] | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Token ids (B, T) -> logits (B, T, V). A part of a model takes and returns (B, T, C) where it was cut.
 
@@ -146,6 +171,7 @@ class Llama(nn.Module):
             positions: (T,) or (B, T); None counts from 0, or from the cache's length.
             mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`); None is causal.
             cache: For generation, one `LayerCache` a block, holding earlier tokens; each grows by T.
+            labels: (B, T). With them the result is `self.loss` instead of the logits.
         """
         start = 0 if cache is None else cache[0].length
         if positions is None:
@@ -162,9 +188,9 @@ class Llama(nn.Module):
             return x
         x = self.norm(x)
         if self.output is not None:
-            return self.output(x)
+            return self.output(x, labels, self.loss)
         assert self.tok_embeddings is not None
-        return F.linear(x, self.tok_embeddings.weight)
+        return project(x, self.tok_embeddings.weight, labels, self.loss)
 
     def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """Draw every parameter from a generator of its own, seeded by (seed, name).

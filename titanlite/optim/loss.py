@@ -1,17 +1,153 @@
-"""The training loss.
+"""The training loss, fused with the output projection.
 
 Invariant: it is a sum over valid tokens, never a mean, so that any split of a batch into ranks and microbatches
-adds up to the same number. May import torch only.
+adds up to the same number; and the logits of all tokens never exist at once. May import torch only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
+from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
+VOCAB_BLOCK = 8192  # classes that are converted between fp32 and a lower precision at a time
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of (B, T, V) logits against (B, T) labels, summed over the valid labels, in fp32."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+def tokens_per_chunk(num_tokens: int, vocab_size: int) -> int:
+    """How many tokens' logits exist at a time: an eighth of the tokens, so that they are a small part of what they
+    would be at once; but 512 to 2048, as each chunk passes once over the weight's gradient and a matmul needs rows to
+    be fast; and in any case what takes 64 MiB in fp32."""
+    return max(2**24 // vocab_size, min(2048, max(512, num_tokens // 8)))
+
+
+def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
+    return x if group is None else collectives.wait_tensor(collectives.all_reduce(x, operation, group))
+
+
+def softmax_loss(
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    needs_grad: bool,
+    z_loss: float,
+    first_class: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of fp32 logits (n, V) and, in their own memory, their gradient. See `linear_cross_entropy_sum`."""
+    valid, labels = labels != IGNORE_INDEX, labels - first_class
+    mine = valid & (labels >= 0) & (labels < logits.shape[1])
+    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    peak = _reduced(logits.amax(-1), "max", group)  # (n,)
+    logits.sub_(peak[:, None])
+    target = torch.where(mine, logits.gather(1, index).squeeze(1), 0.0)
+    softmax = logits.exp_()
+    total, target = _reduced(torch.stack((softmax.sum(-1), target)), "sum", group)
+    log_total = total.log()
+    normalizer = log_total + peak  # log(sum(exp(logits)))
+    z = z_loss if needs_grad else 0.0
+    loss = torch.where(valid, log_total - target + z * normalizer.square(), 0.0).sum() * scale
+    if needs_grad:
+        factor = torch.where(valid, scale, 0.0)
+        softmax.mul_((factor * (1.0 + 2.0 * z * normalizer) / total)[:, None])
+        softmax.scatter_add_(1, index, torch.where(mine, -factor, 0.0)[:, None])
+    return loss, softmax
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    *,
+    z_loss: float = 0.0,
+    first_class: int = 0,
+    group: dist.ProcessGroup | None = None,
+    softmax: Callable[..., tuple[Tensor, Tensor]] = softmax_loss,
+) -> Tensor:
+    """Cross entropy of the logits `hidden @ weight.T`, summed over the valid labels, times `scale`; fp32.
+
+    Both gradients are computed along with the loss, chunk by chunk of tokens, so that nothing is computed twice
+    (as in https://arxiv.org/abs/2410.10989). Softmax, sums and the weight's gradient are in fp32 for any input.
+
+    Args:
+        hidden: (B, T, C).
+        weight: (V, C); under vocabulary parallelism this rank's rows, and the gradient of `hidden` is then its part.
+        labels: (B, T), of the whole vocabulary; IGNORE_INDEX where there is no loss.
+        scale: Scalar on the device.
+        z_loss: Adds this times the squared log of the softmax's denominator (https://arxiv.org/abs/2204.02311) where
+            gradients are computed; an evaluation without them is cross entropy alone.
+        first_class: The class of the first row of `weight`.
+        group: Ranks that hold the other rows; all of them return the same loss.
+        softmax: `softmax_loss`, or the same compiled.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)
+    gradients = (torch.empty_like(rows), torch.zeros_like(matrix, dtype=torch.float32)) if needs_grad else None
+
+    def loss_of(part: slice) -> Tensor:
+        chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
+        logits = _logits(chunk, matrix)  # (n, V)
+        loss, logits_grad = softmax(logits, chunk_labels, scale, needs_grad, z_loss, first_class, group)
+        if gradients is not None:
+            gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
+        return loss
+
+    size = tokens_per_chunk(len(rows), len(matrix))
+    with torch.no_grad():
+        total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
+    if gradients is None:
+        return total
+    # Two nodes, not one: schedules that split the backward pass ask for each gradient at another time.
+    with_hidden: Tensor = _WithGradient.apply(hidden, total, gradients[0].view_as(hidden))  # pyright: ignore
+    with_weight: Tensor = _WithGradient.apply(weight, torch.zeros_like(total), gradients[1])  # pyright: ignore
+    return with_hidden + with_weight
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (n, C) @ weight (V, C).T in fp32."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.T
+    logits = torch.empty(len(hidden), len(weight), device=hidden.device)
+    for columns, rows in zip(logits.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), strict=True):
+        columns.copy_(_matmul(hidden, rows.T))
+    return logits
+
+
+def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
+    """Returns logits_grad (n, V) @ weight (V, C) in fp32, and adds logits_grad.T @ hidden (n, C) to `weight_grad`."""
+    if hidden.dtype == torch.float32:
+        weight_grad.addmm_(logits_grad.T, hidden)
+        return logits_grad @ weight
+    hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+    blocks = (logits_grad.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), weight_grad.split(VOCAB_BLOCK))
+    for columns, rows, rows_grad in zip(*blocks, strict=True):
+        columns = columns.to(hidden.dtype)
+        rows_grad.add_(_matmul(columns.T, hidden))
+        hidden_grad.add_(_matmul(columns, rows))
+    return hidden_grad
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in low precision; on a GPU the sums, which are in fp32, come without being rounded."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient with respect to `tensor` is known already. Its memory is handed over: once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, tensor.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        if ctx.gradient is None:
+            raise RuntimeError("The gradient of this loss was computed once and has been handed out.")
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grads[0]).to(ctx.dtype), None, None

@@ -7,6 +7,7 @@ May import torch, torchao, model and config.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -21,9 +22,8 @@ def has_float8_hardware() -> bool:
 
 
 def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[str], None]) -> None:
-    """Swap the linear layers for Float8Linear in place, except those that `filter_fqns` names.
-
-    Layers whose dimensions are not multiples of 16 are left alone: the FP8 matmul does not take them.
+    """Swap the linear layers for Float8Linear in place, except those that `filter_fqns` names, those that are smaller
+    than `min_features`, and those whose sides are no multiples of 16, which the FP8 matmul does not take.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -32,21 +32,27 @@ def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[st
         recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate)
     else:
         recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=emulate)
-    converted: list[str] = []
-    kept: list[str] = []
+    converted: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
 
     def choose(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        fits = module.in_features % 16 == 0 and module.out_features % 16 == 0
+        sides = (module.in_features, module.out_features)
+        fits = all(side % 16 == 0 and side >= config.min_features for side in sides)
         chosen = fits and not any(part in name for part in config.filter_fqns)
-        (converted if chosen else kept).append(name)
+        (converted if chosen else kept)[name.split(".", 2)[-1]] += 1  # without the number of the block
         return chosen
 
     convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
     how = "emulated in high precision: this device has no FP8" if emulate and not config.emulate else ""
     how = how or ("emulated, as float8.emulate says" if emulate else "on FP8 hardware")
-    log(f"Float8 {config.recipe_name}: {len(converted)} linear layers converted, {len(kept)} kept {kept}; {how}")
+    count = f"{converted.total()} linear layers converted ({_listed(converted)}), {kept.total()} kept ({_listed(kept)})"
+    log(f"Float8 {config.recipe_name}: {count}; {how}")
+
+
+def _listed(names: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in names.items()) or "none"
 
 
 def precompute_scales(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
 
 
 def build_schedule(
-    job: JobConfig, mesh: Mesh, stages: dict[int, Llama], device: torch.device, microbatches: int, loss_fn: Any
+    job: JobConfig, mesh: Mesh, stages: dict[int, Llama], device: torch.device, microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of one optimizer step over this rank's stages.
 
@@ -54,7 +54,6 @@ def build_schedule(
 
     Args:
         microbatches: How many of them a data-parallel rank has in a step.
-        loss_fn: (output of the last stage, labels) -> scalar; gradients are not scaled any further.
     """
     assert mesh.pipeline is not None
     count = len(stage_parts(job.parallelism, architecture(job.model), job.training.seq_len))
@@ -63,14 +62,19 @@ def build_schedule(
     for i, stage in stages.items():
         given = _input(job, mesh, stage.arch, first=i == 0)
         output = _input(job, mesh, stage.arch, first=False)
-        if i == count - 1:  # (B, T, V): nobody receives it, but its shape must be declared
-            output = output.new_empty(*output.shape[:2], stage.arch.vocab_size).requires_grad_()
+        if i == count - 1:  # the loss: nobody receives it, but its shape must be declared
+            output = torch.empty((), device="meta", requires_grad=True)
         pipeline_stages.append(
             PipelineStage(stage, i, count, device, input_args=given, output_args=output, group=group)
         )
     schedule: Any = get_schedule_class(job.parallelism.pipeline_parallel_schedule)
     single = issubclass(schedule, PipelineScheduleSingle)
-    return schedule(pipeline_stages[0] if single else pipeline_stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    return schedule(
+        pipeline_stages[0] if single else pipeline_stages,
+        microbatches,
+        loss_fn=lambda loss, _labels: loss,  # what the last stage returns is the loss already
+        scale_grads=False,
+    )
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.parallel.pipeline import build_schedule, forward_only
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+# (hidden states (B, T, C), output matrix (V, C), labels (B, T), scale) -> scale times the sum of cross entropy
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Microbatch(Protocol):
@@ -41,8 +42,10 @@ class Step:
     """Without a pipeline: one microbatch after the other; gradients are reduced with the last one."""
 
     def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction) -> None:
-        """`loss_fn`: (output of the model, labels) -> sum of cross entropy over this rank's positions."""
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
+        self._scale = torch.ones(())
+        for stage in (model.whole, *model.stages.values()):
+            stage.loss = self._loss
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         """Accumulate gradients; returns this rank's share of the loss, a scalar on the device. The shares of the ranks
@@ -51,10 +54,11 @@ class Step:
         Args:
             num_valid_tokens: Of the global batch, on the device.
         """
-        total = torch.zeros((), device=num_valid_tokens.device)
+        self._scale = num_valid_tokens.float().reciprocal()
+        total = torch.zeros_like(self._scale)
         for i, microbatch in enumerate(microbatches):
             set_gradient_sync(self._model, last_microbatch=i == len(microbatches) - 1)
-            loss = self._loss(microbatch) / num_valid_tokens
+            loss = self._forward(microbatch)
             loss.backward()
             total += loss.detach()
         return total
@@ -62,13 +66,17 @@ class Step:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """This rank's share of the sum of cross entropy, float64; no gradients."""
-        total = torch.stack([self._loss(microbatch).double() for microbatch in microbatches]).sum()
+        self._scale = torch.ones_like(self._scale)
+        total = torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
         free_gathered(self._model)
         return total
 
-    def _loss(self, microbatch: Microbatch) -> Tensor:
-        tokens, labels, rest = own_part([microbatch], self._mesh)
-        return self._loss_fn(self._model(tokens, **rest), labels)
+    def _forward(self, microbatch: Microbatch) -> Tensor:
+        tokens, rest = own_part([microbatch], self._mesh)
+        return self._model(tokens, **rest)
+
+    def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return self._loss_fn(hidden, weight, labels, self._scale)
 
 
 class PipelineStep(Step):
@@ -87,20 +95,16 @@ class PipelineStep(Step):
         self._microbatches = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
         self._has_first = model.whole.tok_embeddings is not None
         self._has_last = model.whole.norm is not None
-        self._divisor = torch.ones((), device=device)
-        self._schedule = build_schedule(job, mesh, model.stages, device, self._microbatches, self._divided_loss)
-
-    def _divided_loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_fn(output, labels) / self._divisor
+        self._schedule = build_schedule(job, mesh, model.stages, device, self._microbatches)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
-        self._divisor = num_valid_tokens
+        self._scale = num_valid_tokens.float().reciprocal()
         return self._run(self._schedule.step, microbatches)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        self._divisor = torch.ones_like(self._divisor)
-        total = torch.zeros_like(self._divisor, dtype=torch.float64)
+        self._scale = torch.ones_like(self._scale)
+        total = torch.zeros_like(self._scale, dtype=torch.float64)
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
             missing = self._microbatches - len(part)  # the schedule is made for so many: rows without labels fill up
@@ -110,15 +114,15 @@ class PipelineStep(Step):
         return total
 
     def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:
-        tokens, labels, rest = own_part(microbatches, self._mesh)
+        tokens, rest = own_part(microbatches, self._mesh)
         if missing:
-            labels = labels.clone()
-            labels[-missing * len(labels) // len(microbatches) :] = -100
+            rest["labels"] = rest["labels"].clone()
+            rest["labels"][-missing * len(tokens) // len(microbatches) :] = -100
         if "positions" not in rest:  # a stage cannot count them: what it receives may be cut along the sequence
             rest["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         losses: list[Tensor] = []
         inputs = (tokens,) if self._has_first else ()
-        target = {"target": labels, "losses": losses} if self._has_last else {}
+        target = {"target": rest["labels"], "losses": losses} if self._has_last else {}
         run(*inputs, **target, **rest, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
 
@@ -130,8 +134,8 @@ def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobC
     return PipelineStep(model, mesh, loss_fn, job, device)
 
 
-def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Tokens and labels (B, T) of these microbatches in one, and positions and mask where the model needs them.
+def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
+    """Tokens (B, T) of these microbatches in one, their labels, and positions and mask where the model needs them.
 
     Under context parallelism T is this rank's part of the row, its positions are not consecutive.
     """
@@ -142,16 +146,16 @@ def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Te
 
     tokens, labels = joined("input_ids"), joined("labels")
     documents = None if microbatches[0].document_ids is None else joined("document_ids")
-    rest: dict[str, Any] = {}
+    rest: dict[str, Any] = {"labels": labels}
     if microbatches[0].positions is not None:
         rest["positions"] = joined("positions")
     if mesh.context is None:
         if documents is not None:
             rest["mask"] = document_mask(documents)
-        return tokens, labels, rest
+        return tokens, rest
     mask = context_mask(tokens, documents, mesh.context)
     if mask is not None:
         rest["mask"] = mask
     positions = rest.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-    tokens, labels, rest["positions"] = (own_chunks(x, mesh.context) for x in (tokens, labels, positions))
-    return tokens, labels, rest
+    tokens, rest["labels"], rest["positions"] = (own_chunks(x, mesh.context) for x in (tokens, labels, positions))
+    return tokens, rest

@@ -7,18 +7,15 @@ and config.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -26,11 +23,11 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.model.llama import Llama
 
-IGNORE_INDEX = -100  # label of a position that has no loss, as in torch
+LossFunction = Callable[..., Tensor]  # (hidden, output matrix, labels, scale)
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard the weights of `model` in place. Its logits become this rank's part of the vocabulary: (B, T, V_local).
+    """Shard the weights of `model` in place. Its loss takes DTensors: see `vocab_parallel`.
 
     Between matmuls a rank holds (B, T / degree, C), so that norms and residuals are shared, too, and activations
     take less memory. The all-reduce of plain tensor parallelism becomes an all-gather and a reduce-scatter.
@@ -58,14 +55,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     if model.norm is None:
         return
     _apply(model.norm, mesh, SequenceParallel())
-    if model.output is not None:
-        _apply(model.output, mesh, ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)))
-    else:  # the tied embedding is a DTensor without a style of its own: what it meets must be one, too
-        gather = PrepareModuleOutput(
-            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
-        )
-        _apply(model.norm, mesh, gather)
-        _apply(model, mesh, PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1)))
+    if model.output is not None:  # a tied one is sharded in the same way by the embedding
+        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
@@ -81,44 +72,19 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocab_size: int) -> Tensor:
-    """Cross entropy, summed over the valid labels, in fp32, the same on all ranks of `mesh`.
+def vocab_parallel(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
+    """`loss` over a vocabulary that the ranks of `mesh` share; also where it does not divide.
 
     Args:
-        logits: (B, T, V_local), this rank's part as `torch.chunk` cuts it: V need not divide by the degree.
-        labels: (B, T), of the whole vocabulary.
+        loss: `optim.loss.linear_cross_entropy_sum`, which takes the `first_class` of a rank and the `group`.
     """
-    start = min(vocab_size, -(-vocab_size // mesh.size()) * mesh.get_local_rank())
-    return _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), start, mesh.get_group())  # pyright: ignore[reportReturnType]
 
+    def local_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        assert isinstance(hidden, DTensor)
+        assert isinstance(weight, DTensor)
+        first_class = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()  # as torch.chunk cuts
+        # Each rank's rows of the matrix add to the gradient of all hidden states.
+        whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # (B, T, C)
+        return loss(whole, weight.to_local(), labels, scale, first_class=first_class, group=mesh.get_group())
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """log(sum(exp(logits))) - logit of the label; maximum, sum and label's logit are reduced over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
-        x = logits.float()  # (N, V_local)
-        peak = _reduced(x.amax(-1), "max", group)  # (N,)
-        x = x - peak[:, None]
-        index = labels - start
-        mine = (index >= 0) & (index < x.shape[1])
-        index = index.clamp(0, x.shape[1] - 1)
-        target = torch.where(mine, x.gather(1, index[:, None]).squeeze(1), 0.0)
-        softmax = x.exp_()
-        total, target = _reduced(torch.stack((softmax.sum(-1), target)), "sum", group)
-        softmax = softmax.div_(total[:, None])
-        valid = labels != IGNORE_INDEX
-        ctx.save_for_backward(softmax, index, mine, valid)
-        ctx.dtype = logits.dtype
-        return torch.where(valid, total.log() - target, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        softmax, index, mine, valid = ctx.saved_tensors
-        grad = softmax.scatter_add(1, index[:, None], -mine.float()[:, None])
-        grad = grad * (valid.float() * grads[0])[:, None]
-        return grad.to(ctx.dtype), None, None, None
-
-
-def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x, operation, group))
+    return local_loss

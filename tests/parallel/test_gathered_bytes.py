@@ -1,0 +1,37 @@
+"""What FSDP puts on the wire: one byte a weight with FP8 instead of two, and the output matrix once a step."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parents[1] / "distributed" / "count_bytes.py"
+ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+BF16 = {
+    "training": {"mixed_precision_param": "bfloat16", "global_batch_size": 1},
+    "parallelism": {"fsdp_reshard_after_forward": "never"},
+}
+
+
+@pytest.mark.slow
+def test_weights_travel_in_one_byte_each(torchrun, tmp_path: Path) -> None:
+    jobs = {"bf16": BF16, "fp8": BF16 | {"float8": {"enable": True} | ALL_GATHER}}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    torchrun(WORKER, 2, [tmp_path / "jobs.json", tmp_path / "out.json"])
+    counts = json.loads((tmp_path / "out.json").read_text())
+    weights, rest = counts["bf16"]["linear"], counts["bf16"]["rest"]  # the embedding, the norms, the output
+    assert sum(counts["bf16"]["bytes"]) == 2 * (weights + rest)
+    assert (
+        sum(counts["fp8"]["bytes"]) == weights + 2 * rest
+    )  # scales do not travel: they were computed on all ranks alike
+
+
+@pytest.mark.slow
+def test_the_output_matrix_travels_once_in_all_microbatches(torchrun, tmp_path: Path) -> None:
+    (tmp_path / "jobs.json").write_text(json.dumps({"accumulated": {"training": {"global_batch_size": 3}}}))
+    torchrun(WORKER, 2, [tmp_path / "jobs.json", tmp_path / "out.json"])
+    counts = json.loads((tmp_path / "out.json").read_text())["accumulated"]
+    sizes = Counter(counts["bytes"])
+    assert sizes[4 * counts["output"]] == 1
+    assert 6 in sizes.values()  # blocks: forward and backward in each of three microbatches
