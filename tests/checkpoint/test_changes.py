@@ -66,6 +66,21 @@ def test_a_fresh_start_of_the_data_is_never_refused():
     assert compare_jobs(job(), now, keeps_data=False).refused == []
 
 
+def test_another_tokenizer_is_refused_and_a_moved_one_is_harmless():
+    moved = job(tokenizer__path="elsewhere/tokenizer.model")
+    assert compare_jobs(job(), moved).refused == []
+    for keeps_data in (True, False):
+        changes = compare_jobs(job(), moved, keeps_data=keeps_data, same_tokenizer=False)
+        assert changes.harmless == []
+        assert changes.refused == [
+            "tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model, "
+            "which gives the ids of the vocabulary another meaning"
+        ]
+        assert (
+            "has other contents" in compare_jobs(job(), job(), keeps_data=keeps_data, same_tokenizer=False).refused[0]
+        )
+
+
 def test_keys_of_another_version_are_skipped_and_unknown_ones_change_the_curve():
     before, now = job(), job()
     before["training"]["gone"] = 1

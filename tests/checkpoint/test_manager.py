@@ -429,6 +429,20 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
         run.manager(tmp_path, job=job).load()
 
 
+def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    train_state = run.train_state() | {"data": {"tokenizer": "fingerprint"}}
+    run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
+    for excluded in ((), ("data",)):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
+            run.manager(tmp_path, job=job, tokenizer="another", exclude_from_loading=excluded).load()
+    lines: list[str] = []
+    job["tokenizer"]["path"] = "elsewhere/tokenizer.model"
+    assert run.manager(tmp_path, job=job, tokenizer="fingerprint", lines=lines).load() == train_state
+    assert lines[0].endswith("tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model (harmless)")
+
+
 def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -59,9 +59,14 @@ class TinyRun:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
-    def manager(self, folder: Path, *, lines: list[str] | None = None, job=None, write_tokenizer=None, **keys):
+    def manager(
+        self, folder: Path, *, lines: list[str] | None = None, job=None, tokenizer=None, write_tokenizer=None, **keys
+    ):
         log = (lambda line: None) if lines is None else lines.append
-        config, more = schema.Checkpoint(**keys), {"job": job, "write_tokenizer": write_tokenizer}
+        config, more = (
+            schema.Checkpoint(**keys),
+            {"job": job, "tokenizer": tokenizer, "write_tokenizer": write_tokenizer},
+        )
         return CheckpointManager(config, folder, self.model, self.optimizer, log=log, **more)
 
     def train_state(self) -> dict:

@@ -16,7 +16,7 @@ from titanlite.model.flavors import FLAVORS, architecture
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
 _HARMLESS_SECTIONS = (
     "job",
-    "tokenizer",  # its path; the loader compares the contents
+    "tokenizer",  # its path; what lies there is compared by its fingerprint
     "validation",
     "parallelism",
     "activation_checkpoint",
@@ -60,14 +60,22 @@ class Changes:
         return [f"{line} ({label})" for label, lines in labelled for line in lines]
 
 
-def compare_jobs(before: dict[str, Any], now: dict[str, Any], *, keeps_data: bool = True) -> Changes:
+def compare_jobs(
+    before: dict[str, Any], now: dict[str, Any], *, keeps_data: bool = True, same_tokenizer: bool = True
+) -> Changes:
     """Compare the job of a checkpoint with the one that resumes from it.
 
     Args:
         before, now: `JobConfig.model_dump(mode="json")`. Keys that only one has (of another version) are skipped.
         keeps_data: whether the place in the data is resumed, too.
+        same_tokenizer: whether the ids still mean what they meant; a tokenizer that only moved is the same.
     """
     changes = Changes([], [], [])
+    if not same_tokenizer:
+        paths = [job["tokenizer"]["path"] for job in (before, now)]
+        where = f"{paths[0]} -> {paths[1]}" if paths[0] != paths[1] else f"{paths[0]} has other contents"
+        changes.refused.append(f"tokenizer.path: {where}, which gives the ids of the vocabulary another meaning")
+        now = now | {"tokenizer": before["tokenizer"]}
     _compare_models(before["model"], now["model"], changes)
     for section in before.keys() & now.keys() - {"model"}:
         for key in before[section].keys() & now[section].keys():

@@ -43,6 +43,7 @@ class CheckpointManager:
         optimizer: None saves and loads weights only.
         log: called on rank 0 with one line of text for each event that a person should know.
         job: the resolved job file as a JSON value, kept in the manifest and compared on resume.
+        tokenizer: fingerprint of the tokenizer, which the saved data state holds, too; another one is refused.
         write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
     """
 
@@ -55,6 +56,7 @@ class CheckpointManager:
         *,
         log: Callable[[str], None],
         job: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
         write_tokenizer: Callable[[Path], dict[str, int | None]] | None = None,
     ) -> None:
         self.config = config
@@ -62,6 +64,7 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self.job = job
+        self.tokenizer = tokenizer
         self._log = log
         self._write_tokenizer = write_tokenizer
         self._ranks = Ranks(config.timeout_seconds)
@@ -279,7 +282,13 @@ class CheckpointManager:
     def _report_changes(self, path: Path, info: dict[str, Any]) -> None:
         if self.job is None or info["job"] is None:
             return
-        changes = compare_jobs(info["job"], self.job, keeps_data="data" not in self.config.exclude_from_loading)
+        trained_with = (info["train_state"].get("data") or {}).get("tokenizer")
+        changes = compare_jobs(
+            info["job"],
+            self.job,
+            keeps_data="data" not in self.config.exclude_from_loading,
+            same_tokenizer=None in (trained_with, self.tokenizer) or trained_with == self.tokenizer,
+        )
         for line in changes.lines():
             self._say(f"changed since {path.name}: {line}")
         if changes.refused:
