@@ -138,6 +138,13 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Tolerance]] = {
     **{name: (overrides, name, tolerance) for name, (overrides, tolerance) in PRECISION.items()},
     "compile": ({"compile": COMPILED}, "one process", EXACT),
     "compile, AC full": ({"compile": COMPILED, **SCHEDULING["AC full"]}, "one process", EXACT),
+    "compile, AC op": ({"compile": COMPILED, **SCHEDULING["AC op"]}, "one process", EXACT),
+    "compile, float8 tensorwise": ({"compile": COMPILED, "float8": {"enable": True}}, "float8 tensorwise", FP8),
+    "compile, float8 all-gather, AC full": (
+        {"compile": COMPILED, "float8": {"enable": True} | ALL_GATHER, **SCHEDULING["AC full"]},
+        "float8 all-gather",
+        FP8,
+    ),
     "compile, float8 all-gather, AC op": (
         {"compile": COMPILED, "float8": {"enable": True} | ALL_GATHER, **SCHEDULING["AC op"]},
         "float8 all-gather",
@@ -147,15 +154,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Tolerance]] = {
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 REFUSED = {  # by titanlite.parallel.constraints
     ("pp2 ZBVZeroBubble", "AC op"),
-    ("pp2 ZBVZeroBubble", "compile"),
-    ("pp2 ZBVZeroBubble", "compile, AC full"),
-    ("pp2 ZBVZeroBubble", "compile, float8 all-gather, AC op"),
-    ("tp2", "compile"),
-    ("fsdp2 x tp2", "compile"),
-    ("tp2", "compile, AC full"),
-    ("fsdp2 x tp2", "compile, AC full"),
-    ("tp2", "compile, float8 all-gather, AC op"),
-    ("fsdp2 x tp2", "compile, float8 all-gather, AC op"),
+    *(("pp2 ZBVZeroBubble", feature) for feature in FEATURES if "compile" in feature),
 }
 MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {  # planted -> layout, and what is planted
     "keys' gradients not reduced": ("cp2", {"plant": "missing_reduction"}),
@@ -190,6 +189,17 @@ def all_rows() -> list[Row]:
         ranks, overrides = LAYOUTS[name]
         rows.append(Row(f"{name}, tied", ranks, merged(overrides, TIED), "tied"))
     rows += [combined(a, b) for a in COMBINED for b in FEATURES if (a, b) not in REFUSED]
+    rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
+    rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))
+    ranks, overrides = LAYOUTS["tp2"]
+    for name, more, reference in (
+        ("tied", TIED, "tied"),
+        ("documents", DOCUMENTS, "documents"),
+        ("AC every 2nd block", SCHEDULING["AC every 2nd block"], "one process"),
+        ("AC memory budget", {"activation_checkpoint": {"mode": "memory_budget"}}, "one process"),
+    ):
+        over = merged(overrides, more, {"compile": COMPILED})
+        rows.append(Row(f"tp2, compile, {name}", ranks, over, reference))
     return rows
 
 

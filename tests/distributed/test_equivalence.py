@@ -1,16 +1,32 @@
 """Every layout has one loss curve: a sample of what `benchmarks/equivalence.sh` compares, and wrong layouts."""
 
 import pytest
-from equivalence import EXACT, FP8, LAYOUTS, MISTAKES, REFUSED, Difference, Result, Row, all_rows, compare, merged, run
+from equivalence import (
+    COMBINED,
+    EXACT,
+    FEATURES,
+    FP8,
+    LAYOUTS,
+    MISTAKES,
+    MODEL,
+    REFUSED,
+    Difference,
+    Result,
+    Row,
+    all_rows,
+    compare,
+    merged,
+    run,
+)
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.flavors import architecture
-from titanlite.parallel.constraints import layout_problems
+from titanlite.parallel.constraints import Problem, layout_problems
 
 SAMPLE = (
     *("fsdp2", "replicate2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
     *("accumulation 4", "fsdp2, float8 all-gather", "fsdp2, bf16", "tp2, float8 tensorwise"),
-    *("fsdp2 x tp2", "pp2 x fsdp2"),
+    *("fsdp2 x tp2", "pp2 x fsdp2", "tp2, compile", "tp2, compile, AC full", "tp2, compile, AC memory budget"),
 )
 ROWS = {row.name: row for row in all_rows()}
 pytestmark = pytest.mark.slow
@@ -53,13 +69,22 @@ def test_the_float8_tolerance_is_no_wider_than_a_mistake(results: dict[str, Resu
         assert not difference(results, mistake).within(FP8), mistake
 
 
+def problems(layout: str, feature: str) -> list[Problem]:
+    ranks, overrides = LAYOUTS[layout]
+    base = {"model": MODEL, "training": {"global_batch_size": 8}, "activation_checkpoint": {"mode": "none"}}
+    table = merged(base, overrides, FEATURES[feature][0])
+    job = JobConfig.model_validate(table)
+    return list(layout_problems(job, architecture(job.model), ranks))
+
+
 @pytest.mark.parametrize(("layout", "feature"), sorted(REFUSED))
 def test_what_is_refused_is_refused_with_a_layout_that_works(layout: str, feature: str) -> None:
-    from equivalence import FEATURES, MODEL
+    found = problems(layout, feature)
+    assert found
+    assert all("Nearest" in problem[-1] for problem in found)
 
-    ranks, overrides = LAYOUTS[layout]
-    table = merged({"model": MODEL, "training": {"global_batch_size": 8}}, overrides, FEATURES[feature][0])
-    job = JobConfig.model_validate(table)
-    problems = list(layout_problems(job, architecture(job.model), ranks))
-    assert problems
-    assert all("Nearest" in problem[-1] for problem in problems)
+
+@pytest.mark.parametrize("layout", COMBINED)
+def test_what_was_compared_is_allowed(layout: str) -> None:
+    for feature in FEATURES:
+        assert (layout, feature) in REFUSED or not problems(layout, feature), feature

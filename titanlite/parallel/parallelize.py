@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.flavors import architecture
@@ -66,6 +67,16 @@ def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], N
     if job.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, job.activation_checkpoint)
     if job.compile.enable and "model" in job.compile.components:
-        for block in model.layers.values():
-            block.compile(fullgraph=True)  # one graph serves all blocks: they share their code and shapes
+        _compile_blocks(model, job, mesh)
     apply_fsdp(model, mesh.fsdp, job)
+
+
+def _compile_blocks(model: Llama, job: JobConfig, mesh: Mesh) -> None:
+    """One graph serves all blocks: they share their code and shapes."""
+    config = job.activation_checkpoint
+    # A graph that recomputes all of itself fails on DTensors (torch 2.13 saves their DeviceMesh as if it were a
+    # tensor), so the recomputation goes around it. It then repeats the last matmul, too, which a graph leaves out.
+    around = mesh.tensor is not None and not (config.mode == "selective" and config.selective_ac_option == "op")
+    for block in model.layers.values():
+        inner = block._checkpoint_wrapped_module if around and isinstance(block, CheckpointWrapper) else block
+        inner.compile(fullgraph=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -21,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
 
 LossFunction = Callable[..., Tensor]  # (hidden, output matrix, labels, scale)
@@ -52,6 +55,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, block_plan)
     if model.tok_embeddings is not None:
         _apply(model.tok_embeddings, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
+        model.tok_embeddings.register_forward_hook(lambda _module, _tokens, x: _Wait.apply(x))
     if model.norm is None:
         return
     _apply(model.norm, mesh, SequenceParallel())
@@ -63,8 +67,31 @@ def _apply(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
     parallelize_module(module, mesh, style)
 
 
+class _Wait(torch.autograd.Function):
+    """The same tensor, once its collective has ended.
+
+    A style's output is an AsyncCollectiveTensor. Where one is the input of a compiled block, torch 2.13 traces what is
+    inside of it, which does not require a gradient, so that the embedding would get none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return collectives.wait_tensor(x).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0]
+
+
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler cut matmuls and their traffic into pieces that overlap, through symmetric memory (GPU)."""
+    """Let the compiler cut matmuls and their traffic into pieces that overlap, through symmetric memory.
+
+    Raises:
+        UserError: not on a GPU.
+    """
+    if mesh.device_type != "cuda":
+        text = f"parallelism.enable_async_tensor_parallel = true: ranks run on {mesh.device_type}, which has no "
+        raise UserError(f"{text}symmetric memory. It needs GPUs; or set it to false.")
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
