@@ -250,3 +250,23 @@ def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_p
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)  # sums in another order
         assert a["bits_per_byte"] == pytest.approx(b["bits_per_byte"], rel=1e-5)
     assert one[-1]["loss"] < one[0]["loss"] - 1
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "options"),
+    [
+        ("reads", ["--training.mixed_precision_param", "bfloat16", "--optimizer.state_dtype", "bfloat16"]),
+        ("reads", ["--float8.enable", "--float8.min_features", "0", "--dataset.document_mask"]),
+        ("recompiles", ["--compile.enable", "--compile.components", "model", "loss", "optimizer", "clip"]),
+    ],
+)
+def test_a_step_neither_waits_for_the_device_nor_compiles_again(
+    job_file: Path, tmp_path: Path, forbidden: str, options: list[str]
+) -> None:
+    arguments = ["--job.config_file", job_file, "--job.dump_folder", tmp_path / "out", "--metrics.log_freq", "4"]
+    worker = Path(__file__).with_name("strict_run.py")
+    command = list(map(str, [sys.executable, worker, forbidden, *arguments, *options]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 4, 8, 12]

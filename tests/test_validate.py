@@ -140,6 +140,12 @@ BROKEN = [  # options, ranks, and what the report must hold
         1,
         ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"],
     ),
+    (["--optimizer.stochastic_rounding"], 1, ["optimizer.stochastic_rounding = true", "rounds nothing", "bfloat16"]),
+    (
+        ["--optimizer.state_dtype", "bfloat16", "--optimizer.implementation", "foreach"],
+        1,
+        ['optimizer.implementation = "foreach"', "stochastic_rounding", "fused"],
+    ),
     (["--float8.enable"], 1, ["float8.enable = true", "converts no layer", "model.dim = 256", "float8.min_features"]),
 ]
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from titanlite.config.errors import UserError
 
@@ -66,6 +67,10 @@ def launch(argv: Sequence[str]) -> int:
     threads = job.training.num_threads or max(1, _cores() // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is soon forgotten
+    if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory lost to fragments
     if "LOGLEVEL" not in os.environ:  # torchrun's switch for its own messages
         import logging
 

@@ -6,6 +6,7 @@ May import every room.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -77,7 +78,7 @@ class Trainer:
         sharded = build_model(job, self.mesh, device, self.log)
         self.model = sharded.whole
         self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
-        self.optimizer = build_optimizer(self.model, job.optimizer)
+        self.optimizer = build_optimizer(self.model, job.optimizer, self.compiles("optimizer"))
         self.step, tokens_seen = 0, 0
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
@@ -132,10 +133,13 @@ class Trainer:
         if self.validation is not None:
             self.log(f"Validation on {self.validation.describe()}")
 
+    def compiles(self, component: str) -> bool:
+        """Whether the job asks for it."""
+        return self.job.compile.enable and component in self.job.compile.components
+
     def loss_function(self) -> LossFunction:
         """The output projection and its cross entropy, over the ranks that share the vocabulary."""
-        compiled = self.job.compile.enable and "loss" in self.job.compile.components
-        softmax = torch.compile(softmax_loss) if compiled else softmax_loss
+        softmax = torch.compile(softmax_loss) if self.compiles("loss") else softmax_loss
         loss = partial(linear_cross_entropy_sum, z_loss=self.job.training.z_loss, softmax=softmax)
         return loss if self.mesh.tensor is None else vocab_parallel(loss, self.mesh.tensor)
 
@@ -193,6 +197,8 @@ class Trainer:
             self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
         elif job.checkpoint.create_seed_checkpoint:
             return self.finish(Requests(), finished=False)
+        gc.collect()
+        gc.disable()
         with ProgressBar(job.training.steps, self.step, self.rank) as bar:
             if self.step == 0:
                 self.validate()
@@ -202,6 +208,8 @@ class Trainer:
                 except OutOfData as end:  # on all ranks at the same step
                     self.log(f"The data ends after step {self.step}: {end}")
                     break
+                if self.step % job.training.gc_freq == 0:
+                    gc.collect(1)  # the young generations: what a step leaves behind
                 bar.update(self.step, self.metrics.status() if self.metrics.is_log_step(self.step) else None)
                 requests = signals.agreed()
                 finished = self.step == job.training.steps
@@ -226,7 +234,7 @@ class Trainer:
         num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
         self.total(num_valid_tokens, self.mesh.data_group)
         loss = self.forward_backward(batch.microbatches, num_valid_tokens)
-        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm)
+        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles("clip"))
         lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -305,6 +305,23 @@ def selects_a_block(context: Context) -> Iterator[str]:
         yield context.wrong("activation_checkpoint.selective_ac_option", text)
 
 
+# ---------------------------------------------------------------------------------------------------------- optimizer
+
+
+@rule("optimizer", "training", "compile")
+def optimizer_fits(context: Context) -> Iterator[str]:
+    optimizer, training, compile = context.job.optimizer, context.job.training, context.job.compile
+    state = optimizer.state_dtype or training.dtype
+    if optimizer.stochastic_rounding and "bfloat16" not in (state, training.dtype):
+        text = f'rounds nothing: training.dtype is "{training.dtype}" and optimizer.state_dtype "{state}". '
+        yield context.wrong("optimizer.stochastic_rounding", text + 'Set one to "bfloat16".')
+    compiled = compile.enable and "optimizer" in compile.components
+    own = optimizer.stochastic_rounding or state != training.dtype or compiled
+    if own and optimizer.implementation != "fused":
+        text = "is one of torch's, which know no stochastic_rounding, state_dtype or compilation. "
+        yield context.wrong("optimizer.implementation", text + 'Leave it at "fused".')
+
+
 # ------------------------------------------------------------------------------------------------------------- float8
 
 

@@ -6,6 +6,7 @@ import torch
 from titanlite.config import schema
 from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
+from titanlite.optim.adamw import _update
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.optimizer import build_optimizer
 
@@ -36,20 +37,94 @@ def test_embeddings_are_exempt_on_request() -> None:
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_implementations_agree(implementation: str) -> None:
-    def weights_after_two_steps(name: str) -> torch.Tensor:
-        model = Llama(ARCH)
-        model.init_weights(0)
-        optimizer = build_optimizer(model, schema.Optimizer.model_validate({"implementation": name}))
-        for _ in range(2):
-            model(torch.arange(8).view(1, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
     # Kernels may round the square root and the division differently, by an ulp of updates of 3e-4.
-    torch.testing.assert_close(
-        weights_after_two_steps(implementation), weights_after_two_steps("for-loop"), rtol=0, atol=1e-6
-    )
+    ours, reference = flat(trained(implementation=implementation)), flat(trained(implementation="for-loop"))
+    torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
+
+
+def trained(steps: int = 2, compiled: bool = False, dtype: torch.dtype = torch.float32, **keys: object) -> Llama:
+    model = Llama(ARCH)
+    model.init_weights(0)
+    model = model.to(dtype)
+    optimizer = build_optimizer(model, schema.Optimizer.model_validate(keys), compiled)
+    for _ in range(steps):
+        model(torch.arange(8).view(1, 8)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def flat(model: Llama) -> torch.Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.slow
+def test_the_compiled_update_is_the_same() -> None:
+    torch.testing.assert_close(flat(trained(compiled=True)), flat(trained()), rtol=0, atol=1e-6)
+
+
+def test_moments_in_bfloat16_take_half_the_memory_and_change_little() -> None:
+    model = Llama(ARCH)
+    optimizer = build_optimizer(model, schema.Optimizer(state_dtype="bfloat16"))
+    model(torch.arange(8).view(1, 8)).square().mean().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    # The moments have 8 bits: a step of 3e-4 is right to 2^-8 of itself, or two of them after the square root.
+    half, full = flat(trained(state_dtype="bfloat16")), flat(trained())
+    torch.testing.assert_close(half, full, rtol=0, atol=2 * 3e-4 * 2**-7)
+
+
+def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
+    """100 steps of 1e-4 at weights of 1: each is far below the 2^-9 at which bfloat16 would round up."""
+
+    def after_100_steps(stochastic: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        settings = schema.Optimizer(lr=1e-4, weight_decay=0.0, stochastic_rounding=stochastic)
+        optimizer = build_optimizer(torch.nn.ParameterList([weight]), settings)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight.detach().float()
+
+    assert after_100_steps(stochastic=False).eq(1.0).all()
+    moved = after_100_steps(stochastic=True)
+    # 4096 elements, each a walk of 100 steps with a deviation of at most 2^-8 / 2 each: the mean is right to 3e-4.
+    assert moved.mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=1e-3)
+    assert len(moved.unique()) > 1
+
+
+def test_chance_is_the_same_each_time() -> None:
+    keys = {"dtype": torch.bfloat16, "stochastic_rounding": True}
+    assert torch.equal(flat(trained(**keys)), flat(trained(**keys)))
+
+
+def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
+    """Columns 8 to 16 of the rows 4 to 8, as a rank of two kinds of parallelism would hold them."""
+    torch.manual_seed(0)
+    whole = [torch.randn(16, 32).bfloat16(), torch.randn(16, 32), torch.randn(16, 32), torch.rand(16, 32)]
+    part = [tensor[4:8, 8:16].clone() for tensor in whole]
+
+    def update(tensors: list[torch.Tensor], *place: int) -> None:
+        scalars = (torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
+        w, g, m, v = (tensor.view(-1) for tensor in tensors)
+        _update(w, g, m, v, *scalars, 0, 0.9, 0.95, 1e-8, True, *place)  # pyright: ignore[reportCallIssue]
+
+    update(whole, 32, 32, 0)
+    update(part, 8, 32, 4 * 32 + 8)
+    assert torch.equal(part[0], whole[0][4:8, 8:16])
+
+
+@pytest.mark.slow
+def test_compiled_clipping_is_the_same() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (4, 9)]
+    norms = []
+    for compiled in (False, True):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 3.0)
+        norms.append(clip_grad_norm_(parameters, 1.0, compiled).item())
+        assert torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item() < 1.0
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 def test_clipping_scales_to_the_norm_and_reports_the_one_before() -> None:

@@ -127,6 +127,9 @@ class Training(Section):
     """Seed of the initial weights and, unless dataset.seed says otherwise, of the data order."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (on a GPU: slower). CPU runs are deterministic anyway."""
+    gc_freq: PositiveInt = 50
+    """Steps between Python's garbage collections: at the same steps on all ranks, as one that collects by itself holds
+    up all others."""
     num_threads: NonNegativeInt = 0
     """CPU threads of one process. 0: OMP_NUM_THREADS, or else the cores of the machine divided by its processes."""
 
@@ -224,6 +227,11 @@ class Optimizer(Section):
     """Whether weight decay applies to the embedding, too."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """fused is the fastest on CPU and GPU; the others are there to compare with."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory."""
+    stochastic_rounding: bool = False
+    """Round what is kept in bfloat16 (training.dtype, state_dtype) up or down by chance, so that small updates are not
+    lost. The chance is a function of step and element: the same on any number of ranks and after a restart."""
 
 
 class LRScheduler(Section):
@@ -291,8 +299,12 @@ class Compile(Section):
 
     enable: bool = False
     """Compile the listed components; the first step then takes half a minute or more."""
-    components: Annotated[tuple[Literal["model", "loss"], ...], Field(strict=False)] = ("model", "loss")
-    """model: each transformer block (one compilation serves all of them). loss: softmax and gradient of the loss."""
+    components: Annotated[tuple[Literal["model", "loss", "optimizer", "clip"], ...], Field(strict=False)] = (
+        "model",
+        "loss",
+    )
+    """model: each transformer block (one compilation serves all of them). loss: softmax and gradient of the loss.
+    optimizer: the update of a tensor, where the default, torch's fused AdamW, does not do. clip: the gradient norm."""
 
 
 class Float8(Section):

@@ -7,7 +7,8 @@ May import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, compiled: bool = False) -> Tensor:
     """Scale all gradients in place so that their total L2 norm is at most `max_norm` (0: leave them alone).
 
     One all-reduce over the world serves every layout: each rank adds the squares of the shards that it holds, divided
@@ -25,15 +26,28 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float) -
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
-    norms = torch._foreach_div(norms, [math.sqrt(_copies(gradient)) for gradient in gradients])  # pyright: ignore
-    squares = torch.stack(norms).square().sum()
+    sum_of_squares, scale = _compiled() if compiled else (_sum_of_squares, _scale)
+    squares = sum_of_squares(shards, [math.sqrt(_copies(gradient)) for gradient in gradients])
     if dist.is_initialized():
         dist.all_reduce(squares)
     norm = squares.sqrt()
     if max_norm > 0:
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
+        scale(shards, norm, max_norm)
     return norm
+
+
+def _sum_of_squares(shards: list[Tensor], divisors: list[float]) -> Tensor:
+    norms = torch._foreach_norm(shards, 2, dtype=torch.float32)  # pyright: ignore
+    return torch.stack(torch._foreach_div(norms, divisors)).square().sum()  # pyright: ignore
+
+
+def _scale(shards: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    return torch.compile(_sum_of_squares), torch.compile(_scale)
 
 
 def _copies(gradient: Tensor) -> int:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from titanlite.config import schema
+from titanlite.optim.adamw import AdamW
 
 
-def build_optimizer(model: nn.Module, config: schema.Optimizer) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool = False) -> torch.optim.Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101) over `model`; norms, and by a setting the embedding, are not decayed.
 
     Build it after sharding: the state takes the dtype, device and layout of the parameters.
@@ -20,8 +21,21 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer) -> torch.optim.A
     for name, parameter in model.named_parameters():
         exempt = parameter.ndim < 2 or ("tok_embeddings" in name and not config.decay_embeddings)
         (not_decayed if exempt else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    stored = next(model.parameters()).dtype
+    state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
+    if compiled or config.stochastic_rounding or state_dtype != stored:
+        return AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            state_dtype=state_dtype,
+            stochastic_rounding=config.stochastic_rounding,
+            compiled=compiled,
+        )
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -1,0 +1,49 @@
+"""A run whose steps fail if they do what costs time: `strict_run.py reads|recompiles [--section.key value ...]`.
+
+reads: a step that reads a tensor, and does not log. recompiles: a step after the second one that compiles anything.
+"""
+
+import sys
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.cli import run_quietly, train
+from titanlite.train import Trainer
+
+
+class NoReads(TorchDispatchMode):
+    """What `.item()`, `bool()`, `int()`, `float()` come down to, whoever calls them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a step read a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("a step read a tensor")
+
+
+train_step = Trainer.train_step
+
+
+def without_recompiling(self: Trainer) -> None:
+    torch._dynamo.config.error_on_recompile = self.step >= 2  # pyright: ignore
+    train_step(self)
+
+
+def without_reading(self: Trainer) -> None:
+    if self.metrics.is_log_step(self.step + 1):
+        return train_step(self)
+    with NoReads(), patch.object(Tensor, "cpu", refuse), patch.object(Tensor, "tolist", refuse):
+        return train_step(self)
+
+
+if __name__ == "__main__":
+    _, forbidden, *arguments = sys.argv
+    step = without_reading if forbidden == "reads" else without_recompiling
+    with patch.object(Trainer, "train_step", step):
+        sys.exit(run_quietly(lambda: train(arguments)))

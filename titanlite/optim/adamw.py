@@ -1,0 +1,139 @@
+"""AdamW for moments and parameters in bfloat16, and for the compiler.
+
+Invariant: what an element becomes depends on its value, its gradient, the step, the number of its parameter and its
+place in the whole parameter: not on how that is sharded, nor on a random state. May import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+CHUNK = 2**22  # elements of an eager update at a time: its temporaries stay below 200 MB
+BITS = 0xFFFFFFFF
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with the same names of states, computed in fp32 whatever is stored.
+
+    Args:
+        state_dtype: Of both moments.
+        stochastic_rounding: Round to bfloat16 up or down by chance, so that the mean is exact and small updates are
+            not lost (https://arxiv.org/abs/2010.06192).
+        compiled: Fuse the update of a tensor into one kernel.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: torch.dtype,
+        stochastic_rounding: bool,
+        compiled: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
+        self._places: dict[Tensor, tuple[int, tuple[int, int, int]]] = {}
+        self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; nothing is read back from the device."""
+        if not self._places:  # all of them, so that a parameter's number does not depend on who has gradients
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._places = {parameter: (number, _place(parameter)) for number, parameter in enumerate(parameters)}
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
+                step = state["step"].add_(1)
+                # Scalars that change are tensors on the CPU: neither a new compilation nor a transfer.
+                decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
+                number, place = self._places[parameter]
+                correction, key = (1 - beta2**step).rsqrt(), _mix(_mix(step.to(torch.int64)) + number)
+                tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+                size = max(1, tensors[0].numel()) if self._compiled else CHUNK
+                constants = (beta1, beta2, group["eps"], self._stochastic, *place)
+                for start in range(0, tensors[0].numel(), size):
+                    parts = [t.view(-1)[start : start + size] for t in tensors]
+                    self._update(*parts, decay, rate, correction, key, start, *constants)
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    correction: Tensor,
+    key: Tensor,
+    start: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    stochastic: bool,
+    local_width: int,
+    width: int,
+    first: int,
+) -> None:
+    """One step, in place, of the elements of a flat shard from `start` on. Its rows have `local_width` elements of the
+    `width` that those of the whole parameter have, in which its first element is number `first`."""
+    gradient = gradient.float()
+    mean = exp_avg.float().lerp(gradient, 1 - beta1)
+    square = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+    value = parameter.float() * decay - rate * mean / (square.sqrt() * correction + eps)
+    bits = torch.zeros((), dtype=torch.int64)
+    if stochastic:
+        index = torch.arange(len(parameter), device=parameter.device) + start
+        index = first + index // local_width * width + index % local_width
+        bits = _mix(_mix(index & BITS) ^ key)
+    parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
+    exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
+    exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
+
+
+def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
+    """fp32 to `dtype`. A number of 16 random bits carries into the half that bfloat16 keeps with the right chance."""
+    if not stochastic or dtype == torch.float32:
+        return value.to(dtype)
+    carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    return (carried & -0x10000).view(torch.float32).to(dtype)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A hash of 32 bits, in int64, where nothing overflows (the multiplier: https://stackoverflow.com/a/12996028)."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B & BITS
+    return (x >> 16) ^ x
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, without the wrapper of FP8 all-gather."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_tensor", tensor)
+
+
+def _place(parameter: Tensor) -> tuple[int, int, int]:
+    """Elements in a row of this rank's shard, in a row of the whole parameter, and the number of the first one."""
+    if not isinstance(parameter, DTensor):
+        return parameter.shape[-1], parameter.shape[-1], 0
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    width = parameter.shape[-1]
+    first = offset[0] if len(shape) == 1 else offset[0] * width + offset[1]
+    return max(1, shape[-1]), width, first
