@@ -43,6 +43,9 @@ EXACT = Tolerance(5e-6, 2e-5, 1e-4, 0.1)
 # bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and ten steps add up.
 BF16 = Tolerance(1e-4, 1e-3, 0.1, 20.0)
 FP8 = Tolerance(1e-4, 1e-3, 1.0, 20.0)
+# Weights of 8 bits whose roundings hang on the same random bits everywhere: what a sum in another order turns the other
+# way is one weight in thousands, by its last bit (7.8 updates for a weight of 1). fp32 is computed in.
+ROUNDED = Tolerance(5e-6, 2e-5, 1e-3, 10.0)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_
 COMPILED = {"enable": True, "components": ["model"]}
 PRECISION: dict[str, tuple[dict[str, Any], Tolerance]] = {
     "bf16": ({"training": {"mixed_precision_param": "bfloat16"}}, BF16),
+    "bf16 weights, stochastic rounding": (
+        {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}},
+        ROUNDED,
+    ),
     "float8 tensorwise": ({"float8": {"enable": True}}, FP8),
     "float8 all-gather": ({"float8": {"enable": True} | ALL_GATHER}, FP8),
     "float8 rowwise": ({"float8": {"enable": True, "recipe_name": "rowwise"}}, FP8),

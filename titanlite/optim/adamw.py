@@ -1,11 +1,12 @@
 """AdamW for moments and parameters in bfloat16, and for the compiler.
 
-Invariant: what an element becomes depends on its value, its gradient, the step, the number of its parameter and its
+Invariant: what an element becomes depends on its value, its gradient, the step, the name of its parameter and its
 place in the whole parameter: not on how that is sharded, nor on a random state. May import torch.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with the same names of states, computed in fp32 whatever is stored.
 
     Args:
+        names: Of all parameters, in the whole model.
         state_dtype: Of both moments.
         stochastic_rounding: Round to bfloat16 up or down by chance, so that the mean is exact and small updates are
             not lost (https://arxiv.org/abs/2010.06192).
@@ -31,6 +33,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
+        names: dict[Tensor, str],
         *,
         lr: float,
         betas: tuple[float, float],
@@ -41,15 +44,13 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
-        self._places: dict[Tensor, tuple[int, tuple[int, int, int]]] = {}
+        self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
+        self._places: dict[Tensor, tuple[int, int, int]] = {}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; nothing is read back from the device."""
-        if not self._places:  # all of them, so that a parameter's number does not depend on who has gradients
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self._places = {parameter: (number, _place(parameter)) for number, parameter in enumerate(parameters)}
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
             for parameter in group["params"]:
@@ -60,14 +61,16 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros(())
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
+                if parameter not in self._places:
+                    self._places[parameter] = _place(parameter)
                 step = state["step"].add_(1)
                 # Scalars that change are tensors on the CPU: neither a new compilation nor a transfer.
                 decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
-                number, place = self._places[parameter]
-                correction, key = (1 - beta2**step).rsqrt(), _mix(_mix(step.to(torch.int64)) + number)
+                correction = (1 - beta2**step).rsqrt()
+                key = _mix(_mix(step.to(torch.int64)) ^ self._keys[parameter])
                 tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                constants = (beta1, beta2, group["eps"], self._stochastic, *place)
+                constants = (beta1, beta2, group["eps"], self._stochastic, *self._places[parameter])
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
                     self._update(*parts, decay, rate, correction, key, start, *constants)
