@@ -104,6 +104,23 @@ def test_the_random_state_comes_back(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
+    folder, run = two_saved
+    manifest = commit.read_manifest(folder / "step-00000004")
+    info = manifest["info"]
+    assert manifest["step"] == 4
+    assert info["train_state"] == run.train_state()
+    assert info["layout"] == {"world_size": 1, "meshes": {"dp_shard": [1]}}
+    assert info["architecture"] == dataclasses.asdict(run.model.arch)
+    assert info["versions"]["torch"] == torch.__version__
+    assert [group["weight_decay"] for group in info["optimizer_groups"]] == [0.1, 0.0]
+    hashes = set()
+    for seed in (0, 0, 1):
+        job = JobConfig.model_validate({"training": {"seed": seed}}).model_dump(mode="json")
+        hashes.add(run.manager(folder, job=job)._describe({})["job_hash"])
+    assert len(hashes) == 2
+
+
 def test_an_empty_folder_holds_nothing_to_resume(tmp_path):
     assert TinyRun().manager(tmp_path / "new").load() is None
     assert names(tmp_path / "new") == []

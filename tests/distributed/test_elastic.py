@@ -35,11 +35,12 @@ log_freq = 1
 enable_tensorboard = false
 """
 LEGS = [  # last step, ranks, what differs from one rank
+    (2, 1, {"checkpoint.create_seed_checkpoint": True}),  # saves the initial weights and stops
     (2, 1, {}),
     (4, 2, {"parallelism.tensor_parallel_degree": 2}),
     (6, 2, {"parallelism.pipeline_parallel_degree": 2}),
     (8, 2, {"training.local_batch_size": 1}),
-    (10, 2, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
+    (10, 4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     (12, 1, {"training.local_batch_size": 1}),
 ]
 
@@ -66,4 +67,6 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     train(job, tmp_path / "straight", 1, {})
     for last, ranks, options in LEGS:
         train(job, tmp_path / "moved", ranks, {**options, "training.steps": last})  # ends with a save
+        if "checkpoint.create_seed_checkpoint" in options:
+            assert [path.name for path in (tmp_path / "moved" / "checkpoint").iterdir()] == ["step-00000000"]
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)

@@ -1,6 +1,7 @@
 """What reaches the terminal and train.log, rank by rank."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,25 @@ def test_other_ranks_print_nothing_but_errors(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(rf"{CLOCK} \[rank 1\] ERROR: broken\n", err)
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["careful", "broken"] * 2), (1, ["broken"] * 2)])
+def test_libraries_do_not_warn_on_other_ranks_either(rank: int, said: list[str]):
+    """torch has a handler of its own, torchao none. In a process of its own, as pytest handles every logger."""
+    code = f"""
+import logging
+logging.getLogger("torch").addHandler(logging.StreamHandler())
+logging.getLogger("torch").propagate = False
+from titanlite.observe.logger import setup_logging
+setup_logging({rank}, None)
+for name in ("torch.fx", "torchao"):
+    logging.getLogger(name).warning("careful")
+    logging.getLogger(name).error("broken")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "LOG_RANK"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stderr.split() == said
+    assert ended.stdout == ""
 
 
 def test_several_named_ranks_carry_a_prefix(monkeypatch, capsys):

@@ -26,7 +26,7 @@ UNFINISHED = ".tmp-"
 PROBE = f"{UNFINISHED}probe-"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-_CHUNK = 1 << 22  # bytes read at a time when a checksum is verified
+_CHUNK = 1 << 18  # bytes read at a time when a checksum is verified: they are hashed while they lie in a core's cache
 
 
 @dataclass(frozen=True)

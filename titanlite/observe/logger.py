@@ -69,6 +69,10 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
             target.addHandler(handler)
         target.propagate = False
     logger.setLevel(logging.INFO)
+    # Other libraries warn on standard error: torch through handlers of its own, those without any through Python's.
+    for theirs in (logging.lastResort, *logging.getLogger("torch").handlers):
+        if theirs is not None and rank not in ranks:
+            theirs.setLevel(logging.ERROR)
     return logger
 
 

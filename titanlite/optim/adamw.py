@@ -7,11 +7,11 @@ place in the whole parameter: not on how that is sharded, nor on a random state.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -33,7 +33,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        names: dict[Tensor, str],
+        names: Mapping[nn.Parameter, str],
         *,
         lr: float,
         betas: tuple[float, float],

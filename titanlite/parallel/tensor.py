@@ -76,7 +76,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return collectives.wait_tensor(x).view_as(x)
+        return collectives.wait_tensor(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
