@@ -117,7 +117,7 @@ class Training(Section):
     """Dtype of the gradient reduction. float32, because sums over many ranks lose bits in bfloat16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but small
-    updates are rounded away."""
+    updates are rounded away: see optimizer.stochastic_rounding."""
     init_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which weights are built and sharded before they are cast to `dtype`. bfloat16 halves the peak of
     start-up and equals weights that were published in bfloat16."""
