@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,13 @@ sys.exit(run_quietly(globals()[sys.argv[1]]))
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
+def command(tmp_path: Path) -> Iterator[list[str]]:
+    # A launcher inherits that SIGHUP is ignored, from nohup, say; a handler it does not.
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "worker.py").write_text(WORKER)
-    return [sys.executable, str(tmp_path / "launcher.py"), "2", str(tmp_path / "worker.py")]
+    yield [sys.executable, str(tmp_path / "launcher.py"), "2", str(tmp_path / "worker.py")]
+    signal.signal(signal.SIGHUP, before)
 
 
 def run(command: list[str], how: str) -> tuple[int, str]:

@@ -214,7 +214,7 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0", "at least 0.0 and less than 1.0"),
         ("[lr_scheduler]\ndecay_ratio = 2", "lr_scheduler.decay_ratio = 2", "at most 1"),
         ("[compile]\nenable = 1", "compile.enable = 1", "true or false"),
-        ("[compile]\ncomponents = ['optimizer']", 'compile.components.0 = "optimizer"', '"model" or "loss"'),
+        ("[compile]\ncomponents = ['data']", 'compile.components.0 = "data"', '"optimizer" or "clip"'),
         ("[compile]\ncomponents = 'model'", 'compile.components = "model"', "a list"),
         ("[float8]\nfilter_fqns = ['a', 1]", "float8.filter_fqns.1 = 1", "a list, each a text"),
         ("[activation_checkpoint]\nselective_ac_option = '0'", 'selective_ac_option = "0"', "op: save attention"),

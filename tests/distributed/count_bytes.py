@@ -1,4 +1,4 @@
-"""Run under torchrun: the bytes of each all-gather of a rank in one step, for each job in a JSON file."""
+"""Run under torchrun: the bytes of each all-gather of a rank in one step, and its reductions, for each job in a file."""
 
 import json
 import os
@@ -19,16 +19,18 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.step import build_step
 
 
-class AllGathers(TorchDispatchMode):
-    """The size of what every all-gather of more than scalars delivers."""
+class Traffic(TorchDispatchMode):
+    """The size of what every all-gather of more than scalars delivers, and the number of reduce-scatters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: list[int] = []
+        self.reductions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "c10d::_allgather_base_":  # the one that FSDP calls; (output, input, group, ...)
             self.bytes.append(args[0].numel() * args[0].element_size())
+        self.reductions += func.name() == "c10d::_reduce_scatter_base_"
         return func(*args, **(kwargs or {}))
 
 
@@ -43,13 +45,14 @@ def main() -> None:
             precompute_scales(sharded.whole)
         run = build_step(sharded, mesh, linear_cross_entropy_sum, job, torch.device("cpu"))
         rows = global_batch(job, sharded.whole.arch.vocab_size, False)
-        with AllGathers() as gathered:
+        with Traffic() as traffic:
             run([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
         sizes = {name: parameter.numel() for name, parameter in sharded.whole.named_parameters()}
         linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
         rest = sum(sizes.values()) - linear
         output = sizes["output.weight"] + sizes["norm.weight"]
-        counts[name] = {"bytes": gathered.bytes, "linear": linear, "rest": rest, "output": output}
+        counted = {"bytes": traffic.bytes, "reductions": traffic.reductions}
+        counts[name] = {**counted, "linear": linear, "rest": rest, "output": output}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(counts))
     dist.barrier()

@@ -116,6 +116,7 @@ TIED = {"model": {"tied_embeddings": True}}
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
     "accumulation 2": local(2),
     "accumulation 4": local(1),
+    "accumulation 4, each reduced": {**local(1), "parallelism": {"fsdp_reduce": "microbatch"}},
     "AC full": {"activation_checkpoint": {"mode": "full"}},
     "AC op": {"activation_checkpoint": {"mode": "selective"}},
     "AC every 2nd block": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},

@@ -47,7 +47,7 @@ LEGS = [  # last step, ranks, what differs from one rank
 
 def train(job: Path, folder: Path, ranks: int, options: dict[str, object]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value)) if word != "True"]
     where = ["--job.config_file", str(job), "--job.dump_folder", str(folder)]
     command = [sys.executable, *launcher, "-m", "titanlite.cli", "train", *where, *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

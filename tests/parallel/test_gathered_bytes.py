@@ -28,10 +28,13 @@ def test_weights_travel_in_one_byte_each(torchrun, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_output_matrix_travels_once_in_all_microbatches(torchrun, tmp_path: Path) -> None:
-    (tmp_path / "jobs.json").write_text(json.dumps({"accumulated": {"training": {"global_batch_size": 3}}}))
+def test_what_travels_with_three_microbatches(torchrun, tmp_path: Path) -> None:
+    once, each = {"training": {"global_batch_size": 3}}, {"parallelism": {"fsdp_reduce": "microbatch"}}
+    (tmp_path / "jobs.json").write_text(json.dumps({"step": once, "microbatch": once | each}))
     torchrun(WORKER, 2, [tmp_path / "jobs.json", tmp_path / "out.json"])
-    counts = json.loads((tmp_path / "out.json").read_text())["accumulated"]
-    sizes = Counter(counts["bytes"])
-    assert sizes[4 * counts["output"]] == 1
-    assert 6 in sizes.values()  # blocks: forward and backward in each of three microbatches
+    counts = json.loads((tmp_path / "out.json").read_text())
+    for count in counts.values():
+        sizes = Counter(count["bytes"])
+        assert sizes[4 * count["output"]] == 1  # the output matrix stays gathered
+        assert 6 in sizes.values()  # blocks: forward and backward in each of three microbatches
+    assert counts["microbatch"]["reductions"] == 3 * counts["step"]["reductions"] > 0

@@ -257,6 +257,9 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
     and output), which the backward pass needs at once."""
+    fsdp_reduce: Literal["step", "microbatch"] = "step"
+    """When gradients are reduced. step: with the last microbatch, until which a rank keeps those of all parameters, 4
+    bytes each. microbatch: after each one, so that a rank keeps its shard only; as many reductions as microbatches."""
     fsdp_forward_prefetch: NonNegativeInt = 0
     """Blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit order."""
     fsdp_backward_prefetch: NonNegativeInt = 0

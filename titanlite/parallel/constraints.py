@@ -118,6 +118,9 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
         text = "runs two backward passes over each block, and what selective checkpointing of operations saved is gone "
         remedy = 'Nearest: activation_checkpoint.mode = "full" or "none", or "Interleaved1F1B".'
         yield "parallelism.pipeline_parallel_schedule", f"{text}after the first.", remedy
+    if config.fsdp_reduce == "microbatch":
+        text = 'is "microbatch", but a stage of a pipeline reduces its gradients with its last microbatch.'
+        yield "parallelism.fsdp_reduce", text, 'Set it to "step".'
     yield from _microbatches(job, degree)
 
 

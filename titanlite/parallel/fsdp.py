@@ -71,10 +71,10 @@ def _set_prefetch(blocks: list[FSDPModule], depth: int, forward: bool) -> None:
             block.set_modules_to_backward_prefetch(ahead)
 
 
-def set_gradient_sync(model: Llama, last_microbatch: bool) -> None:
-    """Reduce gradients in the last microbatch only; the earlier ones add up unsharded on each rank. The output matrix,
-    the largest of all, then stays gathered from the first microbatch to the last."""
-    cast(FSDPModule, model).set_requires_gradient_sync(last_microbatch)
+def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None:
+    """Whether this microbatch's gradients are reduced, along with those that added up unsharded before it. The output
+    matrix, the largest of all, stays gathered from the first microbatch to the last."""
+    cast(FSDPModule, model).set_requires_gradient_sync(reduce)
     for module in (model, model.output):  # a tied output is in the root's group
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(last_microbatch, recurse=False)

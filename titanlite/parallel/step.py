@@ -39,10 +39,11 @@ class Microbatch(Protocol):
 
 
 class Step:
-    """Without a pipeline: one microbatch after the other; gradients are reduced with the last one."""
+    """Without a pipeline: one microbatch after the other; gradients are reduced with the last one, or with each."""
 
-    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction) -> None:
+    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig) -> None:
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
+        self._reduce_each = job.parallelism.fsdp_reduce == "microbatch"
         self._scale = torch.ones(())
         for stage in (model.whole, *model.stages.values()):
             stage.loss = self._loss
@@ -57,7 +58,8 @@ class Step:
         self._scale = num_valid_tokens.float().reciprocal()
         total = torch.zeros_like(self._scale)
         for i, microbatch in enumerate(microbatches):
-            set_gradient_sync(self._model, last_microbatch=i == len(microbatches) - 1)
+            last = i == len(microbatches) - 1
+            set_gradient_sync(self._model, reduce=last or self._reduce_each, last_microbatch=last)
             loss = self._forward(microbatch)
             loss.backward()
             total += loss.detach()
@@ -90,7 +92,7 @@ class PipelineStep(Step):
         job: JobConfig,
         device: torch.device,
     ) -> None:
-        super().__init__(model, mesh, loss_fn)
+        super().__init__(model, mesh, loss_fn, job)
         training = job.training
         self._microbatches = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
         self._has_first = model.whole.tok_embeddings is not None
@@ -130,7 +132,7 @@ class PipelineStep(Step):
 def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device) -> Step:
     """The step that fits the layout."""
     if mesh.pipeline is None:
-        return Step(model, mesh, loss_fn)
+        return Step(model, mesh, loss_fn, job)
     return PipelineStep(model, mesh, loss_fn, job, device)
 
 
