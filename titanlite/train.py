@@ -154,6 +154,7 @@ class Trainer:
             self.optimizer,
             log=self.log,
             job=job.model_dump(mode="json"),
+            tokenizer=self.tokenizer.fingerprint,
             write_tokenizer=lambda folder: write_tokenizer(path, folder, length),
         )
         state = self.checkpoints.load()
@@ -244,8 +245,8 @@ class Trainer:
             precompute_scales(self.model)
         if self.metrics.is_log_step(self.step):
             self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
-            failed_saves = self.checkpoints.failed_saves if self.checkpoints else 0
-            self.log(self.metrics.log(self.step, lr, failed_saves=failed_saves, **self.loader.stats()))
+            saves = self.checkpoints.stats() if self.checkpoints else {}
+            self.log(self.metrics.log(self.step, lr, **saves, **self.loader.stats()))
             assert self.metrics.latest is not None
             check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.step)
         else:  # nobody reads this step's loss, so the ranks' shares of it are not summed

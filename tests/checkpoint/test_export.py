@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_storage import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.meta import MetaReader
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.flavors import Architecture
@@ -224,6 +227,25 @@ def test_metas_files_are_imported_exactly(tmp_path, parts, tied):
     info = load_model_weights(tmp_path / "ckpt", imported)
     assert Architecture(**info["architecture"]) == arch
     assert_equal(dict(imported.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm.weight": None}, "norm.weight"),
+        ({"layers.0.bias": torch.ones(1)}, "layers.0.bias"),
+        ({"tok_embeddings.weight": None}, "holds no Llama"),
+        ({"planted": Malicious()}, r"consolidated.00.pth is damaged, or more than tensors"),
+    ],
+)
+def test_metas_files_with_other_contents_are_refused(tmp_path, changes, message):
+    meta_files(tmp_path / "meta", build(PLAIN), 1)
+    path = tmp_path / "meta" / "consolidated.00.pth"
+    tensors = torch.load(path) | changes
+    torch.save({name: value for name, value in tensors.items() if value is not None}, path)
+    with pytest.raises(UserError, match=message):
+        MetaReader(tmp_path / "meta")
+    assert not os.path.exists(WAS_HERE)
 
 
 def test_the_list_of_shapes_is_the_models_own():

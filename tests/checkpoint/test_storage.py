@@ -10,10 +10,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from titanlite.checkpoint import state
 from titanlite.checkpoint.storage import SafeReader
 
+WAS_HERE = "/tmp/titanlite-was-here"
+
 
 class Malicious:
     def __reduce__(self):
-        return os.system, ("touch /tmp/titanlite-was-here",)
+        return os.system, (f"touch {WAS_HERE}",)
 
 
 class Nested:
@@ -27,7 +29,7 @@ def test_a_planted_pickle_is_refused_before_it_runs(tmp_path, planted):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint"):
         SafeReader(tmp_path).read_metadata()
-    assert not os.path.exists("/tmp/titanlite-was-here")
+    assert not os.path.exists(WAS_HERE)
 
 
 def test_entries_that_dcp_would_unpickle_without_restriction_are_refused(tmp_path):

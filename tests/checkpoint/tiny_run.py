@@ -21,21 +21,33 @@ from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config import schema
 from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
+from titanlite.optim.optimizer import build_optimizer
 
 ARCHITECTURE = Architecture(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=64)
 ROWS, TOKENS = 4, 16
 
 
 class TinyRun:
-    """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing."""
+    """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing, `rounded` the
+    dtype of moments that are rounded by chance."""
 
     def __init__(
-        self, *, seed=0, tied=False, wrapped=False, offload=False, hsdp=False, device="cpu", decay_embeddings=True
+        self,
+        *,
+        seed=0,
+        tied=False,
+        wrapped=False,
+        offload=False,
+        hsdp=False,
+        device="cpu",
+        decay_embeddings=True,
+        dtype=torch.float32,
+        rounded=None,
     ):
         self.step, self.device = 0, device
         self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
         self.model.init_weights(seed)
-        self.model.to(device)
+        self.model.to(device, dtype)
         policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
         world = dist.get_world_size()
         degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
@@ -51,6 +63,10 @@ class TinyRun:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if rounded:
+            config = schema.Optimizer(lr=1e-2, state_dtype=rounded, stochastic_rounding=True)
+            self.optimizer = build_optimizer(self.model, config)
+            return
         named = list(self.model.named_parameters())
         decayed = {n for n, p in named if p.ndim == 2 and (decay_embeddings or "embed" not in n)}
         groups = [

@@ -12,7 +12,7 @@ from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_per_device", "mfu", "memory", "memory_peak"),
-    *("data_time", "step_time", "elapsed", "time", "utilization", "skipped_records", "failed_saves"),
+    *("data_time", "step_time", "elapsed", "time", "utilization", "skipped_records", "failed_saves", "save_waits"),
 ]
 
 

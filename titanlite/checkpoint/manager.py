@@ -80,10 +80,9 @@ class CheckpointManager:
         """Saves that failed; counted on all ranks alike."""
         return self._saver.failed
 
-    @property
-    def waits(self) -> int:
-        """Saves that found the one before still under way."""
-        return self._saver.waits
+    def stats(self) -> dict[str, int]:
+        """Counters for the metrics: saves that failed, and those that found the one before still under way."""
+        return {"failed_saves": self._saver.failed, "save_waits": self._saver.waits}
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class MetaReader:
             raise UserError(f"{folder / 'params.json'}: {error}") from None
         if not paths:
             raise UserError(f"{folder} holds no consolidated.*.pth file")
-        self._shards = [torch.load(path, mmap=True, weights_only=True, map_location="cpu") for path in paths]
+        self._shards = [_load(path) for path in paths]
         for shard in self._shards:
             shard.pop("rope.freqs", None)  # computed, not learned
         first = self._shards[0]
@@ -66,6 +67,13 @@ class MetaReader:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
         return self._shards[0][name].dtype
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, OSError) as error:
+        raise UserError(f"{path} is damaged, or more than tensors: {str(error).splitlines()[0]}") from None
 
 
 def _is_tied(shard: dict[str, Tensor]) -> bool:

@@ -68,6 +68,8 @@ class LoggedStep:
     """Records of the data that could not be read, on rank 0, since this start (dataset.on_bad_record = "skip")."""
     failed_saves: int = 0
     """Checkpoints that could not be written, since this start."""
+    save_waits: int = 0
+    """Saves that had to wait for the end of the one before, since this start."""
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -163,7 +165,7 @@ class MetricsRecorder:
     def log(self, step: int, lr: float, **counters: Any) -> str:
         """Read the recorded tensors, write metrics.jsonl and TensorBoard, and return the console line.
 
-        `counters` are fields of `LoggedStep` that others count: utilization, skipped_records, failed_saves.
+        `counters` are fields of `LoggedStep` that others count: utilization, skipped_records, failed_saves, save_waits.
 
         The numbers stay in `latest` (host floats, NaN and infinity as they are), for the guards.
         """
