@@ -39,6 +39,7 @@ from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.float8 import precompute_scales
+from titanlite.parallel.memory import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.signals import Requests, Signals
@@ -69,6 +70,7 @@ class Trainer:
             UserError: The data, the tokenizer or the checkpoint cannot be used.
         """
         self.job, self.device = job, device
+        check_memory(job, num_params(architecture(job.model)), dist.get_world_size(), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
         self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
         set_timeout(self.training_groups, job.comm.init_timeout_seconds)
