@@ -1,4 +1,4 @@
-"""Run under torchrun: the bytes of all-gathers and the number of reductions of a rank in one step, for jobs in a file."""
+"""Run under torchrun: bytes of all-gathers and number of reductions of a rank in one step, for each job in a file."""
 
 import json
 import os
