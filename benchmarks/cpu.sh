@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# titanlite against a plain PyTorch loop on CPU ranks, then the page docs/performance.md. Arguments as in
+# benchmarks/cpu.py. Wants an idle machine.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+.venv/bin/python benchmarks/cpu.py "$@"
+exec .venv/bin/python benchmarks/report.py

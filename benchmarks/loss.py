@@ -1,0 +1,199 @@
+"""Output projection and cross entropy with both gradients: fused, materialised, and torch's own, side by side.
+
+    python benchmarks/loss.py [--dim 1024] [--dtype fp32 bf16] [--only NAME ...] [--device cuda] [--out DIR]
+
+Each variant runs in a process of its own. Torch before 2.13 has no F.linear_cross_entropy; the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import MIB, RESULTS, ROOT, read_parts, table, write_part
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
+
+TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
+TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INTRO = """\
+Loss and both gradients at once, of {tokens:,} tokens, vocabulary {vocabulary:,}, by `linear_cross_entropy_sum` of
+titanlite/optim/loss.py, with materialised logits (`F.linear`, then `F.cross_entropy` in fp32), and by torch's
+`F.linear_cross_entropy` with `LinearCrossEntropyOptions()`; each variant in a process of its own. Seconds: median of
+{calls} calls. Memory: peak beyond inputs, loss and both gradients. Ratios are those to the materialised version of the
+same kind; targets: time at most 1.05, memory at most 10%. Errors against float64 from the same inputs, of
+{errors:,} tokens: relative for the loss, norm of the difference over the norm for the gradients. **Bold** misses its
+target, or has more than 1.05 times the materialised version's error
+(and more than 2e-7, which is fp32's own).
+"""
+
+
+def mean(loss_sum: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """titanlite's loss as the mean over the tokens."""
+    return lambda hidden, weight, labels: loss_sum(
+        hidden[None], weight, labels[None], torch.tensor(1.0 / len(labels), device=hidden.device)
+    )
+
+
+def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def exactly(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels)  # all in the inputs' dtype
+
+
+def fused_compiled(*args: Any) -> Tensor:
+    return linear_cross_entropy_sum(*args, softmax=torch.compile(softmax_loss))
+
+
+def torch_own(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    options = nn.LinearCrossEntropyOptions()  # pyright: ignore[reportAttributeAccessIssue]
+    return F.linear_cross_entropy(hidden, weight, labels, options=options)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "materialised": materialised,
+    "fused": mean(linear_cross_entropy_sum),
+    "materialised, compiled": torch.compile(materialised),
+    "fused, compiled": mean(fused_compiled),
+    "F.linear_cross_entropy": torch_own,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--only", choices=VARIANTS, nargs="+", default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of loss.json")
+    parser.add_argument("--here", action="store_true", help="measure one variant in this process and print its JSON")
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure(options)))
+        return
+    sizes = {name: getattr(options, name) for name in ("dim", "tokens", "vocabulary", "calls")}
+    words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)] + ["--device", options.device]
+    # Without the threshold the heap keeps what a call has freed, and the next one's memory would not be seen.
+    environment = {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    for dtype in options.dtype:
+        part = f"{options.device}, dim {options.dim:,}, {dtype}"
+        for variant in options.only:
+            if variant == "F.linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
+                continue
+            command = [sys.executable, __file__, "--here", "--only", variant, "--dtype", dtype, *words]
+            ended = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
+            known = read_parts(options.out, "loss").get(part, {}).get("variants", {})
+            result = {"sizes": sizes, "variants": known | {variant: json.loads(ended.stdout)}}
+            write_part(options.out, "loss", part, result)
+    print("\n".join(tables(read_parts(options.out, "loss"))))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each call, peak memory in bytes and errors of one variant."""
+    loss_fn, dtype = VARIANTS[options.only[0]], DTYPES[options.dtype[0]]
+    inputs = random_inputs(options, options.tokens, dtype)
+    loss_and_gradients(loss_fn, *inputs)
+    seconds = []
+    for _ in range(options.calls):
+        start = time.perf_counter()
+        loss_and_gradients(loss_fn, *inputs)
+        seconds.append(time.perf_counter() - start)
+    before = start_of_memory(options.device)
+    results = loss_and_gradients(loss_fn, *inputs)
+    held = sum(result.nbytes for result in results)
+    memory = peak_of_memory(options.device) - before - held
+    inputs = random_inputs(options, min(options.tokens, TOKENS_OF_ERRORS), dtype)
+    exact = loss_and_gradients(exactly, inputs[0].double(), inputs[1].double(), inputs[2])
+    errors = [
+        float((found.double() - true).norm() / true.norm())
+        for found, true in zip(loss_and_gradients(loss_fn, *inputs), exact, strict=True)
+    ]
+    return {"seconds": seconds, "bytes": memory, "errors": errors}
+
+
+def random_inputs(options: argparse.Namespace, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (N, C) as a norm leaves them, weights (V, C), labels (N,)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, options.dim, generator=generator)
+    weight = torch.randn(options.vocabulary, options.dim, generator=generator).mul_(0.02)
+    labels = torch.randint(options.vocabulary, (tokens,), generator=generator)
+    return hidden.to(options.device, dtype), weight.to(options.device, dtype), labels.to(options.device)
+
+
+def loss_and_gradients(
+    loss_fn: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    loss = loss_fn(hidden, weight, labels)
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    results = loss.detach(), hidden.grad, weight.grad
+    if hidden.is_cuda:
+        torch.cuda.synchronize()
+    return results
+
+
+def start_of_memory(device: str) -> int:
+    """Bytes held now; the peak is counted anew from here."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    return peak_of_memory(device)
+
+
+def peak_of_memory(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def tables(parts: dict[str, Any]) -> list[str]:
+    """Markdown: every variant beside the materialised one."""
+    sizes = next(iter(parts.values()))["sizes"]
+    lines = [INTRO.format(errors=min(TOKENS_OF_ERRORS, sizes["tokens"]), **sizes)]
+    header = ["seconds", "ratio", "memory, MiB", "share", "error of the loss", "of d hidden", "of d weight"]
+    for name, part in parts.items():
+        rows = []
+        for variant, cost in part["variants"].items():
+            base = part["variants"]["materialised" + ", compiled" * variant.endswith("compiled")]
+            bold = "**" if variant.startswith("fused") else ""
+            slower = statistics.median(cost["seconds"]) / statistics.median(base["seconds"])
+            share = cost["bytes"] / base["bytes"]
+            rows.append([variant, f"{statistics.median(cost['seconds']):.2f}", _judged(slower, 1.05, ".2f", bold)])
+            rows[-1] += [f"{cost['bytes'] / MIB:,.0f}", _judged(share, 0.1, ".1%", bold)]
+            pairs = zip(cost["errors"], base["errors"], strict=True)
+            rows[-1] += [_judged(ours, max(1.05 * theirs, 2e-7), ".1e", bold) for ours, theirs in pairs]
+        lines += table([name, *header], rows)
+        if "F.linear_cross_entropy" not in part["variants"]:
+            lines += ["`F.linear_cross_entropy` was not measured here: torch has it from 2.13 on.", ""]
+    return lines
+
+
+def _judged(value: float, most: float, form: str, bold: str) -> str:
+    return f"{bold}{value:{form}}{bold}" if value > most else f"{value:{form}}"
+
+
+if __name__ == "__main__":
+    main()

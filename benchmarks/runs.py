@@ -1,0 +1,197 @@
+"""Runs of titanlite and of plain.py as a user starts them, and what they took; used by the benchmarks beside it.
+
+Times and memory come from outside of a run, or from what titanlite writes for every user (metrics.jsonl): nothing is
+measured by a hook. One process is `titanlite train` or `python plain.py`; two are titanlite's launcher or torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one run trains, and on what. The default is the debug model, 2,048 tokens a step."""
+
+    dim: int = 256
+    n_layers: int = 6
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    ffn_dim: int = 640
+    vocab_size: int = 4096
+    seq_len: int = 256
+    rows: int = 8
+    """Of a step, over all ranks."""
+    accumulate: int = 1
+    """Microbatches of a step; titanlite only."""
+    dtype: str = "fp32"
+    compile: bool = False
+    ranks: int = 1
+    threads: int = 2
+    """CPU threads of each rank."""
+    steps: int = 16
+    window: int = 1
+    """Steps whose mean is one time: titanlite logs so often. Very short steps need more than 1."""
+    fsdp: bool = False
+    """Plain: FSDP2 on one process, too, as titanlite has it."""
+
+
+SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run took."""
+
+    tokens_per_second: float
+    """Median of the windows after a warm-up of 3 steps or one window."""
+    peak_rss: int
+    """Bytes: largest resident set of a single process, that is of a training rank."""
+    total_pss: int
+    """Bytes: all processes of the run together, shared pages counted once; sampled twice a second."""
+    first_step: float
+    """Seconds from the command to the end of the first step."""
+    loss: float
+    """Of the last step; a sign of life, as the two differ in initial weights and in the order of the data."""
+
+
+def prepare_tokens(folder: Path) -> Path:
+    """Tokenize the standard library into shards that both sides read; returns their folder."""
+    run_command([sys.executable, "-P", "-m", "titanlite.cli", "prepare", "--out", folder / "shards"], {}, folder)
+    return folder / "shards"
+
+
+def run_titanlite(work: Work, shards: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
+    """Train with titanlite's own command. `cache` keeps what the compiler made, from run to run."""
+    settings: dict[str, object] = {f"model.{name}": getattr(work, name) for name in SHAPE}
+    settings |= {
+        "training.seq_len": work.seq_len,
+        "training.local_batch_size": work.rows // (work.ranks * work.accumulate),
+        "training.global_batch_size": work.rows,
+        "training.steps": work.steps,
+        "training.mixed_precision_param": {"fp32": "float32", "bf16": "bfloat16"}[work.dtype],
+        "dataset.source": "shards",
+        "dataset.path": shards,
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": work.window,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", *options]
+    words += ["--compile.enable"] * work.compile
+    module = ["titanlite.launch"] if work.ranks > 1 else ["titanlite.cli", "train"]
+    with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
+        command = [sys.executable, "-P", "-m", *module, *words, "--job.dump_folder", name]
+        launched, peak, total, _ = run_command(command, environment(work, cache), Path(name))
+        lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    return _measured(work, [line["step_time"] for line in lines], peak, total, lines[0]["time"] - launched, lines[-1])
+
+
+def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
+    """The same work by plain.py."""
+    assert work.accumulate == 1
+    settings: dict[str, object] = {name: getattr(work, name) for name in (*SHAPE, "seq_len", "steps", "dtype")}
+    settings |= {"rows": work.rows // work.ranks, "data": next(shards.glob("*.bin"))}
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    words += ["--compile"] * work.compile + ["--fsdp"] * work.fsdp
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
+    with tempfile.TemporaryDirectory(prefix="plain-") as name:
+        command = [sys.executable, *(torchrun if work.ranks > 1 else ()), ROOT / "benchmarks" / "plain.py", *words]
+        launched, peak, total, output = run_command(command, environment(work, cache), Path(name))
+    report = json.loads(output.splitlines()[-1])
+    ends = [launched, report["ends"][0], *report["ends"][max(1, work.window - 1) :: work.window]]  # as titanlite logs
+    times = [(end - start) / work.window for start, end in pairwise(ends)]
+    return _measured(work, times, peak, total, ends[1] - launched, {"loss": report["losses"][-1]})
+
+
+def _measured(
+    work: Work, times: list[float], peak: int, total: int, first_step: float, last: dict[str, float]
+) -> Measured:
+    """`times`: seconds of step 1, then of one step of each window."""
+    warm = times[3 if work.window == 1 else 2 :]
+    return Measured(work.rows * work.seq_len / statistics.median(warm), peak, total, first_step, last["loss"])
+
+
+def environment(work: Work, cache: Path) -> dict[str, str]:
+    """Both sides: so many threads, no GPU, the compiler's cache in a folder of their own."""
+    variables = {"OMP_NUM_THREADS": work.threads, "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": cache}
+    return {name: str(value) for name, value in (variables | {"NGPU": work.ranks}).items()}
+
+
+def run_command(
+    command: Sequence[object], variables: dict[str, str], folder: Path, measure: bool = True
+) -> tuple[float, int, int, str]:
+    """Run and wait; returns the time of the start, peak RSS, total PSS and standard output.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    words, variables = [str(word) for word in command], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    with out.open("w") as output, err.open("w") as errors:
+        launched = time.time()
+        process = subprocess.Popen(words, stdout=output, stderr=errors, cwd=ROOT, env=variables)
+        total, pid = 0, 0
+        while not pid:
+            time.sleep(0.5 if measure else 0.02)
+            total = max(total, pss_of_tree(process.pid)) if measure else 0
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}\n{err.read_text()[-4000:]}")
+    # The kernel keeps the largest resident set of the process and of all children that it has waited for.
+    return launched, usage.ru_maxrss * 1024, total, out.read_text()
+
+
+def pss_of_tree(root: int) -> int:
+    """Bytes that a process and all below it hold, pages that several share counted once."""
+    found, total = [root], 0
+    for pid in found:
+        try:
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has just ended
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def write_part(folder: Path, benchmark: str, part: str, result: dict[str, Any]) -> None:
+    """Put one part into FOLDER/BENCHMARK.json beside those measured before, with when and where it was measured."""
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    place = f"{len(os.sched_getaffinity(0))} cores of {model}, Python {platform.python_version()}"
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = read_parts(folder, benchmark) | {part: {"about": f"{date}, {place}, torch {version('torch')}", **result}}
+    (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
+
+
+def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:
+    """The parts of one benchmark that have been measured."""
+    path = folder / f"{benchmark}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table; the first column is text, the others are numbers. Ends with an empty line."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return [*("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)), ""]

@@ -1,0 +1,90 @@
+"""Each benchmark runs from beginning to end at tiny sizes, and the page of figures is what the figures say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import growth  # noqa: E402
+import report  # noqa: E402
+from runs import RESULTS, Work, run_plain, run_titanlite  # noqa: E402
+
+
+def run(script: str, *words: object) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_performance_page_is_made_from_the_committed_results():
+    assert report.PAGE.read_text() == report.page(RESULTS)
+
+
+def test_yardstick_has_at_most_150_lines_and_no_framework():
+    lines = (BENCHMARKS / "plain.py").read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if "import" in line and "titanlite" in line]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few files of text as tokens."""
+    folder = tmp_path_factory.mktemp("shards")
+    text = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4000
+    (folder / "text.txt").write_text(text)
+    out = folder / "shards"
+    words = ["--dataset.source", "text", "--dataset.path", folder / "text.txt", "--out", out, "--workers", 1]
+    subprocess.run([sys.executable, "-m", "titanlite.cli", "prepare", *map(str, words)], cwd=ROOT, check=True)
+    return out
+
+
+TINY = Work(32, 1, 2, 1, 64, seq_len=32, rows=4, steps=5, threads=1)
+
+
+@pytest.mark.slow
+def test_both_sides_train_the_same_model_on_the_same_tokens(shards: Path, tmp_path: Path):
+    ours, theirs = (run(TINY, shards, tmp_path) for run in (run_titanlite, run_plain))
+    assert ours.loss == pytest.approx(
+        theirs.loss, rel=0.1
+    )  # other initial weights, the same entropy of a uniform guess
+    for side in (ours, theirs):
+        assert 0 < side.peak_rss < 2**34
+        assert side.tokens_per_second > 0
+        assert side.first_step > 0
+
+
+@pytest.mark.parametrize("variant", ["materialised", "fused", "F.linear_cross_entropy"])
+def test_loss_variants_agree_with_float64(variant: str, tmp_path: Path):
+    if variant.startswith("F.") and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch has it from 2.13 on")
+    sizes = ("--dim", 16, "--tokens", 64, "--vocabulary", 300, "--calls", 1, "--dtype", "fp32")
+    run("loss.py", "--only", *dict.fromkeys(("materialised", variant)), *sizes, "--out", tmp_path)
+    (part,) = json.loads((tmp_path / "loss.json").read_text()).values()
+    assert max(part["variants"][variant]["errors"]) < 1e-5  # fp32 over sums of 300 terms
+
+
+def test_a_law_is_fitted_to_all_points_but_the_last():
+    assert growth.expected(growth.LINEAR, [1, 2, 4], [3.0, 5.0, 90.0]) == pytest.approx([3.0, 5.0, 9.0])
+    assert growth.expected(growth.CONSTANT, [1, 2], [3.0, 90.0]) == pytest.approx([3.0, 3.0])
+
+
+@pytest.mark.slow
+def test_growth_measures_and_makes_its_table(tmp_path: Path):
+    printed = run("growth.py", "--only", "layers", "--points", 1, "--repeats", 1, "--steps", 5, "--out", tmp_path)
+    assert "| layers | ms/step | expected |" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tiny model, FSDP2, 2 ranks", "bf16 compiled"])
+def test_cpu_compares_and_makes_its_table(case: str, tmp_path: Path):
+    printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
+    assert f"| {case} |" in printed
+    assert "at least" in printed
