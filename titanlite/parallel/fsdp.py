@@ -47,6 +47,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     blocks = list(model.layers.values())
     if model.tok_embeddings is not None and not model.arch.tied_embeddings:
         shard(model.tok_embeddings, reshard != "never")
+        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)  # its gradient needs the ids alone
     if model.norm is not None and model.output is not None:
         shard([model.norm, model.output], reshard == "always")
     for block in blocks:
