@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
@@ -235,7 +236,8 @@ class Trainer:
         data_time = time.perf_counter() - waited_from
         self.step += 1
         num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
-        self.total(num_valid_tokens, self.mesh.data_group)
+        # Waited for where it is read: in the loss, by when the sum has long arrived.
+        num_valid_tokens = collectives.all_reduce(num_valid_tokens, "sum", self.mesh.data_group)
         loss = self.forward_backward(batch.microbatches, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles("clip"))
         lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)

@@ -44,7 +44,7 @@ class Step:
     def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig) -> None:
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
         self._reduce_each = job.parallelism.fsdp_reduce == "microbatch"
-        self._scale = torch.ones(())
+        self._denominator = torch.ones(())
         for stage in (model.whole, *model.stages.values()):
             stage.loss = self._loss
 
@@ -53,10 +53,10 @@ class Step:
         of `mesh.loss_group` add up to the loss.
 
         Args:
-            num_valid_tokens: Of the global batch, on the device.
+            num_valid_tokens: Of the global batch, on the device; not read before the first loss.
         """
-        self._scale = num_valid_tokens.float().reciprocal()
-        total = torch.zeros_like(self._scale)
+        self._denominator = num_valid_tokens
+        total = torch.zeros((), device=num_valid_tokens.device)
         for i, microbatch in enumerate(microbatches):
             last = i == len(microbatches) - 1
             set_gradient_sync(self._model, reduce=last or self._reduce_each, last_microbatch=last)
@@ -68,7 +68,7 @@ class Step:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """This rank's share of the sum of cross entropy, float64; no gradients."""
-        self._scale = torch.ones_like(self._scale)
+        self._denominator = torch.ones_like(self._denominator)
         total = torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
         free_gathered(self._model)
         return total
@@ -78,7 +78,7 @@ class Step:
         return self._model(tokens, **rest)
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_fn(hidden, weight, labels, self._scale)
+        return self._loss_fn(hidden, weight, labels, self._denominator.float().reciprocal())
 
 
 class PipelineStep(Step):
@@ -100,13 +100,13 @@ class PipelineStep(Step):
         self._schedule = build_schedule(job, mesh, model.stages, device, self._microbatches)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
-        self._scale = num_valid_tokens.float().reciprocal()
+        self._denominator = num_valid_tokens
         return self._run(self._schedule.step, microbatches)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        self._scale = torch.ones_like(self._scale)
-        total = torch.zeros_like(self._scale, dtype=torch.float64)
+        self._denominator = torch.ones_like(self._denominator)
+        total = torch.zeros_like(self._denominator, dtype=torch.float64)
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
             missing = self._microbatches - len(part)  # the schedule is made for so many: rows without labels fill up
