@@ -5,7 +5,9 @@ Invariant: one process is a world of size one, on the same path as many. May imp
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +18,17 @@ from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.watch import record_collectives
+
+
+def keep_freed_memory() -> None:
+    """Let glibc take large tensors from its heap, and keep what they free for the next step. It would map fresh pages
+    for each of them, which the kernel must zero: a tenth of a step on a CPU. Other C libraries stay as they are."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    trim_threshold, mmap_threshold = -1, -3  # numbers of mallopt(3)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(trim_threshold, 2**31 - 1)  # bytes, as much as an int holds
+    mallopt(mmap_threshold, 2**30)
 
 
 @contextmanager
@@ -29,6 +42,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
+        keep_freed_memory()
     if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
     torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
