@@ -33,9 +33,9 @@ from runs import (
     write_part,
 )
 
-LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=6)
+LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=5)
 # So small a model that a step is latency: what the framework adds to it shows here.
-TINY = Work(64, 2, 2, 1, 128, seq_len=64, rows=4, steps=400, window=20, threads=1, fsdp=True)
+TINY = Work(64, 2, 2, 1, 128, seq_len=64, rows=4, steps=200, window=20, threads=1, fsdp=True)
 TWO_RANKS = {"ranks": 2, "threads": 1}
 CASES = {
     "fp32": Work(),

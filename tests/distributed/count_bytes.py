@@ -51,7 +51,8 @@ def main() -> None:
         linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
         rest = sum(sizes.values()) - linear
         output = sizes["output.weight"] + sizes["norm.weight"]
-        counted = {"bytes": traffic.bytes, "reductions": traffic.reductions}
+        embedding, blocks = sizes["tok_embeddings.weight"], len(sharded.whole.layers)
+        counted = {"bytes": traffic.bytes, "reductions": traffic.reductions, "embedding": embedding, "blocks": blocks}
         counts[name] = {**counted, "linear": linear, "rest": rest, "output": output}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(counts))
