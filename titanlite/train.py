@@ -78,6 +78,7 @@ class Trainer:
         self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds, all_hosts())
         self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
         self.build_data()
+        self.loader.start()  # its processes get ready while the model is built; a resume starts them anew
         sharded = build_model(job, self.mesh, device, self.log)
         self.model = sharded.whole
         self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
