@@ -56,8 +56,9 @@ and the same dtypes; its logits are materialised. Both train the debug model (di
 vocabulary) on 8 rows of 256 tokens a step, the tiny one (dim 64, 2 layers) on 4 rows of 64, from the same file of token
 ids, which titanlite reads through its whole data pipeline. titanlite runs as any user's run does, with metrics written
 each step (the tiny model: each 20 steps); checkpoints, TensorBoard and activation checkpointing, which the loop has
-not, are off; what makes it faster, such as its use of the heap ([training](training.md)), is on. One process has 2 threads (the tiny model 1), each of 2 ranks (gloo) has 1. Ratio: titanlite over plain,
-the median of the ratios of {pairs} pairs. **Bold** misses its target.
+not, are off; what makes it faster, such as its use of the heap ([training](training.md)), is on. One process has 2
+threads (the tiny model 1), each of 2 ranks (gloo) has 1. Ratio: titanlite over plain, the median of the ratios of
+{pairs} pairs. **Bold** misses its target.
 """
 NOTES = """\
 Tokens/s: median of the steps after the first 3. Memory: largest resident set of a training process; all processes:
