@@ -18,6 +18,14 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
+    # A Python that has all of it already lends it: no network, no second copy of PyTorch.
+    "$python" -m venv --clear --without-pip .venv
+    "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo .venv/lib/python3.*/site-packages)/lent.pth"
+    if .venv/bin/python -m pip install --quiet --no-index --no-build-isolation --editable "$wanted" >/dev/null 2>&1; then
+        echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
+        echo "$state" >".venv/installed$wanted"
+        exit 0
+    fi
     "$python" -m venv --clear .venv
 fi
 echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2

@@ -181,3 +181,19 @@ def test_the_development_tools_are_installed_once_and_cover_the_rest(clone: Path
 def test_a_folder_that_was_moved_is_installed_again(clone: Path):
     assert set_up(clone) == (0, 1)
     assert set_up(clone.rename(clone.parent / f"{clone.name}-moved")) == (0, 2)
+
+
+def test_a_python_that_has_all_packages_lends_them_without_a_network(tmp_path: Path):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    (tmp_path / "titanlite").symlink_to(REPOSITORY / "titanlite")
+    variables = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    ended = subprocess.run(
+        [tmp_path / "scripts/setup.sh", "."], capture_output=True, text=True, env=variables, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"Using the packages of {sys.prefix}" in ended.stderr
+    program = "import titanlite.launch, torchao, importlib.metadata; print(importlib.metadata.version('titanlite'))"
+    subprocess.run([tmp_path / ".venv/bin/python", "-P", "-c", program], cwd=tmp_path, check=True)
+    assert not list(tmp_path.glob(".venv/lib/*/site-packages/torch"))
