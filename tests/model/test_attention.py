@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from titanlite.model.attention import attention, document_mask, flex_document_mask
+from titanlite.model.attention import attention, backend_order, document_mask, flex_document_mask
 from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import IGNORE_INDEX
@@ -56,3 +57,16 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents_one_by_one(lengths: l
     # One kernel call over 16 positions and several over fewer add up in another order.
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient_of(packed), gradient_of(alone), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("capability", "first"), [((8, 0), "FLASH_ATTENTION"), ((9, 0), "CUDNN_ATTENTION")])
+def test_the_order_of_kernels_follows_the_generation_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], first: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    before = torch._C._get_sdp_priority_order()
+    with backend_order(torch.device("cuda")):
+        order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+        assert order[0].name == first
+        assert order.index(SDPBackend.MATH) == 3
+    assert torch._C._get_sdp_priority_order() == before

@@ -6,16 +6,36 @@ May import torch only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+
+@contextmanager
+def backend_order(device: torch.device) -> Iterator[None]:
+    """In here, `attention` takes the first of these kernels that knows the shapes: entered once, for all of a run.
+
+    On a GPU with compute capability 9.0 (Hopper) or more cuDNN's comes first, as torch's flash attention does not use
+    that generation's instructions; elsewhere torch's flash attention does. The order is fixed and not timed at each
+    start, because a restart that chose another kernel would not go on bitwise. A CPU has one fused kernel.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        order.reverse()
+    with sdpa_kernel([*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        yield
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
@@ -32,7 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
     grouped = q.shape[1] != k.shape[1]
     if mask is None or isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+    return _flex("flex_attention")(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
@@ -52,21 +72,26 @@ def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
 
 def flex_document_mask(document_ids: Tensor) -> BlockMask:
     """`document_mask` as a block mask (https://pytorch.org/blog/flexattention), on any device."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
 
     rows, length = document_ids.shape
-    return create_block_mask(visible, rows, None, length, length, device=document_ids.device)
+    return _flex("create_block_mask")(visible, rows, None, length, length, device=document_ids.device)
+
+
+def _flex(name: str) -> Callable[..., Any]:
+    """A function of flex attention: fused on a GPU, so that nothing of size (T, T) exists, by itself or in the graph of
+    a block; elsewhere its definition, op by op."""
+    from torch.nn.attention import flex_attention
+
+    function = getattr(flex_attention, name)
+    return function if torch.compiler.is_compiling() or not torch.cuda.is_available() else _compiled(function)
 
 
 @cache
-def _flex_attention() -> Callable[..., Tensor]:
-    """Flex attention as one fused kernel on a GPU; elsewhere its definition, op by op."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention  # pyright: ignore
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 class LayerCache:

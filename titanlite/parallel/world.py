@@ -1,6 +1,6 @@
 """The world of ranks: its start and its end.
 
-Invariant: one process is a world of size one, on the same path as many. May import torch and config.
+Invariant: one process is a world of size one, on the same path as many. May import torch, model and config.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.schema import JobConfig
+from titanlite.model.attention import backend_order
 from titanlite.parallel.watch import record_collectives
 
 
@@ -55,5 +56,6 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
-    yield device
+    with backend_order(device):
+        yield device
     dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
