@@ -1,0 +1,511 @@
+"""titanlite on one GPU, part by part; beside torchtitan; and where the time of a step goes.
+
+    benchmarks/gpu.sh PART [--device cpu] [--out benchmarks/results] [--only TEXT ...] [--seconds 520] [--pairs 2]
+
+    smoke       the debug model as a user starts it: ./run_train.sh, TensorBoard, checkpoint, resume, generate
+    checks      tests/gpu
+    titanlite   Llama 1b and 8b: tokens/s, MFU, peak memory, time to the first step with a cold and a warm cache
+    torchtitan  torchtitan 0.2.2 on the same work, in turns with titanlite
+    profile     the dearest kernels, the time without any, and each part of a step beside its floor
+    all         one after the other
+
+Each part writes gpu_PART.json and gpu_PART.txt (what the programs printed), case by case: what was measured stays when
+it is stopped. A case that the time is too short for is named, and `--only` measures it later into the same file. On a
+CPU a tiny model stands in, which shows that the scripts work and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKS = ("tests/gpu", "tests/checkpoint/test_manager_gpu.py")
+AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains: everything that titanlite and torchtitan must have in common."""
+
+    flavor: str = "8b"
+    precision: str = "bf16"
+    """Of the matmuls: bf16 or float8 (one scale a tensor)."""
+    compile: bool = True
+    dtype: str = "bfloat16"
+    """Of parameters, gradients and optimizer state."""
+    rows: int = 1
+    seq_len: int = 8192
+    steps: int = 20
+    activation_checkpoint: str = "none"
+    tiny: bool = False
+    """A model of two small blocks in place of the flavor: for CPUs."""
+
+    @property
+    def window(self) -> int:
+        """Steps between two log lines; what comes before the second line is warm-up."""
+        return max(1, self.steps // 4)
+
+
+WORKS = {
+    "8b float8 compiled": Work(precision="float8"),
+    "8b bf16 compiled": Work(),
+    "8b bf16 eager": Work(compile=False),
+    # Untied, as torchtitan has it; 16 bytes a parameter fit, so nothing but the matmuls is in bf16.
+    "1b float8 compiled": Work("1b", precision="float8", dtype="float32", rows=4),
+    "1b bf16 compiled": Work("1b", dtype="float32", rows=4),
+    "1b bf16 eager": Work("1b", compile=False, dtype="float32", rows=4),
+}
+TINY_MODEL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128, "vocab_size": 4096}
+
+
+def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[str]:
+    """The command line of a job. `own` adds what torchtitan does not have: stochastic rounding where bf16 is stored,
+    and a compiled optimizer and clipping."""
+    options: dict[str, object] = {
+        "job.dump_folder": folder,
+        "tokenizer.path": ROOT / "assets/tokenizer/tokenizer.json",
+        "dataset.source": "jsonl",
+        "dataset.path": text / "*.jsonl",
+        "model.flavor": work.flavor,
+        "training.seq_len": work.seq_len,
+        "training.local_batch_size": work.rows,
+        "training.steps": work.steps,
+        "training.dtype": work.dtype,
+        "training.mixed_precision_param": "bfloat16",
+        "activation_checkpoint.mode": work.activation_checkpoint,
+        "lr_scheduler.warmup_steps": 1,
+        "metrics.log_freq": work.window,
+    }
+    if work.tiny:
+        options |= {f"model.{name}": value for name, value in TINY_MODEL.items()} | {"float8.min_features": 0}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--model.no-tied_embeddings"]
+    if work.compile:
+        words.append("--compile.enable")
+        words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
+        words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
+    if work.precision == "float8":
+        words += ["--float8.enable", "--float8.enable_fsdp_float8_all_gather"]
+        words.append("--float8.precompute_float8_dynamic_scale_for_fsdp")
+    return words
+
+
+def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
+    """The same job in torchtitan's keys. It stores in one dtype, as `dtype` says, and rounds to nearest."""
+    job: dict[str, Any] = {
+        "job": {"dump_folder": str(folder)},
+        "model": {
+            "name": "llama3",
+            "flavor": {"8b": "8B", "1b": "1B"}[work.flavor],
+            "hf_assets_path": str(ROOT / "assets/tokenizer"),
+        },
+        "experimental": {"custom_import": "gpu_torchtitan"},  # brings the 1B
+        "optimizer": {"name": "AdamW", "lr": 3e-4, "weight_decay": 0.1, "implementation": "fused"},
+        "lr_scheduler": {"warmup_steps": 1},
+        "training": {
+            "dataset": "c4_test",  # the name of a loader of local files
+            "dataset_path": str(text),
+            "seq_len": work.seq_len,
+            "local_batch_size": work.rows,
+            "steps": work.steps,
+            "dtype": work.dtype,
+            "mixed_precision_param": "bfloat16",
+        },
+        # Recomputation ends with what the backward pass needs, as in titanlite.
+        "activation_checkpoint": {
+            "mode": work.activation_checkpoint,
+            "selective_ac_option": "op",
+            "early_stop": True,
+            "preserve_rng_state": False,
+        },
+        "compile": {"enable": work.compile, "components": ["model", "loss"]},
+        "metrics": {"log_freq": work.window, "disable_color_printing": True},
+        "checkpoint": {"enable": False},
+    }
+    if work.precision == "float8":
+        job["model"]["converters"] = ["quantize.linear.float8"]
+        gather = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+        job["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"], **dict.fromkeys(gather, True)}}}
+    return job
+
+
+class OutOfTime(Exception):
+    """The part's time is over."""
+
+
+class Failed(Exception):
+    """A program ended with an error; the message is the end of what it printed."""
+
+    def __init__(self, message: str, program: str = "") -> None:
+        super().__init__(message)
+        self.program = program
+
+
+class Part:
+    """One part's time, folders and files."""
+
+    def __init__(self, name: str, options: argparse.Namespace, work_folder: Path) -> None:
+        self.name, self.options, self.folder = name, options, work_folder
+        self.cpu = options.device == "cpu"
+        self.deadline = time.monotonic() + options.seconds
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.path, self.log = self.out / f"gpu_{name}.json", self.out / f"gpu_{name}.txt"
+        self.cases: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.about = about(self.cpu)
+        self.text = write_text(work_folder / "text")
+        self.failed: list[str] = []
+
+    def measure(self, case: str, run: Callable[[dict[str, Any]], None]) -> None:
+        """Run one case, which fills its result; keep what it got to, and why it ended there."""
+        if not any(only in case for only in self.options.only or [""]):
+            return
+        result = self.cases[case] = {"about": self.about}
+        try:
+            run(result)
+        except OutOfTime:
+            result["error"] = f"not finished: the {self.options.seconds:.0f} seconds of this part were over"
+        except Failed as error:
+            result["error"] = str(error)
+        if "error" in result:
+            self.failed.append(case)
+        self.write()
+        print(f"{self.name}, {case}: {summary(result)}", flush=True)
+
+    def write(self) -> None:
+        """Write what is known of all cases; a reader sees the old file or the new one."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.cases, indent=1) + "\n")
+        temporary.replace(self.path)
+
+    def run(self, command: Sequence[object], **variables: object) -> tuple[float, str]:
+        """Run a program; returns its time in seconds and what it printed.
+
+        Raises:
+            OutOfTime: it was ended by the part's deadline, or that was near at the start.
+            Failed: it ended with an error.
+        """
+        self.write()
+        left = self.deadline - time.monotonic()
+        if left < 1:
+            raise OutOfTime
+        words = [str(word) for word in command]
+        values = {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
+        values |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
+        values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
+        values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
+        values |= {name: str(value) for name, value in variables.items()}
+        start, begin = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            log.write(f"\n$ {' '.join(words)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **values}
+            )
+            try:
+                code = process.wait(timeout=left)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # a run saves nothing here, and its children end with it
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                raise OutOfTime from None
+        output = self.log.read_bytes()[begin:].decode(errors="replace")
+        if code:
+            oom = "torch.OutOfMemoryError, " * ("OutOfMemoryError" in output)
+            raise Failed(
+                f"exit code {code}: {oom}{output[-3000:]}", "torchtitan" if "torchtitan.train" in words else "titanlite"
+            )
+        return time.monotonic() - start, output
+
+    def works(self) -> Iterator[tuple[str, Work]]:
+        """The cases of the measurements; tiny ones on a CPU."""
+        for name, work in WORKS.items():
+            if self.cpu:
+                work = replace(work, flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=4)
+            yield (name, work)
+
+
+def about(cpu: bool) -> dict[str, Any]:
+    """When, on what and by which command."""
+    device = f"CPU ({platform.machine()}), a tiny model"
+    if not cpu:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader", "--id=0"]
+        device = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    versions = {"Python": platform.python_version()}
+    for package in ("torch", "triton", "torchao", "torchtitan"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", ""),
+        "device": device,
+        "versions": versions,
+    }
+
+
+def write_text(folder: Path) -> Path:
+    """The standard library as JSON lines, which both frameworks read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "stdlib.jsonl").open("w") as file:
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+            if "-packages" not in str(path):
+                file.write(json.dumps({"text": path.read_text(errors="replace")}) + "\n")
+    return folder
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The numbers of a case in one line."""
+    if "error" in result:
+        return result["error"].strip().splitlines()[-1]
+    plain = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
+    return ", ".join(
+        f"{name} {value:,.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in plain.items()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- parts
+
+
+def smoke(part: Part) -> None:
+    """What a user does on the first day."""
+    steps = 6 if part.cpu else 40
+    folder = part.folder / "debug_model"
+    train = [
+        "./run_train.sh",
+        "--job.dump_folder",
+        folder,
+        "--checkpoint.interval",
+        steps // 2,
+        "--metrics.log_freq",
+        2,
+    ]
+    train += ["--training.seq_len", 64] if part.cpu else []
+
+    def started(result: dict[str, Any]) -> None:
+        result["seconds"], _ = part.run([*train, "--training.steps", steps])
+        lines = read_lines(folder / "metrics.jsonl")
+        result |= {"first loss": lines[0]["loss"], "last loss": lines[-1]["loss"]}
+        result["checkpoints"] = sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
+        result["tensorboard files"] = len(list((folder / "tb").iterdir()))
+        if len(result["checkpoints"]) != 2 or not result["tensorboard files"]:
+            raise Failed(f"two checkpoints and TensorBoard files are missing in {sorted(folder.iterdir())}")
+
+    def resumed(result: dict[str, Any]) -> None:
+        result["seconds"], output = part.run([*train, "--training.steps", steps + 4])
+        if f"Resumed after step {steps}" not in output:
+            raise Failed(f"it did not resume: {output[-2000:]}")
+        result["last loss"] = read_lines(folder / "metrics.jsonl")[-1]["loss"]
+
+    def generated(result: dict[str, Any]) -> None:
+        command = [sys.executable, "-P", "-m", "titanlite.cli", "generate", "--checkpoint", folder, "--prompt", "def "]
+        result["seconds"], output = part.run([*command, "--max-new-tokens", 20])
+        result["text"] = "def " + output.rpartition("\ndef ")[2].strip()
+
+    for case in (started, resumed, generated):
+        part.measure(case.__name__, case)
+
+
+def checks(part: Part) -> None:
+    """tests/gpu: those that need a GPU, and those that run on any device."""
+
+    def tests(result: dict[str, Any]) -> None:
+        try:
+            # Test by test, so that the text says how far it came.
+            pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rs", *CHECKS]
+            result["seconds"], _ = part.run(pytest)
+        finally:
+            said = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
+            found = re.findall(r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE)
+            result["tests"] = dict(found)
+            for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
+                result[outcome.lower()] = sum(each == outcome for _, each in found)
+
+    part.measure("tests", tests)
+
+
+def titanlite(part: Part) -> None:
+    """Throughput, memory and start of titanlite alone."""
+    part.run([sys.executable, "-c", "import titanlite.train, torchao, datasets"])  # from disk into memory
+
+    def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
+        if work.compile:  # a run of one step fills the cache
+            result["first step, cold cache"] = run_titanlite(part, replace(work, steps=1), cache, True)["first step"]
+        result |= run_titanlite(part, work, cache, True)
+
+    for case, work in part.works():
+        part.measure(case, partial(first_that_fits, part, work, AC_MODES, alone))
+
+
+def torchtitan(part: Part) -> None:
+    """Both on the same work, in turns; the first one to run changes from pair to pair."""
+
+    def both(work: Work, cache: Path, result: dict[str, Any]) -> None:
+        sides = {"titanlite": partial(run_titanlite, own=False), "torchtitan": run_torchtitan}
+        runs = result["runs"] = {side: [] for side in sides}
+        for pair in range(part.options.pairs):
+            for side in sorted(sides, reverse=bool(pair % 2)):
+                runs[side].append(sides[side](part, work, cache / side))
+        for name in ("tokens/s", "memory reserved, GiB"):
+            for side in sides:
+                result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
+            pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
+            result[f"ratio of {name}"] = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+
+    def only_described(result: dict[str, Any], work: Work) -> None:
+        result |= {"work": asdict(work), "not run": "torchtitan needs a GPU"}
+
+    for case, work in part.works():
+        if not work.compile:
+            continue
+        # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in torchtitan.
+        modes = tuple(mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16")
+        run = partial(only_described, work=work) if part.cpu else partial(first_that_fits, part, work, modes, both)
+        part.measure(case, run)
+
+
+def first_that_fits(
+    part: Part,
+    work: Work,
+    modes: Sequence[str],
+    run: Callable[[Work, Path, dict[str, Any]], None],
+    result: dict[str, Any],
+) -> None:
+    """Run a case with the first mode of activation checkpointing whose memory suffices."""
+    for mode in modes:
+        work = replace(work, activation_checkpoint=mode)
+        result["work"] = asdict(work)
+        try:
+            return run(work, Path(tempfile.mkdtemp(dir=part.folder)), result)
+        except Failed as error:
+            if "OutOfMemoryError" not in str(error) or mode == modes[-1]:
+                raise
+            result.setdefault("out of memory with", []).append(f"{mode}: {error.program}")
+
+
+def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
+    """What torchtitan's log says of the same work."""
+    import tomli_w
+
+    folder = Path(tempfile.mkdtemp(dir=part.folder))
+    job = folder / "job.toml"
+    job.write_text(tomli_w.dumps(torchtitan_job(work, folder, part.text)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    _, output = part.run([*launcher, "-m", "torchtitan.train", "--job.config_file", job], **caches(cache))
+    lines = torchtitan_steps(output)
+    steady = [line for line in lines if line["step"] > 2 * work.window]
+    return {
+        "tokens/s": statistics.median(line["tps"] for line in steady),
+        "memory reserved, GiB": max(line["memory"] for line in lines),
+        "last loss": lines[-1]["loss"],
+    }
+
+
+def torchtitan_steps(output: str) -> list[dict[str, float]]:
+    """The lines of its log that tell of a step."""
+    pattern = r"step: *(\d+) +loss: *([\d.]+) .* memory: *([\d.]+)GiB.* tps: *([\d,]+) "
+    names = ("step", "loss", "memory", "tps")
+    found = re.findall(pattern, output)
+    return [dict(zip(names, (float(x.replace(",", "")) for x in line), strict=True)) for line in found]
+
+
+def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, Any]:
+    """What `titanlite train` measured by itself (metrics.jsonl)."""
+    folder = Path(tempfile.mkdtemp(dir=part.folder))
+    options = titanlite_options(work, folder, part.text, own)
+    launched = time.time()
+    part.run([sys.executable, "-P", "-m", "titanlite.cli", "train", *options], **caches(cache))
+    lines = read_lines(folder / "metrics.jsonl")
+    steady = [line for line in lines if line["step"] > 2 * work.window] or lines
+    rate = statistics.median(line["tps"] for line in steady)
+    shares = [line["mfu"] for line in steady if line["mfu"] is not None]
+    return {
+        "tokens/s": rate,
+        "MFU": statistics.median(shares) if shares else None,
+        "memory reserved, GiB": max(line["memory"] for line in lines),
+        "memory allocated, GiB": max(line["memory_peak"] for line in lines),
+        "first step": lines[0]["time"] - launched,
+        "last loss": lines[-1]["loss"],
+    }
+
+
+def caches(folder: Path) -> dict[str, Path]:
+    """Where compiled code is kept."""
+    return {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A JSON lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def profile(part: Part) -> None:
+    """Kernels, idle time and floors of a step (gpu_profile.py)."""
+
+    def traced(case: str, work: Work, cache: Path, result: dict[str, Any]) -> None:
+        found, trace = cache / "found.json", part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
+        command = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", found, trace]
+        try:
+            part.run([*command, *titanlite_options(work, cache / "run", part.text, own=True)], **caches(cache))
+        finally:
+            result |= json.loads(found.read_text()) if found.exists() else {}
+
+    for case, work in part.works():
+        if work.compile:
+            work = replace(work, steps=1000)  # of the schedule; a dozen are run
+            part.measure(case, partial(first_that_fits, part, work, AC_MODES, partial(traced, case)))
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "smoke": smoke,
+    "checks": checks,
+    "titanlite": titanlite,
+    "torchtitan": torchtitan,
+    "profile": profile,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
+    parser.add_argument("--seconds", type=float, default=520, help="time of each part")
+    parser.add_argument("--pairs", type=int, default=2, help="torchtitan: runs of each side")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and shutil.which("nvidia-smi") is None:
+        parser.error("there is no NVIDIA GPU here; `--device cpu` runs the same scripts on a tiny model")
+    failed: list[str] = []
+    for name in PARTS if options.part == "all" else [options.part]:
+        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+            part = Part(name, options, Path(folder))
+            PARTS[name](part)
+            failed += [f"{name}: {case}" for case in part.failed]
+    if failed:
+        print(f"Not measured: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

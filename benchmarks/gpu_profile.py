@@ -1,0 +1,236 @@
+"""Where the time of a step goes: the dearest kernels, the time without any, and each part beside its floor.
+
+    python benchmarks/gpu_profile.py OUT.json TRACE.json.gz [options of `titanlite train`]
+
+A floor is what the part must take: its FLOPs over the rate of a large matmul, its bytes over that of a large copy,
+both measured here. FLOPs are counted as in `titanlite.observe.flops`, without recomputation; bytes are those
+of weights, gradients and optimizer state, each read and written as often as it must be.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from titanlite import train
+from titanlite.model.flavors import Architecture, architecture
+from titanlite.observe.flops import num_params
+from titanlite.parallel.world import process_group
+from titanlite.train import Trainer
+from titanlite.validate import load_and_check
+
+WARM_UP, TIMED, TRACED = 4, 6, 2  # steps
+
+
+def main() -> None:
+    out, trace, *options = sys.argv[1:]
+    job = load_and_check(options, world_size=1)
+    with process_group(job) as device:
+        result: dict[str, Any] = {"rates": (rates := measure_rates(device))}
+        trainer = Trainer(job, device)
+        result["attention, ms"] = measure_attention(architecture(job.model), job.training.seq_len, device)
+        write(Path(out), result)
+        clock = Clock(device)
+        watch_parts(trainer, clock)
+        for _ in range(WARM_UP):
+            trainer.train_step()
+        clock.steps.clear()
+        for _ in range(TIMED):
+            trainer.train_step()
+        parts = clock.medians()
+        floors = part_floors(trainer, rates)
+        result["step, ms"] = 1e3 * sum(parts.values())
+        result["parts"] = {name: {"ms": 1e3 * parts[name], **floors.get(name, {})} for name in parts}
+        write(Path(out), result)
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (device.type == "cuda"))]
+        ) as profiler:
+            for _ in range(TRACED):
+                trainer.train_step()
+            synchronize(device)
+        profiler.export_chrome_trace(trace)
+        with gzip.open(trace, "rt") as file:
+            result |= device_time(json.load(file)["traceEvents"], "cuda" if device.type == "cuda" else "cpu")
+        write(Path(out), result)
+        trainer.close()
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Keep what is known so far."""
+    path.write_text(json.dumps(result, indent=1))
+
+
+class Clock:
+    """Marks on the device's own timeline: reading them waits for nothing while a step runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.steps: list[list[tuple[str, Any]]] = []
+
+    def mark(self, part: str) -> None:
+        """What ran since the last mark was `part`; "" begins a step."""
+        if not part:
+            self.steps.append([])
+        now: Any = time.perf_counter()
+        if self.cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.steps[-1].append((part, now))
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of each part, in the order in which they come."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for marks in self.steps:
+            for (_, before), (part, after) in pairwise(marks):
+                seconds[part].append(before.elapsed_time(after) / 1e3 if self.cuda else after - before)
+        return {part: sorted(times)[len(times) // 2] for part, times in seconds.items()}
+
+
+def watch_parts(trainer: Trainer, clock: Clock) -> None:
+    """Let the clock see where the parts of a step begin and end."""
+
+    def wrapped(function: Callable[..., Any], after: str, before: str | None = None) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                clock.mark(before)
+            result = function(*args, **kwargs)
+            clock.mark(after)
+            return result
+
+        return call
+
+    assert trainer.model.loss is not None
+    trainer.model.loss = wrapped(trainer.model.loss, "loss and its gradients", before="forward")
+    trainer.forward_backward = wrapped(trainer.forward_backward, "backward", before="batch")  # pyright: ignore
+    train.clip_grad_norm_ = wrapped(train.clip_grad_norm_, "clipping")
+    trainer.optimizer.step = wrapped(trainer.optimizer.step, "optimizer")
+    trainer.train_step = wrapped(trainer.train_step, "rest", before="")
+
+
+def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Milliseconds that each part must take at least, by FLOPs and by bytes."""
+    job = trainer.job
+    arch, training = architecture(job.model), job.training
+    tokens = training.local_batch_size * training.seq_len
+    output = arch.vocab_size * arch.dim
+    params = num_params(arch)
+    blocks = params - output * (1 if arch.tied_embeddings else 2)  # the norms' few weights among them
+    attention = 2 * arch.n_layers * training.seq_len * arch.dim  # FLOPs of a token, causal
+    compute = 2 if training.mixed_precision_param == "bfloat16" else 4
+    stored = 2 if training.dtype == "bfloat16" else 4
+    moment = {"bfloat16": 2, "float32": 4, None: stored}[job.optimizer.state_dtype]
+    high, linear = rates["matmul, FLOP/s"], rates["FP8 matmul, FLOP/s"] if job.float8.enable else None
+    copy = rates["copy, bytes/s"]
+    forward = tokens * (2 * blocks / (linear or high) + attention / high)
+    flops = {"forward": forward, "loss and its gradients": tokens * 6 * output / high, "backward": 2 * forward}
+    sizes = {
+        "forward": blocks * compute,
+        "loss and its gradients": output * (compute + 4),
+        "backward": blocks * compute + params * stored,
+        "clipping": params * stored * 3,  # read for the norm, read and written for the scaling
+        "optimizer": params * (3 * stored + 4 * moment),  # the gradient and what is read and written
+    }
+    floors = {name: {"floor by bytes, ms": 1e3 * size / copy} for name, size in sizes.items()}
+    for name, seconds in flops.items():
+        floors[name]["floor by FLOPs, ms"] = 1e3 * seconds
+    return floors
+
+
+def device_time(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """The ten dearest kernels of a trace and the share of its time without any. On a CPU operators stand for kernels,
+    and as they nest, their times count what they call, too."""
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if device == "cuda" else {"cpu_op"}
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
+    kernels.sort(key=lambda event: event["ts"])
+    totals: dict[str, list[float]] = defaultdict(list)
+    busy, end = 0.0, kernels[0]["ts"]
+    for kernel in kernels:
+        totals[kernel["name"]].append(kernel["dur"])
+        until = kernel["ts"] + kernel["dur"]
+        busy += max(0.0, until - max(end, kernel["ts"]))
+        end = max(end, until)
+    span = end - kernels[0]["ts"]
+    dearest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:10]
+    return {
+        "traced, ms": span / 1e3,
+        "idle share": 1 - busy / span,
+        "kernels": [
+            {"name": name[:200], "calls": len(times), "ms": sum(times) / 1e3, "share": sum(times) / span}
+            for name, times in dearest
+        ],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ what there is
+
+
+def measure_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a large matmul on random numbers, in bf16 and in FP8, and bytes/s of a large copy, read and written."""
+    size, copied = (8192, 2**30) if device.type == "cuda" else (512, 2**24)
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    rates = {"matmul, FLOP/s": 2 * size**3 / seconds(lambda: a @ b, device)}
+    rates["FP8 matmul, FLOP/s"] = rates["matmul, FLOP/s"]
+    if device.type == "cuda":
+        low, one = (torch.float8_e4m3fn, torch.ones((), device=device))
+        a8, b8 = a.to(low), b.to(low).t()  # the second one by columns, as the kernel asks
+        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        rates["FP8 matmul, FLOP/s"] = 2 * size**3 / seconds(lambda: torch._scaled_mm(a8, b8, **options), device)
+    source = torch.empty(copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates["copy, bytes/s"] = 2 * copied / seconds(lambda: target.copy_(source), device)
+    return rates
+
+
+def measure_attention(arch: Architecture, length: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of causal attention, forward and backward, of one row: each backend, and what the order chooses."""
+    shapes = [(1, heads, length, arch.head_dim) for heads in (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads)]
+    q, k, v = (torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes)
+
+    def attend() -> None:
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+
+    results: dict[str, Any] = {"as trained": 1e3 * seconds(attend, device)}
+    backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    for backend in backends if device.type == "cuda" else (SDPBackend.FLASH_ATTENTION,):
+        with sdpa_kernel(backend):
+            try:
+                results[backend.name] = 1e3 * seconds(attend, device)
+            except RuntimeError as error:  # it does not take these shapes
+                results[backend.name] = str(error).splitlines()[0]
+    return results
+
+
+def seconds(function: Callable[[], Tensor | None], device: torch.device, repeats: int = 10) -> float:
+    """Mean time of a call."""
+    for _ in range(3):
+        function()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

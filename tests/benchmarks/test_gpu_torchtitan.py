@@ -1,0 +1,134 @@
+"""The work that torchtitan is given is titanlite's. Both configurations are built, neither is trained."""
+
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.config.load import load_job
+from titanlite.config.schema import ActivationCheckpoint, JobConfig
+from titanlite.model.flavors import Architecture, architecture
+from titanlite.model.llama import Llama
+from titanlite.observe.flops import num_params
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu
+
+reason = "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
+for package in ("triton", "torchtitan"):
+    pytest.importorskip(package, reason=reason)
+
+from torchtitan.config import ConfigManager  # pyright: ignore  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import apply_ac  # pyright: ignore  # noqa: E402
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args  # pyright: ignore  # noqa: E402
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list  # pyright: ignore  # noqa: E402
+
+CASES = [name for name, work in gpu.WORKS.items() if work.compile]
+
+
+def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
+    """The configurations as each framework reads them."""
+    work = gpu.WORKS[case]
+    ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, own=False))
+    file = tmp_path / "job.toml"
+    file.write_text(tomli_w.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
+    __import__("gpu_torchtitan")
+    return ours, ConfigManager().parse_args(["--job.config_file", str(file)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_and_its_dtypes_are_the_same(case: str, tmp_path: Path):
+    ours, theirs = both(case, tmp_path)
+    arch = architecture(ours.model)
+    args = llama3_args[theirs.model.flavor]
+    with torch.device("meta"):
+        mine = Llama(arch).to(getattr(torch, ours.training.dtype))
+        torch.set_default_dtype(getattr(torch, theirs.training.dtype))
+        try:
+            model = Transformer(args)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert num_params(arch) == sum(parameter.numel() for parameter in model.parameters())
+    assert shapes(mine) == shapes(model)
+    assert (args.norm_eps, args.rope_theta, args.attn_type) == (arch.norm_eps, arch.rope_theta, "sdpa")
+    assert ours.training.mixed_precision_param == theirs.training.mixed_precision_param
+
+
+def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
+    """How many parameters there are of each shape and dtype."""
+    return Counter((parameter.shape, parameter.dtype) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path: Path):
+    ours, theirs = both(case, tmp_path)
+    same = {
+        "training": ("steps", "seq_len", "local_batch_size", "global_batch_size", "max_norm", "dtype", "gc_freq"),
+        "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
+        "activation_checkpoint": ("mode", "selective_ac_option"),
+        "compile": ("enable",),
+        "metrics": ("log_freq", "enable_tensorboard"),
+        "lr_scheduler": ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor"),
+    }
+    for section, keys in same.items():
+        for key in keys:
+            found = getattr(getattr(ours, section), key), getattr(getattr(theirs, section), key)
+            assert found[0] == found[1], f"{section}.{key}"
+    assert list(ours.compile.components) == theirs.compile.components
+    assert ours.optimizer.state_dtype is None  # that of the parameters
+    assert not ours.optimizer.stochastic_rounding
+    assert not ours.checkpoint.enable
+    assert not theirs.checkpoint.enable
+    assert ours.float8.enable == (theirs.model.converters == ["quantize.linear.float8"])
+    if ours.float8.enable:
+        assert ours.float8.recipe_name == "tensorwise"
+        assert theirs.quantize.linear.float8.recipe_name is None  # which is tensorwise
+        assert theirs.quantize.linear.float8.filter_fqns == ["output"]  # titanlite never converts it
+        assert ours.float8.min_features <= 1024  # the smallest side of a matrix in 1b and 8b: all are converted
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts those of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", gpu.AC_MODES)
+def test_activation_checkpointing_recomputes_the_same_matmuls(mode: str, tmp_path: Path):
+    work = replace(gpu.WORKS["8b bf16 compiled"], activation_checkpoint=mode)
+    file = tmp_path / "job.toml"
+    file.write_text(tomli_w.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
+    theirs = ConfigManager().parse_args(["--job.config_file", str(file)]).activation_checkpoint
+    arch = Architecture(64, 2, 2, 1, 128, vocab_size=96)
+    args = TransformerModelArgs(
+        dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim_multiplier=0.75, multiple_of=128, vocab_size=96
+    )
+    args.max_seq_len = 16
+    mine, model = Llama(arch), Transformer(args)
+    assert shapes(mine) == shapes(model)
+    mine.init_weights(0)
+    model.init_weights()
+    if mode != "none":
+        apply_activation_checkpointing(mine, ActivationCheckpoint(mode="selective" if mode == "selective" else "full"))
+        apply_ac(model, theirs, model_compile_enabled=False, op_sac_save_list=_op_sac_save_list)
+    counts = []
+    for each in (mine, model):
+        with Matmuls() as matmuls:
+            each(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
+        counts.append(matmuls.count)
+    assert counts[0] == counts[1]
+    assert asdict(work)["activation_checkpoint"] == theirs.mode
