@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train: sets up .venv where needed (from the packages that python3 has, if those are all), then launches one process for each GPU, or one on the CPU.
+# Train: sets up .venv where needed (without a network if python3 has all packages already), then launches one process
+# for each GPU, or one on the CPU.
 #
 #   ./run_train.sh                                        the debug model, about two minutes on two CPU cores
 #   ./run_train.sh --job.config_file llama_8b.toml        a file here or in train_configs/
