@@ -90,6 +90,7 @@ def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[s
         "training.dtype": work.dtype,
         "training.mixed_precision_param": "bfloat16",
         "activation_checkpoint.mode": work.activation_checkpoint,
+        "optimizer.lr": 3e-4,
         "lr_scheduler.warmup_steps": 1,
         "metrics.log_freq": work.window,
     }
@@ -207,7 +208,9 @@ class Part:
         if left < 1:
             raise OutOfTime
         words = [str(word) for word in command]
-        values = {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])}
+        values = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        }
         values |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
         values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
         values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}

@@ -21,11 +21,13 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     # A Python that has all of it already lends it: no network, no second copy of PyTorch.
     "$python" -m venv --clear --without-pip .venv
     "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo .venv/lib/python3.*/site-packages)/lent.pth"
-    if .venv/bin/python -m pip install --quiet --no-index --no-build-isolation --editable "$wanted" >/dev/null 2>&1; then
+    if said="$(.venv/bin/python -m pip install --quiet --no-index --no-build-isolation --editable "$wanted" 2>&1)"; then
         echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
         echo "$state" >".venv/installed$wanted"
         exit 0
     fi
+    lacks="$(sed -n 's/.*satisfies the requirement \([^ ]*\).*/\1/p' <<<"$said")"
+    echo "It lacks ${lacks:-a recent pip or setuptools}" >&2
     "$python" -m venv --clear .venv
 fi
 echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2

@@ -1,16 +1,19 @@
 """benchmarks/gpu.sh on a CPU, with its tiny model: every part runs, and leaves what it got to."""
 
+import gzip
 import json
 import os
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.slow
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu as script  # noqa: E402
 
 
 def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
@@ -22,6 +25,7 @@ def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
     return json.loads((out / f"gpu_{options[0]}.json").read_text())
 
 
+@pytest.mark.slow
 def test_smoke_starts_resumes_and_generates(tmp_path: Path):
     cases = gpu(tmp_path, "smoke")
     assert list(cases) == ["started", "resumed", "generated"]
@@ -32,6 +36,7 @@ def test_smoke_starts_resumes_and_generates(tmp_path: Path):
     assert "$ ./run_train.sh" in (tmp_path / "gpu_smoke.txt").read_text()
 
 
+@pytest.mark.slow
 def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: Path):
     (tmp_path / "gpu_titanlite.json").write_text('{"8b bf16 compiled": {"tokens/s": 1}}')
     cases = gpu(tmp_path, "titanlite", "--only", "8b bf16 eager")
@@ -44,7 +49,51 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
     assert measured["MFU"] is None
 
 
+@pytest.mark.slow
 def test_a_case_that_the_time_is_too_short_for_is_named(tmp_path: Path):
     cases = gpu(tmp_path, "smoke", "--seconds", "1.5", code=1)
     assert cases["started"]["error"] == "not finished: the 2 seconds of this part were over"
     assert "seconds" not in cases["generated"]
+
+
+def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
+    cases = gpu(tmp_path, "torchtitan")
+    assert {case["not run"] for case in cases.values()} == {"torchtitan needs a GPU"}
+
+
+@pytest.mark.slow
+def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
+    work = replace(script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100)
+    out, trace, text = tmp_path / "out.json", tmp_path / "trace.json.gz", script.write_text(tmp_path / "text")
+    options = script.titanlite_options(work, tmp_path / "run", text, own=True)
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_profile.py"), str(out), str(trace), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    found = json.loads(out.read_text())
+    parts = ["batch", "forward", "loss and its gradients", "backward", "clipping", "optimizer", "rest"]
+    assert list(found["parts"]) == parts
+    assert found["step, ms"] == pytest.approx(sum(part["ms"] for part in found["parts"].values()))
+    for part in parts[1:-1]:
+        assert 0 < found["parts"][part]["floor by bytes, ms"] < found["parts"][part]["ms"]
+    assert len(found["kernels"]) == 10
+    with gzip.open(trace, "rt") as file:
+        assert json.load(file)["traceEvents"]
+
+
+def test_idle_time_is_what_no_kernel_covers():
+    from gpu_profile import device_time
+
+    def event(name: str, start: float, duration: float, kind: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+
+    events = [event("b", 6, 2), event("a", 0, 4), event("a", 2, 3), event("launch", 0, 100, "cuda_runtime")]
+    found = device_time([*events, event("copy", 9, 1, "gpu_memcpy")], "cuda")
+    assert found["traced, ms"] == pytest.approx(0.010)
+    assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
+    assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [("a", 0.7), ("b", 0.2), ("copy", 0.1)]
+
+
+def test_torchtitans_log_is_read():
+    line = "[titan] 2026-01-01 00:00:00 - root - INFO - step:  5  loss:  8.12345  grad_norm:  0.5000  memory: 62.10GiB"
+    line += "(44.40%)  tps: 11,234  tflops: 500.00  mfu: 50.00%\n"
+    assert script.torchtitan_steps(f"Starting\n{line}") == [{"step": 5, "loss": 8.12345, "memory": 62.1, "tps": 11234}]
