@@ -189,7 +189,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
         low, one = (torch.float8_e4m3fn, torch.ones((), device=device))
         a8, b8 = a.to(low), b.to(low).t()  # the second one by columns, as the kernel asks
         options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        rates["FP8 matmul, FLOP/s"] = 2 * size**3 / seconds(lambda: torch._scaled_mm(a8, b8, **options), device)
+        rates["FP8 matmul, FLOP/s"] = 2 * size**3 / seconds(lambda: torch._scaled_mm(a8, b8, **options), device)  # pyright: ignore
     source = torch.empty(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rates["copy, bytes/s"] = 2 * copied / seconds(lambda: target.copy_(source), device)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import cpu
 import growth
 import loss
-from runs import RESULTS, ROOT, read_parts
+from runs import RESULTS, ROOT, read_parts, table
 
 PAGE = ROOT / "docs" / "performance.md"
 INTRO = """\
@@ -21,10 +22,29 @@ INTRO = """\
 nothing in it is written by hand. To measure anew, on a machine that does nothing else, run the command above each
 section; [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
 """
+
+
+def gpu_tables(cases: dict[str, Any]) -> list[str]:
+    """The numbers of each case of benchmarks/gpu.sh, and of a profile the parts of a step and the dearest kernels."""
+    lines: list[str] = []
+    for case, result in cases.items():
+        rows = [[name, f"{value:,.4g}"] for name, value in result.items() if isinstance(value, int | float)]
+        rows += [["activation checkpointing", result["work"]["activation_checkpoint"]]] if "work" in result else []
+        for part, times in result.get("parts", {}).items():
+            rows += [[f"{part}: {name}", f"{value:,.3f}"] for name, value in times.items()]
+        rows += [[f"kernel `{each['name']}`", f"{each['share']:.1%}"] for each in result.get("kernels", ())]
+        lines += table([case, ""], rows)
+        lines += [f"Not finished: {result['error'].splitlines()[0]}", ""] if "error" in result else []
+    return lines
+
+
 SECTIONS = (
     ("A step beside a plain PyTorch loop", "benchmarks/cpu.sh", "cpu", cpu.tables),
     ("Output projection and loss", "python benchmarks/loss.py", "loss", loss.tables),
     ("How cost grows", "python benchmarks/growth.py", "growth", growth.tables),
+    ("On one GPU", "benchmarks/gpu.sh titanlite", "gpu_titanlite", gpu_tables),
+    ("On one GPU beside torchtitan", "benchmarks/gpu.sh torchtitan", "gpu_torchtitan", gpu_tables),
+    ("Where a step on a GPU spends its time", "benchmarks/gpu.sh profile", "gpu_profile", gpu_tables),
 )
 
 

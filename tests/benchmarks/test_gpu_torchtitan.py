@@ -20,7 +20,7 @@ from titanlite.observe.flops import num_params
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu
+import gpu_parts as gpu  # pyright: ignore[reportMissingImports]
 
 reason = "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
 for package in ("triton", "torchtitan"):

@@ -17,6 +17,7 @@ CPU a tiny model stands in, which shows that the scripts work and nothing else.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -31,11 +32,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from runs import RESULTS, ROOT, read_parts
+
 CHECKS = ("tests/gpu", "tests/checkpoint/test_manager_gpu.py")
 AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
 
@@ -169,7 +171,7 @@ class Part:
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.path, self.log = self.out / f"gpu_{name}.json", self.out / f"gpu_{name}.txt"
-        self.cases: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.cases = read_parts(self.out, self.path.stem)
         self.about = about(self.cpu)
         self.text = write_text(work_folder / "text")
         self.failed: list[str] = []
@@ -178,7 +180,8 @@ class Part:
         """Run one case, which fills its result; keep what it got to, and why it ended there."""
         if not any(only in case for only in self.options.only or [""]):
             return
-        result = self.cases[case] = {"about": self.about}
+        result: dict[str, Any] = {"about": self.about}
+        self.cases[case] = result
         try:
             run(result)
         except OutOfTime:
@@ -247,24 +250,20 @@ class Part:
             yield (name, work)
 
 
-def about(cpu: bool) -> dict[str, Any]:
+def about(cpu: bool) -> str:
     """When, on what and by which command."""
-    device = f"CPU ({platform.machine()}), a tiny model"
+    device = f"a CPU ({platform.machine()}) with a tiny model"
     if not cpu:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader", "--id=0"]
-        device = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    versions = {"Python": platform.python_version()}
+        device = "{}, driver {}, {}".format(
+            *subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+        )
+    versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "triton", "torchao", "torchtitan"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", ""),
-        "device": device,
-        "versions": versions,
-    }
+        if importlib.util.find_spec(package) is not None:
+            versions.append(f"{package} {version(package)}")
+    command = " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, `{command}`"
 
 
 def write_text(folder: Path) -> Path:
@@ -492,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
     parser.add_argument("--seconds", type=float, default=520, help="time of each part")
     parser.add_argument("--pairs", type=int, default=2, help="torchtitan: runs of each side")
