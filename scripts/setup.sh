@@ -9,6 +9,7 @@ for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes
     [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && exit 0
 done
 
+new=""
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 ""}; do
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
@@ -18,18 +19,19 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
-    # A Python that has all of it already lends it: no network, no second copy of PyTorch.
+    "$python" -m venv --clear .venv
+    new=yes
+fi
+install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" --editable "$wanted"
+}
+echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
+if ! install; then
+    # Without a network: a Python that has all of them lends them.
+    [[ -n "$new" ]] && "$python" -c 'import torch' 2>/dev/null || exit 1
     "$python" -m venv --clear --without-pip .venv
     "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo .venv/lib/python3.*/site-packages)/lent.pth"
-    if said="$(.venv/bin/python -m pip install --quiet --no-index --no-build-isolation --editable "$wanted" 2>&1)"; then
-        echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
-        echo "$state" >".venv/installed$wanted"
-        exit 0
-    fi
-    lacks="$(sed -n 's/.*satisfies the requirement \([^ ]*\).*/\1/p' <<<"$said")"
-    echo "It lacks ${lacks:-a recent pip or setuptools}" >&2
-    "$python" -m venv --clear .venv
+    install --no-index --no-build-isolation || { rm -r .venv && exit 1; }
+    echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
 fi
-echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "$wanted"
 echo "$state" >".venv/installed$wanted" # only now: an interrupted installation is done again
