@@ -149,13 +149,15 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
 
 
+def family(pid: int) -> list[int]:
+    """A process, its children and theirs."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [pid, *(descendant for child in found.split() for descendant in family(int(child)))]
+
+
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
     """Process id of one rank."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-    for pid in map(int, children.split()):
-        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
-            return pid
-    raise AssertionError(children)
+    return next(pid for pid in family(process.pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGINT, 1)])
@@ -170,6 +172,21 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     last = max(logged(tmp_path / "out"))
     assert f"Stopped by {number.name} after step {last}: saved." in out + err
     assert (tmp_path / "out" / "checkpoint" / f"step-{last:08d}").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_may_signal_every_process(job_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Slurm does; those that read data and write checkpoints for a rank leave the answer to it."""
+    options = ["--training.steps", "5000", "--checkpoint.async_mode", "process", "--dataset.num_workers", "1"]
+    process = start(job_file, tmp_path / "out", *options)
+    wait_for_step(process, 12)  # the process that writes has started by the second save
+    for pid in family(process.pid):
+        os.kill(pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert "Traceback" not in out + err
+    assert "FAILED" not in out
+    assert (tmp_path / "out" / "checkpoint" / f"step-{max(logged(tmp_path / 'out')):08d}").is_dir()
 
 
 def test_usr2_saves_and_goes_on(job_file: Path, tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ ranks, staging and storage.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +35,13 @@ _serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_su
 
 
 def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
-    """DCP's process: it would log each request to the terminal, and errors that we report."""
+    """DCP's process: it would log each request to the terminal, and errors that we report. The trainer alone obeys
+    signals; when it ends, so does this."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
-    _serve_saves(pg_init_info, parent_conn)
+    with contextlib.suppress(EOFError):
+        _serve_saves(pg_init_info, parent_conn)
 
 
 @dataclass(frozen=True)

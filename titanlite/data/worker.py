@@ -107,7 +107,8 @@ class WorkerProcess:
     @staticmethod
     def serve(main: Callable[[Connection], None]) -> None:
         """What the module does in the new process: `main` with the other end, until the one who started it is gone."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group: the trainer decides
+        # Ctrl-C reaches the whole group, a scheduler's signal every process: the trainer decides.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))

@@ -26,7 +26,8 @@ class Requests:
 
 
 class Signals:
-    """Catches SIGINT, SIGTERM and SIGUSR1 (stop) and SIGUSR2 (save). A second SIGINT or SIGTERM ends at once."""
+    """Catches SIGINT, SIGTERM and SIGUSR1 (stop) and SIGUSR2 (save). A SIGINT after one of the first ends at once,
+    a further SIGTERM does not: a scheduler's comes twice, once passed on by the launcher."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Install the handlers; `group` must carry CPU tensors."""
@@ -42,7 +43,6 @@ class Signals:
             return
         self._stop = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def agreed(self) -> Requests:
         """What some rank had been asked at the last call, on all ranks alike.
