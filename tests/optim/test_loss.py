@@ -119,8 +119,9 @@ def test_each_gradient_is_handed_out_once_and_apart() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_softmax_is_the_same(small_chunks: None) -> None:
-    hidden, weight, labels = inputs(200, 333)
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 333), (torch.bfloat16, 333), (torch.bfloat16, 90)])
+def test_compiled_softmax_is_the_same(small_chunks: None, dtype: torch.dtype, vocab: int) -> None:
+    hidden, weight, labels = inputs(200, vocab, dtype=dtype)
     eager = linear_cross_entropy_sum(hidden, weight, labels, ONE)
     compiled = linear_cross_entropy_sum(hidden, weight, labels, ONE, softmax=torch.compile(softmax_loss))
     torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)

@@ -38,7 +38,9 @@ def softmax_loss(
     first_class: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of fp32 logits (n, V) and, in their own memory, their gradient. See `linear_cross_entropy_sum`."""
+    """Loss of logits (n, V), computed in fp32, and their gradient, in the logits' dtype; it overwrites fp32 ones. See
+    `linear_cross_entropy_sum`."""
+    dtype, logits = logits.dtype, logits.float()
     valid, labels = labels != IGNORE_INDEX, labels - first_class
     mine = valid & (labels >= 0) & (labels < logits.shape[1])
     index = labels.clamp(0, logits.shape[1] - 1)[:, None]
@@ -54,8 +56,12 @@ def softmax_loss(
     if needs_grad:
         factor = torch.where(valid, scale, 0.0)
         softmax.mul_((factor * (1.0 + 2.0 * z * normalizer) / total)[:, None])
-        softmax.scatter_add_(1, index, torch.where(mine, -factor, 0.0)[:, None])
-    return loss, softmax
+        at_label = torch.where(mine, -factor, 0.0)[:, None]
+        if torch.compiler.is_compiling():  # part of the same pass over the classes, which a scatter would cut in two
+            softmax += torch.where(torch.arange(softmax.shape[1], device=index.device) == index, at_label, 0.0)
+        else:
+            softmax.scatter_add_(1, index, at_label)
+    return loss, softmax.to(dtype)
 
 
 def linear_cross_entropy_sum(
@@ -91,7 +97,7 @@ def linear_cross_entropy_sum(
 
     def loss_of(part: slice) -> Tensor:
         chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
-        logits = _logits(chunk, matrix)  # (n, V)
+        logits = _logits(chunk, matrix, whole=softmax is not softmax_loss)  # (n, V)
         loss, logits_grad = softmax(logits, chunk_labels, scale, needs_grad, z_loss, first_class, group)
         if gradients is not None:
             gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
@@ -108,10 +114,13 @@ def linear_cross_entropy_sum(
     return with_hidden + with_weight
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (n, C) @ weight (V, C).T in fp32."""
+def _logits(hidden: Tensor, weight: Tensor, whole: bool) -> Tensor:
+    """hidden (n, C) @ weight (V, C).T in fp32; `whole`: in the matmul's own dtype. A compiled softmax converts them in
+    passing, where an eager one would need a copy of them all."""
     if hidden.dtype == torch.float32:
         return hidden @ weight.T
+    if whole:
+        return _matmul(hidden, weight.T)
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     for columns, rows in zip(logits.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), strict=True):
         columns.copy_(_matmul(hidden, rows.T))
@@ -119,16 +128,18 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-    """Returns logits_grad (n, V) @ weight (V, C) in fp32, and adds logits_grad.T @ hidden (n, C) to `weight_grad`."""
+    """Returns logits_grad (n, V) @ weight (V, C), and adds logits_grad.T @ hidden (n, C) to `weight_grad`."""
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
         return logits_grad @ weight
-    hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+    whole = logits_grad.dtype == hidden.dtype  # or else they are converted a block at a time
+    hidden_grad = _matmul(logits_grad, weight) if whole else torch.zeros_like(hidden, dtype=torch.float32)
     blocks = (logits_grad.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), weight_grad.split(VOCAB_BLOCK))
     for columns, rows, rows_grad in zip(*blocks, strict=True):
         columns = columns.to(hidden.dtype)
         rows_grad.add_(_matmul(columns.T, hidden))
-        hidden_grad.add_(_matmul(columns, rows))
+        if not whole:
+            hidden_grad.add_(_matmul(columns, rows))
     return hidden_grad
 
 
