@@ -58,13 +58,14 @@ SERIES = {
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, rows=8 * n) for n in (1, 2)},
         CONSTANT,
         CONSTANT,
-        "2,048 tokens and one thread a rank: an ideal network costs no time; a rank's memory at most stays. What is above "
-        "it is FSDP2 over gloo, on the cores that compute: the plain loop on two ranks takes as long (first table)",
+        "2,048 tokens and one thread a rank: an ideal network costs no time; a rank's memory at most stays. "
+        "What is above it is FSDP2 over gloo, on the cores that compute: the plain loop on two ranks takes as long (first table)",
     ),
 }
 INTRO = """\
 One thing at a time is changed of a small model (dim 256, 2 layers; 6 for the ranks), fp32, 2,048 tokens a step unless
-the table says otherwise. Time: median step, memory: largest resident set of a training process; median of {repeats} runs. Expected: the law, fitted to all rows but the last, which it then predicts. **Bold**: more than 15% above it.
+the table says otherwise. Time: median step; memory: largest resident set of a training process; runs of each: {repeats}.
+Expected: the law, fitted to all rows but the last, which it then predicts. **Bold**: more than 15% above it.
 """
 
 
