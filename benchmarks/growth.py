@@ -59,12 +59,12 @@ SERIES = {
         CONSTANT,
         CONSTANT,
         "2,048 tokens and one thread a rank: an ideal network costs no time; a rank's memory at most stays. "
-        "What is above it is FSDP2 over gloo, on the cores that compute: the plain loop on two ranks takes as long (first table)",
+        "What is above it is FSDP2 over gloo, on the cores that compute: a plain loop on two ranks takes as long",
     ),
 }
 INTRO = """\
 One thing at a time is changed of a small model (dim 256, 2 layers; 6 for the ranks), fp32, 2,048 tokens a step unless
-the table says otherwise. Time: median step; memory: largest resident set of a training process; runs of each: {repeats}.
+the table says otherwise. Time: median step; memory: largest resident set of a training process, of {repeats} run(s).
 Expected: the law, fitted to all rows but the last, which it then predicts. **Bold**: more than 15% above it.
 """
 
