@@ -36,14 +36,14 @@ from runs import (
 LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=5)
 # So small a model that a step is latency: what the framework adds to it shows here.
 TINY = Work(64, 2, 2, 1, 128, seq_len=64, rows=4, steps=200, window=20, threads=1, fsdp=True)
-TWO_RANKS = {"ranks": 2, "threads": 1}
+TWO_RANKS = Work(ranks=2, threads=1)
 CASES = {
     "fp32": Work(),
     "bf16": Work(dtype="bf16"),
     "bf16 compiled": Work(dtype="bf16", compile=True),
-    "fp32, 2 ranks": Work(**TWO_RANKS),
-    "bf16, 2 ranks": Work(dtype="bf16", **TWO_RANKS),
-    "bf16 compiled, 2 ranks": Work(dtype="bf16", compile=True, **TWO_RANKS),
+    "fp32, 2 ranks": TWO_RANKS,
+    "bf16, 2 ranks": replace(TWO_RANKS, dtype="bf16"),
+    "bf16 compiled, 2 ranks": replace(TWO_RANKS, dtype="bf16", compile=True),
     "vocabulary 128,256, fp32 compiled": LARGE_VOCABULARY,
     "vocabulary 128,256, bf16 compiled": replace(LARGE_VOCABULARY, dtype="bf16"),
     "tiny model, FSDP2": TINY,

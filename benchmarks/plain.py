@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
@@ -64,8 +65,7 @@ class Llama(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
-        head = options.dim // options.n_heads
-        frequencies = 10000.0 ** -(torch.arange(0, head, 2) / head)
+        frequencies = 10000.0 ** -torch.arange(0, 1, 2 * options.n_heads / options.dim)
         angles = torch.arange(options.seq_len)[:, None, None] * frequencies  # (T, 1, D / 2)
         self.cos, self.sin = angles.cos(), angles.sin()  # no buffers: they stay fp32
 
@@ -99,7 +99,7 @@ def main(options: argparse.Namespace) -> None:
         for block in model.blocks:
             block.compile(fullgraph=True)
     if sharded:
-        alone = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = {} if "MASTER_ADDR" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", **alone)
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for module in (*model.blocks, model):
@@ -108,8 +108,8 @@ def main(options: argparse.Namespace) -> None:
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
         model.to(dtype)
     trained = masters or list(model.parameters())
-    parts = [(0.1, [p for p in trained if p.ndim > 1]), (0.0, [p for p in trained if p.ndim == 1])]
-    groups = [{"params": part, "weight_decay": weight_decay} for weight_decay, part in parts]
+    decayed, not_decayed = ([p for p in trained if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
     loss_fn = torch.compile(mean_loss) if options.compile else mean_loss
 
@@ -125,7 +125,7 @@ def main(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         if masters:
             with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), masters)
+                torch._foreach_copy_([*model.parameters()], [*masters])  # pyright: ignore
         losses.append(loss.item())
         ends.append(time.time())
     if rank == 0:

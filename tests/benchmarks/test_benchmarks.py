@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import growth  # noqa: E402
-import report  # noqa: E402
-from runs import RESULTS, Work, run_plain, run_titanlite  # noqa: E402
+import growth  # noqa: E402  # pyright: ignore[reportMissingImports]
+import report  # noqa: E402  # pyright: ignore[reportMissingImports]
+from runs import RESULTS, Work, run_plain, run_titanlite  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def run(script: str, *words: object) -> str:
