@@ -6,6 +6,7 @@ ranks, staging and storage.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -42,6 +43,15 @@ def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
     logging.disable(logging.CRITICAL)
     with contextlib.suppress(EOFError):
         _serve_saves(pg_init_info, parent_conn)
+
+
+def _end_process() -> None:
+    """End DCP's process, if there is one; a save would start another. It ignores all that Python, at exit, would send
+    before it waits."""
+    process, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
+    if process is not None:
+        process._save_process.kill()
+        process._save_process.join()
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Saver:
             _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(
                 _serve_saves_quietly
             )
+            atexit.register(_end_process)
         self._stager = (
             None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")
         )
@@ -119,8 +130,7 @@ class Saver:
         failed = future.exception() is not None
         if any(self._ranks.distinct(failed)):
             self.failed += 1
-            # DCP would go on with a process that was killed. The next save starts another.
-            _async_process_executor._CHECKPOINT_PROCESS = None
+            _end_process()  # DCP would go on with one that was killed
         else:
             self.last_step = pending.step
 
