@@ -36,9 +36,9 @@ _serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_su
 
 
 def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
-    """DCP's process: it would log each request to the terminal, and errors that we report. It obeys no signal that a
-    scheduler sends to all processes but SIGTERM, by which Python ends it at exit."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    """DCP's process: it would log each request to the terminal, and errors that we report. The trainer alone obeys
+    signals; when it ends, so does this."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
     with contextlib.suppress(EOFError):
@@ -107,10 +107,6 @@ class Saver:
             folder: another one than that of all checkpoints, in which nothing is purged.
         """
         assert self._pending is None
-        if self._config.async_mode == "process":
-            process = _async_process_executor._CHECKPOINT_PROCESS
-            if any(self._ranks.distinct(process is not None and not process._save_process.is_alive())):
-                _async_process_executor._CHECKPOINT_PROCESS = None  # DCP would not start another
         self._count += 1
         started = time.perf_counter()
         writer = CommittingWriter(folder or self._folder, step, f"{self._token}-{self._count}", info)
