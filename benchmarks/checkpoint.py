@@ -97,7 +97,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
             published.append(time.perf_counter() - started)
             meanwhile += steps
     manager.close()
-    assert manager.failed_saves == 0
+    assert manager.stats()["failed_saves"] == 0
     step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
     return Row(mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile)
 

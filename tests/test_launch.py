@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import launch
+from titanlite import agent, launch
 from titanlite.config.errors import UserError
 from titanlite.config.load import REPOSITORY
 
@@ -73,6 +73,18 @@ def test_the_job_is_checked_for_all_ranks_of_all_nodes(monkeypatch: pytest.Monke
     monkeypatch.setenv("MASTER_ADDR", "here")
     with pytest.raises(UserError, match=r"data-parallel\s+degree = 6"):
         launch.launch(["--training.global_batch_size", "8"])
+
+
+def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent, "run_workers", lambda command, world: worlds.append(world) or 0)
+    for name, value in {"NNODES": "2:3", "NODE_RANK": "1", "MASTER_ADDR": "here", "MAX_RESTARTS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "1")  # the launcher leaves them as they are
+    worlds: list[agent.World] = []
+    assert launch.launch(["--comm.preemption_seconds", "7"]) == 0
+    (world,) = worlds
+    assert (world.stop_seconds, world.max_restarts, world.node_rank) == (7, 4, 1)
 
 
 @pytest.mark.parametrize(

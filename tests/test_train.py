@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -158,6 +159,21 @@ def family(pid: int) -> list[int]:
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
     """Process id of one rank."""
     return next(pid for pid in family(process.pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+
+
+def test_a_last_save_that_fails_is_not_said_to_be_saved(job_file: Path, tmp_path: Path) -> None:
+    process = start(job_file, tmp_path / "stopped", "--training.steps", "500")
+    wait_for_step(process, 6)
+    worker = worker_of(process, 0)
+    _, hard = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (50_000, hard))  # the system refuses to write on: a full disk
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    last = max(logged(tmp_path / "stopped"))
+    assert f"Stopped by SIGINT after step {last}: the save of this step FAILED." in out + err
+    assert f"save of step {last} FAILED (OSError: [Errno 27] File too large" in out + err
+    assert not (tmp_path / "stopped" / "checkpoint" / f"step-{last:08d}").exists()
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGINT, 1)])

@@ -7,13 +7,11 @@ May import every room.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import time
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -23,7 +21,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
-from titanlite.config.load import dump_config, resolve_path
+from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
@@ -34,6 +32,7 @@ from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
 from titanlite.observe.logger import setup_logging
 from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.outputs import write_outputs
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
@@ -284,7 +283,10 @@ class Trainer:
         self.save(last=finished)
         self.close()
         if requests.stop and not finished:
-            saved = "saved" if self.checkpoints else "nothing saved, as checkpoint.enable is false"
+            if self.checkpoints is None:
+                saved = "nothing saved, as checkpoint.enable is false"
+            else:
+                saved = "saved" if self.checkpoints.holds(self.step) else "the save of this step FAILED"
             raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}. Start again to go on.")
 
     def close(self) -> None:
@@ -294,19 +296,3 @@ class Trainer:
             self.checkpoints.close()
         self.loader.close()
         self.metrics.close()
-
-
-def write_outputs(dump_folder: Path, job: JobConfig, device_name: str) -> None:
-    """Write config.toml, which reloads to the same job, and environment.json beside the outputs."""
-    dump_folder.mkdir(parents=True, exist_ok=True)
-    (dump_folder / "config.toml").write_text(dump_config(job))
-    packages = ("titanlite", "torch", "torchao", "numpy", "tokenizers", "tiktoken")
-    environment = {
-        "python": platform.python_version(),
-        "packages": {package: version(package) for package in packages},
-        "device": device_name,
-        "world_size": dist.get_world_size(),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-    }
-    (dump_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")

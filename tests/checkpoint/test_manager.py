@@ -225,7 +225,7 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path):
         manager.save(step, run.train_state())
         manager.save(step, run.train_state())  # nothing to do: saved already
     manager.close()
-    assert manager.failed_saves == 0
+    assert manager.stats()["failed_saves"] == 0
     assert names(tmp_path) == [
         ".tmp-step-00000009-other",
         "step-00000000",
@@ -250,13 +250,15 @@ def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_save
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system refuses to write on, as a full disk does
     manager.save(6, run.train_state())
-    assert manager.failed_saves == 1
+    assert manager.stats()["failed_saves"] == 1
+    assert not manager.holds(6)
     assert "FAILED" in lines[-1]
     assert "File too large" in lines[-1]
     assert names(folder) == ["step-00000002", "step-00000004"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     manager.save(6, run.train_state())
-    assert manager.failed_saves == 1
+    assert manager.holds(6)
+    assert manager.stats()["failed_saves"] == 1
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -322,7 +324,7 @@ def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
         manager.save(first.step, first.train_state())
     first.train(2)
     manager.close()
-    assert manager.failed_saves == 0
+    assert manager.stats()["failed_saves"] == 0
     assert sum("of which training waited" in line for line in lines) == 3
     for step in (2, 4, 6):
         resumed = TinyRun(seed=99)
@@ -362,7 +364,7 @@ def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkey
     manager.save(6, run.train_state())
     manager._saver.settle()
     monkeypatch.undo()
-    assert manager.failed_saves == 1
+    assert manager.stats()["failed_saves"] == 1
     assert "Quota exceeded" in lines[-1]
     manager.save(6, run.train_state())
     manager.close()

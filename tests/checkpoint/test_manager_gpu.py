@@ -29,7 +29,7 @@ def test_a_save_holds_the_state_of_its_own_step(tmp_path, mode):
     run.train(3)  # changes the live state at once
     torch.rand(1, device="cuda")
     manager.close()
-    assert manager.failed_saves == 0
+    assert manager.stats()["failed_saves"] == 0
     resumed = TinyRun(seed=99, device="cuda")
     assert resumed.manager(tmp_path).load() == {"step": 2, "cursor": {"row": 8}}
     assert_equal(resumed.everything(), expected)

@@ -133,7 +133,7 @@ def main() -> None:
         losses += run.train(2)
         manager.save(run.step, run.train_state())
     manager.close()
-    assert manager.failed_saves == 0, lines
+    assert manager.stats()["failed_saves"] == 0, lines
     if dist.get_rank() == 0:
         print("losses", *(loss.hex() for loss in losses), flush=True)
     dist.destroy_process_group()

@@ -75,20 +75,20 @@ class CheckpointManager:
         if optimizer is not None and config.async_mode == "async_with_pinned_mem":
             optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
 
-    @property
-    def failed_saves(self) -> int:
-        """Saves that failed; counted on all ranks alike."""
-        return self._saver.failed
+    def holds(self, step: int) -> bool:
+        """Whether the live state of this step was loaded from a checkpoint or is known to be in one."""
+        return step in (self._current_step, self._saver.last_step)
 
     def stats(self) -> dict[str, int]:
-        """Counters for the metrics: saves that failed, and those that found the one before still under way."""
+        """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
+        under way."""
         return {"failed_saves": self._saver.failed, "save_waits": self._saver.waits}
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.
 
         With an async mode it returns once the state is staged; a save still under way is waited for first. A failure
-        (disk full, permission) is logged and counted in `failed_saves`; the run goes on.
+        (disk full, permission) is logged and counted in `stats`; the run goes on.
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `load` returns it.
@@ -102,7 +102,7 @@ class CheckpointManager:
             else:
                 tensors = self._live_tensors(optimizer=False)
                 self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
-        elif step not in (self._current_step, self._saver.last_step):
+        elif not self.holds(step):
             self._saver.save(step, self._live_tensors(rng=True), self._describe(train_state))
         if last and self.config.last_save_in_hf:
             self._saver.settle()
