@@ -6,6 +6,7 @@ titanlite.config.errors; everything else inside the function that needs it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -90,7 +91,10 @@ def train(argv: Sequence[str]) -> None:
     if ERROR_FOLDER in os.environ:
         stop_with_launcher()
     job = load_and_check(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
     from titanlite.train import main as train_job
+
+    gc.freeze()
 
     train_job(job)
 

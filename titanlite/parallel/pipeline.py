@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
 from titanlite.parallel.layout import stage_parts, stage_rank
 from titanlite.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 def own_stages(job: JobConfig, mesh: DeviceMesh) -> dict[int, range]:
@@ -55,6 +56,9 @@ def build_schedule(
     Args:
         microbatches: How many of them a data-parallel rank has in a step.
     """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
     assert mesh.pipeline is not None
     count = len(stage_parts(job.parallelism, architecture(job.model), job.training.seq_len))
     group = mesh.pipeline.get_group()
