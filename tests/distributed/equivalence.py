@@ -113,6 +113,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
 }
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
+ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 4_000_000}}  # the default: so small a model is not cut
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
     "accumulation 2": local(2),
     "accumulation 4": local(1),
@@ -122,6 +123,8 @@ SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is compute
     "AC every 2nd block": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
     "CPU offload": {"training": {"enable_cpu_offload": True}},
     "prefetch": {"parallelism": {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}},
+    "two blocks a group": {"parallelism": {"fsdp_min_num_params": 60_000}},
+    "one group": ONE_GROUP,
     "reshard never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     "reshard always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
 }
@@ -143,6 +146,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Tolerance]] = {
     "AC full": (SCHEDULING["AC full"], "one process", EXACT),
     "AC op": (SCHEDULING["AC op"], "one process", EXACT),
     "CPU offload": (SCHEDULING["CPU offload"], "one process", EXACT),
+    "one group": (ONE_GROUP, "one process", EXACT),
     **{name: (overrides, name, tolerance) for name, (overrides, tolerance) in PRECISION.items()},
     "compile": ({"compile": COMPILED}, "one process", EXACT),
     "compile, AC full": ({"compile": COMPILED, **SCHEDULING["AC full"]}, "one process", EXACT),

@@ -46,6 +46,7 @@ TINY: dict[str, Any] = {
     "optimizer": {"lr": 2e-3},
     "activation_checkpoint": {"mode": "none"},
     "float8": {"min_features": 0},
+    "parallelism": {"fsdp_min_num_params": 0},  # as large blocks have it
 }
 GLOBAL_BATCH = TINY["training"]["global_batch_size"]
 

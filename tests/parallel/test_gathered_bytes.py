@@ -39,3 +39,15 @@ def test_what_travels_with_three_microbatches(torchrun, tmp_path: Path) -> None:
         assert sizes[4 * count["embedding"]] == 3  # in each microbatch: forward, as no gradient needs it
         assert 3 * 2 * count["blocks"] in sizes.values()  # forward and backward
     assert counts["microbatch"]["reductions"] == 3 * counts["step"]["reductions"] > 0
+
+
+@pytest.mark.slow
+def test_small_blocks_share_a_group(torchrun, tmp_path: Path) -> None:
+    jobs = {str(least): {"parallelism": {"fsdp_min_num_params": least}} for least in (0, 60_000, 120_000, 4_000_000)}
+    once = {"training": {"global_batch_size": 1}}
+    (tmp_path / "jobs.json").write_text(json.dumps({name: job | once for name, job in jobs.items()}))
+    torchrun(WORKER, 2, [tmp_path / "jobs.json", tmp_path / "out.json"])
+    counts = json.loads((tmp_path / "out.json").read_text()).values()
+    # 3 blocks of 37,000 parameters; besides them the embedding, and norm with output
+    assert [len(count["bytes"]) for count in counts] == [2 + 2 * 3, 2 + 2 * 2, 2 + 1, 1]  # again when backward
+    assert [count["reductions"] for count in counts] == [2 + 3, 2 + 2, 2 + 1, 1]

@@ -256,14 +256,18 @@ class Parallelism(Section):
     """Number of ranks that a replica's parameters are sharded over (FSDP2). -1: all that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
-    and output), which the backward pass needs at once."""
+    and output), which the backward pass needs at once, and blocks so small that all share one group."""
+    fsdp_min_num_params: NonNegativeInt = 4_000_000
+    """Consecutive blocks share an all-gather and a reduction until they have so many parameters, and a model with fewer
+    has one of each. 0: each block its own, however small."""
     fsdp_reduce: Literal["step", "microbatch"] = "step"
     """When gradients are reduced. step: with the last microbatch, until which a rank keeps those of all parameters, 4
     bytes each. microbatch: after each one, so that a rank keeps its shard only; as many reductions as microbatches."""
     fsdp_forward_prefetch: NonNegativeInt = 0
-    """Blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit order."""
+    """Groups of blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit
+    order."""
     fsdp_backward_prefetch: NonNegativeInt = 0
-    """The same in the backward pass. 0: FSDP's own implicit prefetch of one block."""
+    """The same in the backward pass. 0: FSDP's own implicit prefetch of one group."""
     tensor_parallel_degree: PositiveInt = 1
     """Number of ranks that share every matmul, with sequence parallelism between the matmuls and a loss over shards of
     the vocabulary. Its traffic is on the critical path: keep it within one machine."""

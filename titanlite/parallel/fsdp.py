@@ -6,6 +6,7 @@ process is a world of size one on the same path. May import torch, model and con
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -20,7 +21,9 @@ from titanlite.model.llama import Llama
 def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
 
-    A tied embedding stays with norm in the root group, gathered from the look-up to the output projection.
+    A tied embedding stays with norm in the root group, gathered from the look-up to the output projection. Small blocks
+    share a group, and a small model is a single one: what a collective and FSDP2's hooks cost apart from the bytes,
+    about a millisecond a group and step on CPU, is then much of a step.
     """
     training = job.training
     policy = MixedPrecisionPolicy(
@@ -44,32 +47,53 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
             offload_policy=offload,
         )
 
-    blocks = list(model.layers.values())
-    if model.tok_embeddings is not None and not model.arch.tied_embeddings:
-        shard(model.tok_embeddings, reshard != "never")
-        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)  # its gradient needs the ids alone
-    if model.norm is not None and model.output is not None:
-        shard([model.norm, model.output], reshard == "always")
-    for block in blocks:
-        shard(block, reshard != "never")
+    groups: list[list[nn.Module]] = []
+    if _size([model]) >= job.parallelism.fsdp_min_num_params:  # or else all of it is the root's group
+        if model.tok_embeddings is not None and not model.arch.tied_embeddings:
+            shard(model.tok_embeddings, reshard != "never")
+            cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)  # its gradient needs the ids alone
+        if model.norm is not None and model.output is not None:
+            shard([model.norm, model.output], reshard == "always")
+        groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
+    for group in groups:
+        # What is all that would be gathered can stay so until the backward pass, which begins with it.
+        shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1))
     shard(model, reshard == "always")
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # the gradients of a single rank would be divided, into a copy
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
-    _set_prefetch(cast(list[FSDPModule], blocks), job.parallelism.fsdp_forward_prefetch, forward=True)
-    _set_prefetch(cast(list[FSDPModule], blocks[::-1]), job.parallelism.fsdp_backward_prefetch, forward=False)
+    leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
+    _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
+    _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
 
 
-def _set_prefetch(blocks: list[FSDPModule], depth: int, forward: bool) -> None:
-    """Issue the all-gathers of the next `depth` blocks ahead; blocks come in the order in which they run."""
-    for i, block in enumerate(blocks if depth else []):
-        ahead = blocks[i + 1 : i + 1 + depth]
-        if forward:
-            block.set_modules_to_forward_prefetch(ahead)
+def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
+    """Consecutive blocks of together at least so many parameters; the last group may have fewer."""
+    groups: list[list[nn.Module]] = []
+    for block in blocks:
+        if groups and _size(groups[-1]) < least:
+            groups[-1].append(block)
         else:
-            block.set_modules_to_backward_prefetch(ahead)
+            groups.append([block])
+    return groups
+
+
+def _size(modules: Iterable[nn.Module]) -> int:
+    """Number of parameters, those on other ranks included."""
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _set_prefetch(groups: list[FSDPModule], depth: int, forward: bool) -> None:
+    """Issue the all-gathers of the next `depth` groups ahead; groups come in the order in which they run."""
+    for i, group in enumerate(groups if depth else []):
+        ahead = groups[i + 1 : i + 1 + depth]
+        if forward:
+            group.set_modules_to_forward_prefetch(ahead)
+        else:
+            group.set_modules_to_backward_prefetch(ahead)
 
 
 def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None:
