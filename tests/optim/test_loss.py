@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum, softmax_loss, tokens_per_chunk
@@ -57,11 +58,13 @@ def test_as_exact_as_with_all_logits_at_once(small_chunks: None, dtype: torch.dt
     chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss)
     chunked_gradients = gradients(chunked, hidden, weight)
     assert chunked.dtype == torch.float32
-    # The same roundings in another order: as good, or as good within a third where both are lucky.
+    # Of the hidden states the same roundings. On CPU a chunk's part of the weight's gradient is rounded to bf16 before
+    # the parts are added up in fp32 and rounded once more: at most sqrt(2) times the error.
     assert error(chunked, exact) <= max(error(usual, exact), 1e-6)
-    for ours, theirs, best in zip(chunked_gradients, usual_gradients, exact_gradients, strict=True):
+    compared = zip(chunked_gradients, usual_gradients, exact_gradients, (1.05, 1.42), strict=True)
+    for ours, theirs, best, most in compared:
         assert ours.dtype == dtype
-        assert error(ours, best) <= 1.33 * error(theirs, best)
+        assert error(ours, best) <= most * error(theirs, best)
 
 
 def test_chunks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +145,22 @@ def test_compiled_softmax_is_as_exact_in_low_precision(small_chunks: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocab", "chunk"),
-    [(2048, 4096, 4096), (4096, 128256, 512), (8192, 128256, 1024), (65536, 128256, 2048), (65536, 32000, 2048)],
+    ("tokens", "logit_bytes", "chunk"), [(2048, 4, 512), (4096, 2, 1024), (8192, 4, 1024), (65536, 4, 2048)]
 )
-def test_the_rule_of_the_chunk_size(tokens: int, vocab: int, chunk: int) -> None:
-    assert tokens_per_chunk(tokens, vocab) == chunk
+def test_the_rule_of_the_chunk_size(tokens: int, logit_bytes: int, chunk: int) -> None:
+    assert tokens_per_chunk(tokens, logit_bytes) == chunk
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_softmax_needs_no_memory_but_the_logits(dtype: torch.dtype) -> None:
+    logits, labels = torch.randn(48, 500).to(dtype), torch.randint(500, (48,))
+    compiled = torch.compile(softmax_loss)
+    (_, gradient), codes = run_and_get_code(compiled, logits, labels, ONE, True, 0.0, 0, None)
+    assert gradient is not None
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert "empty_strided_cpu((48, " in codes[0]  # what is kept for each token
+    assert "empty_strided_cpu((48, 500)" not in codes[0]
 
 
 PEAK = """

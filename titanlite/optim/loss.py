@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
-VOCAB_BLOCK = 8192  # classes that are converted between fp32 and a lower precision at a time
+# Classes that are converted between fp32 and a lower precision at a time: what is converted stays in a CPU's cache.
+VOCAB_BLOCK = 2048
 
 
-def tokens_per_chunk(num_tokens: int, vocab_size: int) -> int:
+def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
     """How many tokens' logits exist at a time: an eighth of the tokens, so that they are a small part of what they
     would be at once; but 512 to 2048, as each chunk passes once over the weight's gradient and a matmul needs rows to
-    be fast; and in any case what takes 64 MiB in fp32."""
-    return max(2**24 // vocab_size, min(2048, max(512, num_tokens // 8)))
+    be fast. Of logits in two bytes, not four, twice as many take the same memory."""
+    return min(2048, max(512, num_tokens // 8)) * 4 // logit_bytes
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
@@ -37,31 +38,32 @@ def softmax_loss(
     z_loss: float,
     first_class: int,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    """Loss of logits (n, V), computed in fp32, and their gradient, in the logits' dtype; it overwrites fp32 ones. See
-    `linear_cross_entropy_sum`."""
-    dtype, logits = logits.dtype, logits.float()
+) -> tuple[Tensor, Tensor | None]:
+    """Loss of logits (n, V), computed in fp32, and their gradient if asked for, in the logits' dtype; it may overwrite
+    them. See `linear_cross_entropy_sum`."""
+    in_place = not torch.compiler.is_compiling()  # a graph makes two passes, and keeps nothing between them
+    given, logits = logits, logits.float()
     valid, labels = labels != IGNORE_INDEX, labels - first_class
     mine = valid & (labels >= 0) & (labels < logits.shape[1])
     index = labels.clamp(0, logits.shape[1] - 1)[:, None]
     peak = _reduced(logits.amax(-1), "max", group)  # (n,)
-    logits.sub_(peak[:, None])
-    target = torch.where(mine, logits.gather(1, index).squeeze(1), 0.0)
-    softmax = logits.exp_()
-    total, target = _reduced(torch.stack((softmax.sum(-1), target)), "sum", group)
+    target = torch.where(mine, logits.gather(1, index).squeeze(1) - peak, 0.0)
+    exp = logits.sub_(peak[:, None]).exp_() if in_place else (logits - peak[:, None]).exp()
+    total, target = _reduced(torch.stack((exp.sum(-1), target)), "sum", group)
     log_total = total.log()
     normalizer = log_total + peak  # log(sum(exp(logits)))
     z = z_loss if needs_grad else 0.0
     loss = torch.where(valid, log_total - target + z * normalizer.square(), 0.0).sum() * scale
-    if needs_grad:
-        factor = torch.where(valid, scale, 0.0)
-        softmax.mul_((factor * (1.0 + 2.0 * z * normalizer) / total)[:, None])
-        at_label = torch.where(mine, -factor, 0.0)[:, None]
-        if torch.compiler.is_compiling():  # part of the same pass over the classes, which a scatter would cut in two
-            softmax += torch.where(torch.arange(softmax.shape[1], device=index.device) == index, at_label, 0.0)
-        else:
-            softmax.scatter_add_(1, index, at_label)
-    return loss, softmax.to(dtype)
+    if not needs_grad:
+        return loss, None
+    factor = torch.where(valid, scale, 0.0)
+    at_label, factor = torch.where(mine, -factor, 0.0)[:, None], factor * (1.0 + 2.0 * z * normalizer)
+    if in_place:
+        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, at_label).to(given.dtype)
+    # Another exponential than above, or a graph on CPU would store all of them in between.
+    softmax = (logits - peak[:, None] - log_total[:, None]).exp()
+    at_label = torch.where(torch.arange(logits.shape[1], device=index.device) == index, at_label, 0.0)
+    return loss, given.copy_(softmax * factor[:, None] + at_label)
 
 
 def linear_cross_entropy_sum(
@@ -73,7 +75,7 @@ def linear_cross_entropy_sum(
     z_loss: float = 0.0,
     first_class: int = 0,
     group: dist.ProcessGroup | None = None,
-    softmax: Callable[..., tuple[Tensor, Tensor]] = softmax_loss,
+    softmax: Callable[..., tuple[Tensor, Tensor | None]] = softmax_loss,
 ) -> Tensor:
     """Cross entropy of the logits `hidden @ weight.T`, summed over the valid labels, times `scale`; fp32.
 
@@ -100,10 +102,11 @@ def linear_cross_entropy_sum(
         logits = _logits(chunk, matrix, whole=softmax is not softmax_loss)  # (n, V)
         loss, logits_grad = softmax(logits, chunk_labels, scale, needs_grad, z_loss, first_class, group)
         if gradients is not None:
+            assert logits_grad is not None
             gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
         return loss
 
-    size = tokens_per_chunk(len(rows), len(matrix))
+    size = tokens_per_chunk(len(rows), 4 if softmax is softmax_loss else rows.element_size())
     with torch.no_grad():
         total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
     if gradients is None:
@@ -132,15 +135,14 @@ def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad:
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
         return logits_grad @ weight
-    whole = logits_grad.dtype == hidden.dtype  # or else they are converted a block at a time
-    hidden_grad = _matmul(logits_grad, weight) if whole else torch.zeros_like(hidden, dtype=torch.float32)
-    blocks = (logits_grad.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), weight_grad.split(VOCAB_BLOCK))
-    for columns, rows, rows_grad in zip(*blocks, strict=True):
-        columns = columns.to(hidden.dtype)
+    if logits_grad.dtype != hidden.dtype:  # each row goes into the front of its own memory, which has been read by then
+        converted = logits_grad.view(hidden.dtype)[:, : len(weight)]
+        for new, old in zip(converted.split(VOCAB_BLOCK, dim=1), logits_grad.split(VOCAB_BLOCK, dim=1), strict=True):
+            new.copy_(old.to(new.dtype))
+        logits_grad = converted
+    for columns, rows_grad in zip(logits_grad.split(VOCAB_BLOCK, dim=1), weight_grad.split(VOCAB_BLOCK), strict=True):
         rows_grad.add_(_matmul(columns.T, hidden))
-        if not whole:
-            hidden_grad.add_(_matmul(columns, rows))
-    return hidden_grad
+    return _matmul(logits_grad, weight)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
