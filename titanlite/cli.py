@@ -95,7 +95,6 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.train import main as train_job
 
     gc.freeze()
-
     train_job(job)
 
 

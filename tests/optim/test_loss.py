@@ -43,7 +43,7 @@ def error(value: Tensor, exact: Tensor) -> float:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of tokens, the last one shorter, and several blocks of the vocabulary."""
     monkeypatch.setattr("titanlite.optim.loss.tokens_per_chunk", lambda *_: 48)
-    monkeypatch.setattr("titanlite.optim.loss.VOCAB_BLOCK", 100)
+    monkeypatch.setattr("titanlite.optim.loss.VOCAB_BLOCK", {"cpu": 100})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
-# Classes that are converted between fp32 and a lower precision at a time: what is converted stays in a CPU's cache.
-VOCAB_BLOCK = 2048
+# Classes that are converted between fp32 and a lower precision at a time: so few that a CPU's cache holds them.
+VOCAB_BLOCK = {"cpu": 2048, "cuda": 8192}
 
 
 def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
@@ -106,7 +106,8 @@ def linear_cross_entropy_sum(
             gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
         return loss
 
-    size = tokens_per_chunk(len(rows), 4 if softmax is softmax_loss else rows.element_size())
+    in_fp32 = softmax is softmax_loss or rows.is_cuda
+    size = tokens_per_chunk(len(rows), 4 if in_fp32 else rows.element_size())
     with torch.no_grad():
         total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
     if gradients is None:
@@ -125,7 +126,8 @@ def _logits(hidden: Tensor, weight: Tensor, whole: bool) -> Tensor:
     if whole:
         return _matmul(hidden, weight.T)
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
-    for columns, rows in zip(logits.split(VOCAB_BLOCK, dim=1), weight.split(VOCAB_BLOCK), strict=True):
+    block = VOCAB_BLOCK[hidden.device.type]
+    for columns, rows in zip(logits.split(block, dim=1), weight.split(block), strict=True):
         columns.copy_(_matmul(hidden, rows.T))
     return logits
 
@@ -135,12 +137,13 @@ def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad:
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
         return logits_grad @ weight
+    block = VOCAB_BLOCK[hidden.device.type]
     if logits_grad.dtype != hidden.dtype:  # each row goes into the front of its own memory, which has been read by then
         converted = logits_grad.view(hidden.dtype)[:, : len(weight)]
-        for new, old in zip(converted.split(VOCAB_BLOCK, dim=1), logits_grad.split(VOCAB_BLOCK, dim=1), strict=True):
+        for new, old in zip(converted.split(block, dim=1), logits_grad.split(block, dim=1), strict=True):
             new.copy_(old.to(new.dtype))
         logits_grad = converted
-    for columns, rows_grad in zip(logits_grad.split(VOCAB_BLOCK, dim=1), weight_grad.split(VOCAB_BLOCK), strict=True):
+    for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
         rows_grad.add_(_matmul(columns.T, hidden))
     return _matmul(logits_grad, weight)
 
