@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("patient", deadline=None)  # an example is slow where the machine has other work
+hypothesis.settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run beside each other and their ranks
 
 

@@ -158,7 +158,13 @@ def family(pid: int) -> list[int]:
 
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
     """Process id of one rank."""
-    return next(pid for pid in family(process.pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+
+    def trains(pid: int) -> bool:
+        folder = Path(f"/proc/{pid}")
+        in_rank = f"\0RANK={rank}\0" in (folder / "environ").read_text()  # others may have inherited it
+        return in_rank and "\0titanlite.cli\0train\0" in (folder / "cmdline").read_text()
+
+    return next(pid for pid in family(process.pid) if trains(pid))
 
 
 def test_a_last_save_that_fails_is_not_said_to_be_saved(job_file: Path, tmp_path: Path) -> None:
