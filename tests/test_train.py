@@ -161,7 +161,7 @@ def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
 
     def trains(pid: int) -> bool:
         folder = Path(f"/proc/{pid}")
-        in_rank = f"\0RANK={rank}\0" in (folder / "environ").read_text()  # others may have inherited it
+        in_rank = f"RANK={rank}" in (folder / "environ").read_text().split("\0")  # others may have inherited it
         return in_rank and "\0titanlite.cli\0train\0" in (folder / "cmdline").read_text()
 
     return next(pid for pid in family(process.pid) if trains(pid))
