@@ -112,7 +112,6 @@ def main(options: argparse.Namespace) -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
     loss_fn = torch.compile(mean_loss) if options.compile else mean_loss
-
     losses, ends = [], []
     for tokens, labels in batches(options, rank, ranks):
         loss = loss_fn(model(tokens), labels)
@@ -129,9 +128,10 @@ def main(options: argparse.Namespace) -> None:
         losses.append(loss.item())
         ends.append(time.time())
     if rank == 0:
-        print(json.dumps({"losses": losses, "ends": ends}))
+        print(json.dumps({"losses": losses, "ends": ends}), flush=True)
     if sharded:
-        dist.destroy_process_group()
+        dist.barrier()
+        os._exit(0)  # a gloo thread that lets go of a tensor while Python shuts down aborts the process now and then
 
 
 def parse() -> argparse.Namespace:
