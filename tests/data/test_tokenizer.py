@@ -125,6 +125,16 @@ def test_the_vocabulary_size_needs_no_slow_import():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
+def test_a_rank_that_encodes_nothing_does_not_build_the_encoder():
+    code = (
+        "import sys; from titanlite.data.tokenizer import load_tokenizer; "
+        f"tokenizer = load_tokenizer({str(MODEL)!r}); print(tokenizer.vocab_size, 'tiktoken' in sys.modules); "
+        "print(tokenizer.decode(tokenizer.encode('abc')), 'tiktoken' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
+    assert output == "4096 False\nabc True\n"
+
+
 def test_tokenizer_config_beside_the_file_names_bos_and_eos(tmp_path):
     shutil.copy(JSON, tmp_path)
     config = tmp_path / "tokenizer_config.json"

@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
 }
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
-ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 4_000_000}}  # the default: so small a model is not cut
+ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
     "accumulation 2": local(2),
     "accumulation 4": local(1),

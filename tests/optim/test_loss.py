@@ -145,7 +145,8 @@ def test_compiled_softmax_is_as_exact_in_low_precision(small_chunks: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "logit_bytes", "chunk"), [(2048, 4, 512), (4096, 2, 1024), (8192, 4, 1024), (65536, 4, 2048)]
+    ("tokens", "logit_bytes", "chunk"),
+    [(2048, 4, 512), (2048, 2, 512), (4096, 2, 1024), (8192, 4, 1024), (65536, 4, 2048), (65536, 2, 4096)],
 )
 def test_the_rule_of_the_chunk_size(tokens: int, logit_bytes: int, chunk: int) -> None:
     assert tokens_per_chunk(tokens, logit_bytes) == chunk

@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "always_reshard": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
     "prefetch": {"parallelism": {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}},
     "two_blocks_a_group": {"parallelism": {"fsdp_min_num_params": 60_000}},
-    "one_group": {"parallelism": {"fsdp_min_num_params": 4_000_000}},
+    "one_group": {"parallelism": {"fsdp_min_num_params": 1_000_000}},
     "tied": {"model": {"tied_embeddings": True}},
     "fp8": {"float8": {"enable": True}},
     "fp8_all_gather": {"float8": {"enable": True} | FP8_ALL_GATHER},

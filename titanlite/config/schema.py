@@ -257,7 +257,7 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
     and output), which the backward pass needs at once, and blocks so small that all share one group."""
-    fsdp_min_num_params: NonNegativeInt = 4_000_000
+    fsdp_min_num_params: NonNegativeInt = 1_000_000
     """Consecutive blocks share an all-gather and a reduction until they have so many parameters, and a model with fewer
     has one of each. 0: each block its own, however small."""
     fsdp_reduce: Literal["step", "microbatch"] = "step"

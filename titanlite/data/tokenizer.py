@@ -14,12 +14,16 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titanlite.config.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
 
 # Llama 3's split pattern: contractions, words with one leading symbol, numbers of up to three digits, punctuation,
 # line ends, spaces.
@@ -98,20 +102,23 @@ class TiktokenTokenizer(Tokenizer):
     """`tokenizer.model` as Llama 3 ships it: base64 tokens with ranks, and 256 special tokens after them."""
 
     def __init__(self, path: Path) -> None:
+        self.path, self._raw = path, _read(path)
+        base = max(_parse_ranks(path, self._raw).values()) + 1
+        self._special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
+        self.vocab_size = base + len(self._special)
+        self.bos_id = self._special["<|begin_of_text|>"]
+        self.eos_id = self._special["<|end_of_text|>"]
+        self.fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw).hexdigest()
+
+    @cached_property
+    def encoding(self) -> tiktoken.Encoding:
+        """Made when first used: a training rank, whose data processes encode for it, never pays for it."""
         import tiktoken
 
-        self.path = path
-        raw = _read(path)
-        ranks = _parse_ranks(path, raw)
-        base = max(ranks.values()) + 1
-        special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
-        self.encoding = tiktoken.Encoding(
-            path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        ranks = _parse_ranks(self.path, self._raw)
+        return tiktoken.Encoding(
+            self.path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._special
         )
-        self.vocab_size = base + len(special)
-        self.bos_id = special["<|begin_of_text|>"]
-        self.eos_id = special["<|end_of_text|>"]
-        self.fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + raw).hexdigest()
 
     def _encode_piece(self, text: str) -> np.ndarray:
         # Twice as fast as encode_ordinary followed by np.array: no Python integer is made. No special token is allowed.

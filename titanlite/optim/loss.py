@@ -23,7 +23,7 @@ def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
     """How many tokens' logits exist at a time: an eighth of the tokens, so that they are a small part of what they
     would be at once; but 512 to 2048, as each chunk passes once over the weight's gradient and a matmul needs rows to
     be fast. Of logits in two bytes, not four, twice as many take the same memory."""
-    return min(2048, max(512, num_tokens // 8)) * 4 // logit_bytes
+    return max(512, min(2048, num_tokens // 8) * 4 // logit_bytes)
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:

@@ -6,13 +6,14 @@ process is a world of size one on the same path. May import torch, model and con
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
@@ -61,13 +62,35 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     shard(model, reshard == "always")
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # the gradients of a single rank would be divided, into a copy
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
+        if not isinstance(module, FSDPModule):
+            continue
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        else:  # divided by a factor, the gradients of a single rank would be copied once more
+            module.set_custom_reduce_scatter(_InPlace())
+        module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
+
+
+class _InPlace(ReduceScatter):
+    """The reduction of a single rank, which FSDP2 makes by copying its input into its output: both are one tensor."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Called for the input, then for the output."""
+        if self.input is None:
+            self.input = torch.empty(*size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        assert (output.shape, output.dtype) == (torch.Size(size), dtype)
+        return output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("A single rank has nobody to communicate with.")
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
