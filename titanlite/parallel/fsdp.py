@@ -86,7 +86,7 @@ class _InPlace(ReduceScatter):
             self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         output, self.input = self.input, None
-        assert (output.shape, output.dtype) == (torch.Size(size), dtype)
+        assert (tuple(output.shape), output.dtype) == (tuple(size), dtype)
         return output
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
