@@ -48,8 +48,9 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
         # The budget's sizes: the only script objects in our graphs are the meshes of DTensors, which hold no memory.
-        if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # since torch 2.13
-            functorch_config.unsafe_treat_script_objects_as_zero_size = True
+        option = "unsafe_treat_script_objects_as_zero_size"  # since torch 2.13
+        if hasattr(functorch_config, option):
+            setattr(functorch_config, option, True)
         return
     wrap: Callable[..., torch.nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=False)  # Llama has no dropout
     every = 1
