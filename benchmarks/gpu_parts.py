@@ -38,7 +38,7 @@ from typing import Any
 
 from runs import RESULTS, ROOT, read_parts
 
-CHECKS = ("tests/gpu", "tests/checkpoint/test_manager_gpu.py")
+CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_manager_gpu.py")
 AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
@@ -15,16 +16,31 @@ from titanlite.parallel.fsdp import _InPlace
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 
+SHAPE = {"dim": 16, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 48}
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+
 
 @pytest.fixture(autouse=True)
 def world_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+def gradients(device: str, training: dict[str, str], microbatches: int = 1) -> list[Tensor]:
+    """What is left on the shards of a model each of whose blocks is a group."""
+    job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": {"fsdp_min_num_params": 0}})
+    model = build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
+    for row in range(microbatches):
+        model(torch.arange(row, row + 8, device=device)[None]).float().square().mean().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_single_rank_reduces_its_gradients_in_place(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_single_rank_reduces_its_gradients_in_place(monkeypatch: pytest.MonkeyPatch, device: str, dtype: str) -> None:
     allocate, buffers = _InPlace.allocate, []
 
     def recorded(*args: Any, **kwargs: Any) -> Tensor:
@@ -32,18 +48,21 @@ def test_a_single_rank_reduces_its_gradients_in_place(monkeypatch: pytest.Monkey
         return buffers[-1]
 
     monkeypatch.setattr(_InPlace, "allocate", recorded)
-    shape = {"dim": 16, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 48}
-    groups = {"fsdp_min_num_params": 0}
-    training = {"mixed_precision_param": dtype, "mixed_precision_reduce": "float32"}
-    job = JobConfig.model_validate({"model": shape, "parallelism": groups, "training": training})
-    model = build_model(job, build_mesh(job.parallelism, "cpu"), torch.device("cpu"), lambda _: None).whole
-    for _ in range(2):  # the second adds to the first's
-        model(torch.arange(8)[None]).float().sum().backward()
-
+    grads = gradients(device, {"mixed_precision_param": dtype, "mixed_precision_reduce": "float32"})
     inputs, outputs = buffers[::2], buffers[1::2]
-    assert len(inputs) == 2 * (3 + 2)  # blocks, the embedding, and norm with output
+    assert len(inputs) == 3 + 2  # blocks, the embedding, and norm with output
     assert all(given is taken for given, taken in zip(inputs, outputs, strict=True))
-    grads = [parameter.grad for parameter in model.parameters()]
-    assert all(isinstance(grad, DTensor) and grad.dtype == torch.float32 for grad in grads)
-    storages = {grad.to_local().untyped_storage().data_ptr() for grad in grads if isinstance(grad, DTensor)}
-    assert storages == {buffer.untyped_storage().data_ptr() for buffer in inputs[: 3 + 2]}
+    storages = [{tensor.untyped_storage().data_ptr() for tensor in tensors} for tensors in (grads, inputs)]
+    assert storages[0] == storages[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place_they_are_the_same(monkeypatch: pytest.MonkeyPatch, device: str, dtype: str) -> None:
+    training = {"dtype": dtype, "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
+    in_place = gradients(device, training, microbatches=3)
+    monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda *_: None)
+    copied = gradients(device, training, microbatches=3)
+    assert len(in_place) == len(copied) == 3 * 9 + 3
+    for ours, theirs in zip(in_place, copied, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -61,13 +61,14 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1))
     shard(model, reshard == "always")
 
+    in_place = _InPlace()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
         else:  # divided by a factor, the gradients of a single rank would be copied once more
-            module.set_custom_reduce_scatter(_InPlace())
+            module.set_custom_reduce_scatter(in_place)
         module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
@@ -79,14 +80,18 @@ class _InPlace(ReduceScatter):
 
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
+        self.stream: torch.cuda.Stream | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Called for the input, then for the output."""
+        """Called for the input, then for the output, then for the next group's input."""
         if self.input is None:
+            if self.stream is not None:  # it may still read what this memory held: the gradients of the group before
+                torch.cuda.current_stream(device).wait_stream(self.stream)
             self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         output, self.input = self.input, None
         assert (tuple(output.shape), output.dtype) == (tuple(size), dtype)
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return output
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
