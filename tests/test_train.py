@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_outputs_reload_to_an_equal_job(job_file: Path, tmp_path: Path) -> None:
     )
     environment = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert environment["world_size"] == 1
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == version("torch")
     assert "Training: debugmodel" in (tmp_path / "out" / "train.log").read_text()
 
 

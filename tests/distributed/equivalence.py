@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "pp2 x hsdp 2x2": (8, merged(layout(pp=2, replicate=2), local(1))),
     "pp2 x cp2 x tp2": (8, merged(layout(pp=2, cp=2, tp=2), local(1))),
 }
+if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by titanlite.parallel.constraints
+    LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
 ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut
@@ -164,9 +167,12 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Tolerance]] = {
     ),
 }
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
+COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
 REFUSED = {  # by titanlite.parallel.constraints
-    ("pp2 ZBVZeroBubble", "AC op"),
-    *(("pp2 ZBVZeroBubble", feature) for feature in FEATURES if "compile" in feature),
+    (name, feature)
+    for name in COMBINED
+    for feature in FEATURES
+    if "ZBV" in name and (feature == "AC op" or "compile" in feature)
 }
 MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {  # planted -> layout, and what is planted
     "keys' gradients not reduced": ("cp2", {"plant": "missing_reduction"}),

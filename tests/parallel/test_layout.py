@@ -130,3 +130,11 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(
     found = [problem for problem in layout_problems(wrong, arch, world) if problem[0].endswith(key)]
     assert len(found) == 1
     assert says in " ".join(found[0]).replace("rounds of 2 or a little more (Interleaved1F1B).", "")
+
+
+def test_a_v_is_refused_with_a_torch_that_sends_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    v = job(parallelism=PP2 | {"pipeline_parallel_schedule": "ZBVZeroBubble"}, training={"global_batch_size": 32})
+    for torch, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
+        monkeypatch.setattr("titanlite.parallel.constraints.version", lambda _name, torch=torch: torch)
+        found = " ".join(word for problem in layout_problems(v, FLAVORS["debugmodel"], 2) for word in problem)
+        assert (torch in found and "Upgrade torch" in found) == refused

@@ -7,6 +7,7 @@ model.flavors and parallel.layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.model.flavors import Architecture
@@ -108,6 +109,9 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
         each = "a block" if single else f"two stages with a block each, as {schedule} has two a rank"
         limit = arch.n_layers if single else arch.n_layers // 2
         yield key, f"gives no rank {each}: the model has {arch.n_layers} blocks.", f"Nearest: {limit}."
+    if schedule in V_SHAPED and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
+        text = f"needs torch 2.13 or newer; in {version('torch')} the stages of one rank send to each other, and fail."
+        yield "parallelism.pipeline_parallel_schedule", text, 'Upgrade torch. Nearest: "Interleaved1F1B".'
     if schedule in SPLIT_BACKWARD and _compiles(job):
         # Measured with torch 2.13: the second backward pass over a compiled block fails, as the first one gave its
         # buffers away; where it must keep them (donated_buffer = False), ten fp32 steps end 1.4e-3 off in the loss.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,16 +85,23 @@ def build_schedule(
 @contextmanager
 def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
     """Leave the backward passes out. `eval` is meant to skip them, but torch 2.13 asserts in it where the next stage is
-    on the same rank (ZBVZeroBubble)."""
-    orders = getattr(schedule, "pipeline_order_with_comms", None)
-    if orders is None:
-        yield
-        return
-    forward = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-    kept = {rank: [a for a in order if a.computation_type.name in forward] for rank, order in orders.items()}
-    vars(schedule)["pipeline_order_with_comms"] = kept
+    on the same rank (ZBVZeroBubble); and where it comes before the first step, torch 2.11 receives into tensors that
+    never ask for a gradient."""
+    runs: Any = schedule
+    orders = getattr(runs, "pipeline_order_with_comms", None)
+    if orders is not None:
+        forward = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        runs.pipeline_order_with_comms = {
+            rank: [action for action in order if action.computation_type.name in forward]
+            for rank, order in orders.items()
+        }
     yield
-    vars(schedule)["pipeline_order_with_comms"] = orders
+    if orders is not None:
+        runs.pipeline_order_with_comms = orders
+    for stage in getattr(runs, "_stages", None) or [runs._stage]:
+        for received in chain.from_iterable(stage.args_recv_info.values()):
+            if isinstance(getattr(received, "buffer", None), Tensor):
+                received.buffer.requires_grad_(True)
 
 
 def _input(job: JobConfig, mesh: Mesh, arch: Architecture, first: bool) -> Tensor:
