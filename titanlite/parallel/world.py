@@ -23,15 +23,15 @@ from titanlite.parallel.watch import record_collectives
 
 def keep_freed_memory() -> None:
     """Let glibc take large tensors from its heap, and keep what they free for the next step. It would map fresh pages
-    for each of them, which the kernel must zero: a tenth of a step on a CPU. And one heap for all threads, or what
-    gloo's leave behind in theirs would be 10 MB a rank. Other C libraries stay as they are."""
+    for each of them, which the kernel must zero: a tenth of a step on a CPU. Other C libraries stay as they are."""
     if platform.libc_ver()[0] != "glibc":
         return
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # numbers of mallopt(3)
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(trim_threshold, 2**31 - 1)  # bytes, as much as an int holds
     mallopt(mmap_threshold, 2**30)
-    mallopt(arena_max, 1)
+    if torch.get_num_threads() == 1:  # several would wait for one another, a fifth of a step
+        mallopt(arena_max, 1)  # or what gloo's threads leave behind in heaps of their own is 10 MB a rank
 
 
 @contextmanager
@@ -45,9 +45,10 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-        keep_freed_memory()
     if job.training.num_threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
+    if device.type == "cpu":
+        keep_freed_memory()
     torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
