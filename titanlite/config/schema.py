@@ -256,7 +256,8 @@ class Parallelism(Section):
     """Number of ranks that a replica's parameters are sharded over (FSDP2). -1: all that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
-    and output), which the backward pass needs at once, and blocks so small that all share one group."""
+    and output), which the backward pass needs at once, and blocks so small that all share one group, or on a single
+    rank have fewer than 16 times fsdp_min_num_params together."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
     """Consecutive blocks share an all-gather and a reduction until they have so many parameters, and a model with fewer
     has one of each. 0: each block its own, however small."""

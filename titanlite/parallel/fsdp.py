@@ -56,9 +56,11 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         if model.norm is not None and model.output is not None:
             shard([model.norm, model.output], reshard == "always")
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
+    # What is all that would be gathered can stay so until the backward pass, which begins with it. So can what is
+    # little on a single rank: FSDP2 copies it each time, a hundredth of a small model's step.
+    little = mesh.size() == 1 and _size(model.layers.values()) < 16 * job.parallelism.fsdp_min_num_params
     for group in groups:
-        # What is all that would be gathered can stay so until the backward pass, which begins with it.
-        shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1))
+        shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1 and not little))
     shard(model, reshard == "always")
 
     in_place = _InPlace()
