@@ -40,7 +40,7 @@ TWO_RANKS = Work(ranks=2, threads=1)
 CASES = {
     "fp32": Work(),
     "bf16": Work(dtype="bf16"),
-    "bf16 compiled": Work(dtype="bf16", compile=True, steps=64),  # of 3 seconds' median, one run is 5% off another
+    "bf16 compiled": Work(dtype="bf16", compile=True, steps=64),  # medians of 3 seconds vary by 5%
     "fp32, 2 ranks": TWO_RANKS,
     "bf16, 2 ranks": replace(TWO_RANKS, dtype="bf16"),
     "bf16 compiled, 2 ranks": replace(TWO_RANKS, dtype="bf16", compile=True),

@@ -57,7 +57,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
             shard([model.norm, model.output], reshard == "always")
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
     # What is all that would be gathered can stay so until the backward pass, which begins with it. So can what is
-    # little on a single rank: FSDP2 copies it each time, a hundredth of a small model's step.
+    # little on a single rank: FSDP2 copies it each time, a hundredth of a small step.
     little = mesh.size() == 1 and _size(model.layers.values()) < 16 * job.parallelism.fsdp_min_num_params
     for group in groups:
         shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1 and not little))
