@@ -213,7 +213,10 @@ def test_workers_save_and_stop_when_their_launcher_is_killed(
 
 
 @pytest.mark.slow
-def test_the_shown_rank_keeps_the_terminal_and_errors_of_all_ranks_are_seen(command: list[str]):
+def test_the_shown_rank_keeps_the_terminal_and_whole_lines_of_errors_of_all_ranks_are_seen(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # of a container, say
     main, terminal = pty.openpty()
     launcher = subprocess.Popen([*command, "shown"], stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)

@@ -176,7 +176,7 @@ def run_workers(command: Sequence[str], world: World) -> int:
                 local_world_size=world.workers,
                 rdzv_handler=get_rendezvous_handler(parameters),
                 entrypoint=sys.executable,
-                args=("-u", *command),
+                args=tuple(command),
                 max_restarts=world.max_restarts,
                 monitor_interval=POLL_SECONDS,
                 master_addr=world.master_addr if parameters.backend == "static" else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import signal
@@ -57,6 +58,10 @@ def usage() -> str:
 
 def run_quietly(command: Callable[[], object]) -> int:
     """Call `command` and turn the ways in which it can end into an exit code; a crash of ours keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # By the line, into files as well: unbuffered, `print` writes text and newline apart, and those of ranks mix.
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, write_through=False)
     try:
         command()
         sys.stdout.flush()
