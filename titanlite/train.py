@@ -46,7 +46,7 @@ from titanlite.parallel.signals import Requests, Signals
 from titanlite.parallel.step import LossFunction, build_step
 from titanlite.parallel.tensor import vocab_parallel
 from titanlite.parallel.watch import HangWatch, all_hosts, process_groups, set_timeout
-from titanlite.parallel.world import process_group
+from titanlite.parallel.world import process_group, use_large_pages
 from titanlite.portable import write_tokenizer
 
 
@@ -224,6 +224,8 @@ class Trainer:
                 self.watch.passed(self.step, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.step == first_step + 1:
                     set_timeout(self.training_groups, job.comm.train_timeout_seconds)
+                    if self.device.type == "cpu":
+                        use_large_pages()
             if requests.stop is None and self.step > first_step:
                 self.validate()
         signals.wait()

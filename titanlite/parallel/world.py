@@ -6,11 +6,14 @@ Invariant: one process is a world of size one, on the same path as many. May imp
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,19 @@ def keep_freed_memory() -> None:
     mallopt(mmap_threshold, 2**30)
     if torch.get_num_threads() == 1:  # several would wait for one another, a fifth of a step
         mallopt(arena_max, 1)  # or what gloo's threads leave behind in heaps of their own is 10 MB a rank
+
+
+def use_large_pages() -> None:
+    """Gather the heap, which has its size after the first step, into pages of 2 MB: the processor looks up fewer of
+    them, 1 to 4% of a step. Linux only; where the kernel (before 6.1) or its settings refuse, pages stay small."""
+    if sys.platform != "linux":
+        return
+    madvise, collapse = ctypes.CDLL(None).madvise, 25  # MADV_COLLAPSE; mmap has no name for it
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith("[heap]"):
+            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+            for advice in (mmap.MADV_HUGEPAGE, collapse):  # pages to come, and those that are there
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""The heap on a CPU: memory that is kept and gathered, in a process of its own, as it cannot be undone."""
+
+import platform
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library's own heap")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def run(code: str) -> list[int]:
+    """The numbers that `code` prints, after the heap was told to keep what is freed."""
+    start = """
+        import resource, torch
+        from titanlite.parallel.world import keep_freed_memory, use_large_pages
+        keep_freed_memory()
+    """
+    words = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)]
+    return [int(word) for word in subprocess.check_output(words, text=True).split()]
+
+
+@GLIBC
+def test_freed_tensors_leave_their_pages_to_the_next_ones():
+    first, *_, last = run("""
+        def page_faults_of_a_tensor():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(16 << 20)  # 64 MB
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print(*[page_faults_of_a_tensor() for _ in range(10)])  # small things move the first ones
+    """)
+    assert first > 1000
+    assert last < 10
+
+
+@GLIBC
+@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="needs large pages")
+@pytest.mark.skipif(platform.release().split(".")[:2] < ["6", "1"], reason="needs MADV_COLLAPSE")
+def test_the_heap_moves_to_large_pages_with_what_it_holds():
+    small, large, correct = run("""
+        def kilobytes_in_large_pages():
+            lines = open("/proc/self/smaps_rollup").read().splitlines()
+            return int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1])
+        values, small = torch.arange(16 << 20, dtype=torch.int32), kilobytes_in_large_pages()  # 64 MB
+        use_large_pages()
+        correct = torch.equal(values, torch.arange(16 << 20, dtype=torch.int32))
+        print(small, kilobytes_in_large_pages(), int(correct))
+    """)
+    assert large - small > 48 << 10
+    assert correct
