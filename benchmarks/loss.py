@@ -33,12 +33,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
 Loss and both gradients at once, of {tokens:,} tokens, vocabulary {vocabulary:,}, by `linear_cross_entropy_sum` of
 titanlite/optim/loss.py, with materialised logits (`F.linear`, then `F.cross_entropy` in fp32), and by torch's
-`F.linear_cross_entropy` with `LinearCrossEntropyOptions()`; each variant in a process of its own. Seconds: median of
-up to 3 calls, the heap kept and in large pages as in training. Memory: peak beyond inputs, loss and both gradients, the heap not kept.
-Ratios are those to the materialised version of the same kind; targets: time at most 1.05, memory at most 10%. Errors
-against float64 from the same inputs, of {errors:,} tokens: relative for the loss, norm of the difference over the
-norm for the gradients. **Bold** misses its target, or has more than 1.05 times the materialised version's error (and
-more than 2e-7, which is fp32's own).
+`F.linear_cross_entropy` with `LinearCrossEntropyOptions()`; each variant in a process of its own. Seconds: median of up
+to 3 calls, the heap kept and in large pages as in training. Memory: peak beyond inputs, loss and both gradients, the
+heap not kept. Ratios are those to the materialised version of the same kind; targets: time at most 1.05, memory at most
+10%. Errors against float64 from the same inputs, of {errors:,} tokens: relative for the loss, norm of the difference
+over the norm for the gradients. **Bold** misses its target, or has more than 1.05 times the materialised version's
+error (and more than 2e-7, which is fp32's own).
 """
 
 
