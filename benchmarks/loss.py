@@ -38,7 +38,8 @@ to 3 calls, the heap kept and in large pages as in training. Memory: peak beyond
 heap not kept. Ratios are those to the materialised version of the same kind; targets: time at most 1.05, memory at most
 10%. Errors against float64 from the same inputs, of {errors:,} tokens: relative for the loss, norm of the difference
 over the norm for the gradients. **Bold** misses its target, or has more than 1.05 times the materialised version's
-error (and more than 2e-7, which is fp32's own).
+error (and more than 2e-7, which is fp32's own). In bf16, what the fused version holds is the fp32 sum of the weight's
+gradient over the chunks, and little else.
 """
 
 
