@@ -236,6 +236,17 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path):
     ]
 
 
+def test_the_end_removes_what_a_run_left_that_was_killed_between_its_last_save_and_the_removal(two_saved):
+    folder, run = two_saved
+    manager = run.manager(folder, keep_latest_k=1)
+    manager.load()
+    manager.save(4, run.train_state())
+    assert names(folder) == ["step-00000002", "step-00000004"]
+    manager.save(4, run.train_state(), last=True)
+    manager.close()
+    assert names(folder) == ["step-00000004"]
+
+
 def test_keep_latest_k_zero_keeps_all(tmp_path):
     run = TinyRun()
     manager = run.manager(tmp_path, keep_latest_k=0)

@@ -104,6 +104,8 @@ class CheckpointManager:
                 self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
         elif not self.holds(step):
             self._saver.save(step, self._live_tensors(rng=True), self._describe(train_state))
+        elif last:
+            self._saver.purge()  # the run before may have been killed between its last save and this
         if last and self.config.last_save_in_hf:
             self._saver.settle()
             source = final if self.config.last_save_model_only else self.folder

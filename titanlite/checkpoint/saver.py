@@ -184,10 +184,15 @@ class Saver:
             took += f", of which training waited {pending.blocked:.2f} s"
         self._log(f"saved step {pending.step} to {pending.writer.target} in {took}")
         if pending.writer.target.parent == self._folder:
+            self.purge()
+
+    def purge(self) -> None:
+        """Remove, on rank 0 and in the background, what retention does not keep."""
+        if self._ranks.rank == 0:
             self._purger.submit(self._purge)
 
     def _purge(self) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k. The newest, just written, is never among them."""
+        """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
         for path in expendable(self._folder, self._config.keep_latest_k, self._config.keep_every_n_steps):
             try:
                 commit.remove(path)
