@@ -329,7 +329,7 @@ def smoke(part: Part) -> None:
 
 
 def checks(part: Part) -> None:
-    """tests/gpu: those that need a GPU, and those that run on any device."""
+    """tests/gpu, and those of other rooms that a GPU runs otherwise; then the loss beside a materialised one."""
 
     def tests(result: dict[str, Any]) -> None:
         try:
@@ -343,7 +343,14 @@ def checks(part: Part) -> None:
             for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
                 result[outcome.lower()] = sum(each == outcome for _, each in found)
 
+    def loss(result: dict[str, Any]) -> None:
+        words = ["--device", part.options.device, "--dtype", "bf16", "--out", part.folder if part.cpu else part.out]
+        tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialised", "fused"]
+        result["seconds"], text = part.run([sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ())])
+        result["text"] = text[text.index("| ") :].strip()
+
     part.measure("tests", tests)
+    part.measure("loss", loss)
 
 
 def titanlite(part: Part) -> None:

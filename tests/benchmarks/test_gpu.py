@@ -51,6 +51,14 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
 
 
 @pytest.mark.slow
+def test_checks_put_the_loss_beside_a_materialised_one(tmp_path: Path):
+    case = gpu(tmp_path, "checks", "--only", "loss")["loss"]
+    assert "error" not in case
+    assert "\n| materialised | " in case["text"]
+    assert "\n| fused | " in case["text"]
+
+
+@pytest.mark.slow
 def test_a_case_that_the_time_is_too_short_for_is_named(tmp_path: Path):
     cases = gpu(tmp_path, "smoke", "--seconds", "1.5", code=1)
     assert cases["started"]["error"] == "not finished: the 2 seconds of this part were over"
