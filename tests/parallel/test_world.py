@@ -1,6 +1,7 @@
 """The heap on a CPU: memory that is kept and gathered, in a process of its own, as it cannot be undone."""
 
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library's own heap")
+KERNEL = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -38,7 +40,7 @@ def test_freed_tensors_leave_their_pages_to_the_next_ones():
 
 @GLIBC
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="needs large pages")
-@pytest.mark.skipif(platform.release().split(".")[:2] < ["6", "1"], reason="needs MADV_COLLAPSE")
+@pytest.mark.skipif(KERNEL < (6, 1), reason="needs MADV_COLLAPSE")
 def test_the_heap_moves_to_large_pages_with_what_it_holds():
     small, large, correct = run("""
         def kilobytes_in_large_pages():

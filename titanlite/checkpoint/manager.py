@@ -92,7 +92,8 @@ class CheckpointManager:
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `load` returns it.
-            last: the run ends here, and what `checkpoint.last_save_*` ask for is done.
+            last: the run ends here: what `checkpoint.last_save_*` ask for is done, and of a state that is saved already
+                the older checkpoints are removed that a kill has left.
         """
         self._saver.settle()
         final = self.folder.parent / "final"
