@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import JobConfig
+from titanlite.parallel import fsdp
 from titanlite.parallel.fsdp import _InPlace
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
@@ -66,3 +67,36 @@ def test_in_place_they_are_the_same(monkeypatch: pytest.MonkeyPatch, device: str
     assert len(in_place) == len(copied) == 3 * 9 + 3
     for ours, theirs in zip(in_place, copied, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_a_single_rank_compute_on_its_shards(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
+) -> None:
+    def train() -> tuple[list[Tensor], bool]:
+        """Weights after three steps, and whether those that a block computes with are the shards."""
+        training = {"dtype": dtype, "mixed_precision_param": dtype}
+        parallelism = {"fsdp_min_num_params": 0}
+        job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": parallelism})
+        model = build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
+        shards = {parameter.to_local().data_ptr() for parameter in model.parameters()}  # pyright: ignore
+        used: set[int] = set()
+
+        def watch(module: torch.nn.Module, *_: Any) -> None:
+            used.update(parameter.data_ptr() for parameter in module.parameters())
+
+        model.layers["0"].register_forward_hook(watch, prepend=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for row in range(3):
+            model(torch.arange(row, row + 8, device=device)[None]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [parameter.to_local().clone() for parameter in model.parameters()]  # pyright: ignore
+        return weights, used <= shards
+
+    ours, shared = train()
+    monkeypatch.setattr(fsdp, "_compute_on_shards", lambda _: None)
+    theirs, copied = train()
+    assert (shared, copied) == (True, False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -7,6 +7,7 @@ process is a world of size one on the same path. May import torch, model and con
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,9 +28,13 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     about a millisecond a group and step on CPU, is then much of a step.
     """
     training = job.training
+    alone_as_stored = mesh.size() == 1 and training.mixed_precision_param == training.dtype
+    reduce_dtype = training.mixed_precision_reduce
+    if alone_as_stored and training.global_batch_size in (-1, training.local_batch_size):
+        reduce_dtype = training.dtype  # the sum of one gradient is itself: to convert it and back changes nothing
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        reduce_dtype=getattr(torch, reduce_dtype),
         cast_forward_inputs=False,  # activations are born in the compute dtype; the rotary table must stay fp32
     )
     offload = (
@@ -67,6 +72,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
+        if alone_as_stored and not training.enable_cpu_offload:
+            _compute_on_shards(module)
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
         else:  # divided by a factor, the gradients of a single rank would be copied once more
@@ -75,6 +82,20 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
+
+
+def _compute_on_shards(module: FSDPModule) -> None:
+    """Give blocks the shards of a single rank, which are whole, in place of copies that FSDP2 makes before each use:
+    "gathered" is then the same tensor, which is never freed. What FP8 all-gather casts stays a copy."""
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    for parameter in group.fsdp_params if group else ():
+        if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            parameter.init_all_gather_outputs = partial(_alias, parameter)
+            parameter.free_unsharded_param = lambda: None
+
+
+def _alias(parameter: Any, *_: object, **__: object) -> None:
+    parameter.all_gather_outputs = [parameter._sharded_param_data]
 
 
 class _InPlace(ReduceScatter):
