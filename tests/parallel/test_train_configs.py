@@ -82,7 +82,7 @@ def step(name: str, world: int, rank: int) -> tuple[int, list[str]]:
     mesh = build_mesh(job.parallelism, "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def materialize_fake(model: Llama, device: torch.device, _seed: int) -> None:
+    def materialize_fake(model: Llama, device: torch.device, _seed: int, _offload: bool) -> None:
         with fake:  # drawing weights depends on data, which these tensors do not have
             model.to_empty(device=device)
 

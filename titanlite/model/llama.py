@@ -200,20 +200,26 @@ class Llama(nn.Module):
         assert self.tok_embeddings is not None
         return project(x, self.tok_embeddings.weight, labels, self.loss)
 
-    def init_weights(self, seed: int = 0, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+    def init_weights(
+        self,
+        seed: int = 0,
+        assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+        device: torch.device | None = None,
+    ) -> None:
         """Draw every parameter from a generator of its own, seeded by (seed, name).
 
         Args:
             assign: Called with a parameter and its full initial value; a sharded model keeps its shard of it.
+            device: Whose generator draws; None: that of the parameter.
         """
         for wrapped_name, parameter in self.named_parameters():
             name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
-            full = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+            full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
             if "norm" in name:
                 nn.init.ones_(full)
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-                generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
+                generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
                 std = self._init_std(name)
                 truncated_normal_(full, std, generator)
             with torch.no_grad():

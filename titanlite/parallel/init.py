@@ -38,7 +38,8 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
     parameter.copy_(local)
 
 
-def materialize(model: Llama, device: torch.device, seed: int) -> None:
-    """Allocate a meta-device model's shards on `device` and draw its initial weights."""
-    model.to_empty(device=device)
-    model.init_weights(seed, keep_shard)
+def materialize(model: Llama, device: torch.device, seed: int, offload: bool) -> None:
+    """Allocate a meta-device model's shards on `device`, or offloaded to the CPU, and draw its initial weights on
+    `device`: they are the same either way."""
+    model.to_empty(device="cpu" if offload else device)
+    model.init_weights(seed, keep_shard, device)

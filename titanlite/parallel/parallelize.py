@@ -48,7 +48,7 @@ def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[
             model = Llama(arch, blocks)
         model.to(getattr(torch, job.training.init_dtype))
         parallelize(model, mesh, job, log)
-        materialize(model, torch.device("cpu") if job.training.enable_cpu_offload else device, job.training.seed)
+        materialize(model, device, job.training.seed, job.training.enable_cpu_offload)
         # Cast once sharded: a full-precision copy of the whole model never exists; the optimizer's state follows.
         stages[number] = model.to(getattr(torch, job.training.dtype))
     return ShardedModel(join_stages(list(stages.values())), stages)
@@ -57,7 +57,7 @@ def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[
 def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], None]) -> None:
     """Apply every transformation that `job` asks for to a model or a pipeline stage, in place."""
     if job.float8.enable:
-        convert_to_float8(model, job.float8, log)
+        convert_to_float8(model, job.float8, log, job.compile.enable)
     if mesh.tensor is not None:
         apply_tensor_parallel(model, mesh.tensor)
         if job.parallelism.enable_async_tensor_parallel:
