@@ -140,6 +140,11 @@ BROKEN = [  # options, ranks, and what the report must hold
         1,
         ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"],
     ),
+    (
+        "--float8.enable --float8.min_features 0 --training.seq_len 100 --training.local_batch_size 1".split(),
+        1,
+        ["training.seq_len = 100", "local_batch_size = 1", "100 tokens", "multiples of 16"],
+    ),
     (["--optimizer.stochastic_rounding"], 1, ["optimizer.stochastic_rounding = true", "rounds nothing", "bfloat16"]),
     (
         ["--optimizer.state_dtype", "bfloat16", "--optimizer.implementation", "foreach"],

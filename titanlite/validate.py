@@ -361,6 +361,12 @@ def float8_sizes(context: Context) -> Iterator[str]:
     for key, (size, layers) in odd.items():
         text = f"gives the layers {layers} a side of {size}; an FP8 matmul takes multiples of 16."
         yield context.wrong(f"model.{key}", text, "Change it, or set float8.enable = false.")
+    training = context.job.training
+    tokens = training.local_batch_size * training.seq_len // context.job.parallelism.context_parallel_degree
+    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # which multiplies no gradient of a weight in FP8
+        text = f"with training.local_batch_size = {training.local_batch_size} gives {tokens} tokens at a time; "
+        remedy = "Change one of them, or set float8.enable = false."
+        yield context.wrong("training.seq_len", text + "an FP8 matmul takes multiples of 16.", remedy)
 
 
 def _nearest_divisors(number: int, to: int) -> str:

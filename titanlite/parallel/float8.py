@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -21,7 +22,9 @@ def has_float8_hardware() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
-def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[str], None]) -> None:
+def convert_to_float8(
+    model: nn.Module, config: schema.Float8, log: Callable[[str], None], compiled: bool = False
+) -> None:
     """Swap the linear layers for Float8Linear in place, except those that `filter_fqns` names, those that are smaller
     than `min_features`, and those whose sides are no multiples of 16, which the FP8 matmul does not take.
     """
@@ -45,10 +48,22 @@ def convert_to_float8(model: nn.Module, config: schema.Float8, log: Callable[[st
         return chosen
 
     convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
+    if compiled and config.precompute_float8_dynamic_scale_for_fsdp:
+        _compile_weight_cast()
     how = "emulated in high precision: this device has no FP8" if emulate and not config.emulate else ""
     how = how or ("emulated, as float8.emulate says" if emulate else "on FP8 hardware")
     count = f"{converted.total()} linear layers converted ({_listed(converted)}), {kept.total()} kept ({_listed(kept)})"
     log(f"Float8 {config.recipe_name}: {count}; {how}")
+
+
+@cache
+def _compile_weight_cast() -> None:
+    """FSDP2 casts the shards outside of the compiled blocks: op by op that moves 29 bytes an element, in one kernel 5.
+    torchao has no setting for it."""
+    from torchao.float8 import fsdp_utils
+
+    cast = fsdp_utils.hp_tensor_and_scale_to_float8
+    fsdp_utils.hp_tensor_and_scale_to_float8 = torch.compile(cast, dynamic=True)
 
 
 def _listed(names: Counter[str]) -> str:
