@@ -49,7 +49,9 @@ def softmax_loss(
     peak = _reduced(logits.amax(-1), "max", group)  # (n,)
     target = torch.where(mine, logits.gather(1, index).squeeze(1) - peak, 0.0)
     exp = logits.sub_(peak[:, None]).exp_() if in_place else (logits - peak[:, None]).exp()
-    total, target = _reduced(torch.stack((exp.sum(-1), target)), "sum", group)
+    total = exp.sum(-1)
+    if group is not None:  # a stack would keep a graph from writing the gradient over the logits
+        total, target = _reduced(torch.stack((total, target)), "sum", group)
     log_total = total.log()
     normalizer = log_total + peak  # log(sum(exp(logits)))
     z = z_loss if needs_grad else 0.0
@@ -106,8 +108,7 @@ def linear_cross_entropy_sum(
             gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
         return loss
 
-    in_fp32 = softmax is softmax_loss or rows.is_cuda
-    size = tokens_per_chunk(len(rows), 4 if in_fp32 else rows.element_size())
+    size = tokens_per_chunk(len(rows), 4 if softmax is softmax_loss else rows.element_size())
     with torch.no_grad():
         total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
     if gradients is None:
@@ -121,14 +122,15 @@ def linear_cross_entropy_sum(
 def _logits(hidden: Tensor, weight: Tensor, whole: bool) -> Tensor:
     """hidden (n, C) @ weight (V, C).T in fp32; `whole`: in the matmul's own dtype. A compiled softmax converts them in
     passing, where an eager one would need a copy of them all."""
-    if hidden.dtype == torch.float32:
+    if hidden.dtype == torch.float32 or whole:
         return hidden @ weight.T
-    if whole:
-        return _matmul(hidden, weight.T)
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     block = VOCAB_BLOCK[hidden.device.type]
     for columns, rows in zip(logits.split(block, dim=1), weight.split(block), strict=True):
-        columns.copy_(_matmul(hidden, rows.T))
+        if hidden.is_cuda:  # its sums, which are in fp32, come without being rounded
+            torch.mm(hidden, rows.T, out_dtype=torch.float32, out=columns)
+        else:
+            columns.copy_(hidden @ rows.T)
     return logits
 
 
@@ -143,14 +145,12 @@ def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad:
         for new, old in zip(converted.split(block, dim=1), logits_grad.split(block, dim=1), strict=True):
             new.copy_(old.to(new.dtype))
         logits_grad = converted
-    for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
-        rows_grad.add_(_matmul(columns.T, hidden))
-    return _matmul(logits_grad, weight)
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in low precision; on a GPU the sums, which are in fp32, come without being rounded."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)
+    if hidden.is_cuda:
+        torch.addmm(weight_grad, logits_grad.T, hidden, out_dtype=torch.float32, out=weight_grad)
+    else:
+        for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
+            rows_grad.add_(columns.T @ hidden)
+    return logits_grad @ weight
 
 
 class _WithGradient(torch.autograd.Function):
