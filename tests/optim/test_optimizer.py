@@ -6,7 +6,7 @@ import torch
 from titanlite.config import schema
 from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import _update
+from titanlite.optim.adamw import _rounded, _update
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.optimizer import build_optimizer
 
@@ -92,6 +92,14 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
     # 4096 elements, each a walk of 100 steps with a deviation of at most 2^-8 / 2 each: the mean is right to 3e-4.
     assert moved.mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=1e-3)
     assert len(moved.unique()) > 1
+
+
+def test_chance_makes_no_number_of_what_is_none() -> None:
+    """A GPU's NaN has all bits set, so that any number added to it wraps around."""
+    none = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert none.isnan().all()
+    bits = torch.full((3,), 0xFFFF)
+    assert _rounded(none, torch.bfloat16, bits, stochastic=True).isnan().all()
 
 
 def test_chance_is_the_same_each_time() -> None:

@@ -103,8 +103,9 @@ def _update(
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
-        index = first + index // local_width * width + index % local_width
-        bits = _mix(_mix(index & BITS) ^ key)
+        if local_width != width:  # or the division of each element would take longer than its memory
+            index = index // local_width * width + index % local_width
+        bits = _mix(_mix(index + first & BITS) ^ key)
     parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
     exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
     exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
@@ -115,7 +116,7 @@ def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) 
     if not stochastic or dtype == torch.float32:
         return value.to(dtype)
     carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
-    return (carried & -0x10000).view(torch.float32).to(dtype)
+    return torch.where(value.isnan(), value, (carried & -0x10000).view(torch.float32)).to(dtype)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
             eps=config.eps,
             state_dtype=state_dtype,
             stochastic_rounding=config.stochastic_rounding,
-            compiled=compiled,
+            compiled=compiled or next(model.parameters()).is_cuda,  # where it would be 72 kernels
         )
     return torch.optim.AdamW(
         groups,
