@@ -24,6 +24,9 @@ _ALWAYS_SAVED = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+    aten.max.default,  # of a whole tensor, which FP8 scales by
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 _MATMULS = {aten.mm.default, aten._scaled_mm.default}
 
