@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manager import load_model_weights
@@ -262,7 +263,9 @@ def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | 
     """Logits of the token after `ids`, which follow what `cache` holds: (V,), fp32, on the CPU."""
     tokens = torch.tensor([list(ids)], device=model.get_parameter("tok_embeddings.weight").device)  # (1, T)
     chunks = tokens.split(PREFILL_CHUNK, dim=1) if cache is not None else [tokens]
-    with torch.inference_mode():
+    # Without cuDNN's kernel, which makes a plan for each length of the cache.
+    kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    with torch.inference_mode(), kernels:
         for chunk in chunks:
             logits = model(chunk, cache=cache)  # (1, T, V)
     return logits[0, -1].float().cpu()

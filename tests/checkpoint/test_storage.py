@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from titanlite.checkpoint import state
-from titanlite.checkpoint.storage import SafeReader
+from titanlite.checkpoint.storage import CommittingWriter, SafeReader
 
 WAS_HERE = "/tmp/titanlite-was-here"
 
@@ -48,3 +48,8 @@ def test_something_else_than_an_index_is_refused(tmp_path):
 def test_names_lose_what_wrappers_insert():
     name = "layers.0._checkpoint_wrapped_module._orig_mod.attention.wq.weight"
     assert state.clean_name(name) == "layers.0.attention.wq.weight"
+
+
+def test_a_writer_in_the_background_never_waits_for_the_stream_of_the_training(tmp_path):
+    writer = CommittingWriter(tmp_path, 1, "token", {})
+    assert writer.per_thread_copy_ahead == 0  # or DCP copies "ahead" what is on the CPU, and waits for a GPU each time

@@ -44,8 +44,10 @@ class CommittingWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
-        # One thread: with more, DCP loses the exception of any but the first.
-        super().__init__(folder / commit.unfinished_name(step, token), sync_files=True, thread_count=1)
+        # One thread: with more, DCP loses the exception of any but the first. It must not copy ahead: in the background
+        # DCP would wait for the stream of the training, tensor by tensor, though all of them are on the CPU by then.
+        unfinished = folder / commit.unfinished_name(step, token)
+        super().__init__(unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.step = step
         self.info = info
         self.fs = _HashingFileSystem()

@@ -1,6 +1,7 @@
 """Scaled dot-product attention, the masks of packed documents, and the key-value cache of generation.
 
-Invariant: grouped-query heads are never materialised; the kernel reads each key and value head once per group.
+Invariant: grouped-query heads are not materialised: the kernel reads each key and value head once per group. (On a GPU
+in fp32 they are, as only a kernel that materialises the scores would take them otherwise.)
 May import torch only.
 """
 
@@ -51,8 +52,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
     """
     grouped = q.shape[1] != k.shape[1]
     if mask is None or isinstance(mask, Tensor):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return _flex("flex_attention")(q, k, v, block_mask=mask, enable_gqa=grouped)
+        if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel of a GPU knows groups in fp32
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return flex_function("flex_attention")(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
@@ -77,10 +82,10 @@ def flex_document_mask(document_ids: Tensor) -> BlockMask:
         return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
 
     rows, length = document_ids.shape
-    return _flex("create_block_mask")(visible, rows, None, length, length, device=document_ids.device)
+    return flex_function("create_block_mask")(visible, rows, None, length, length, device=document_ids.device)
 
 
-def _flex(name: str) -> Callable[..., Any]:
+def flex_function(name: str) -> Callable[..., Any]:
     """A function of flex attention: fused on a GPU, so that nothing of size (T, T) exists, by itself or in the graph of
     a block; elsewhere its definition, op by op."""
     from torch.nn.attention import flex_attention

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.model.attention import attention, document_mask
+from titanlite.model.attention import attention, document_mask, flex_function
 from titanlite.model.llama import Llama, TransformerBlock
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) 
 
 def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) -> BlockMask:
     """`context_mask` for flex attention, on any device."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     rows, length = tokens.shape
     place = own_chunks(torch.arange(length, device=tokens.device), mesh, dim=0)  # (T / degree,)
 
@@ -66,8 +64,8 @@ def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceM
         return (place[query] >= key) & (document_ids[batch, place[query]] == document_ids[batch, key])
 
     if document_ids is None:
-        return create_block_mask(causal, None, None, len(place), length, device=tokens.device)
-    return create_block_mask(within_document, rows, None, len(place), length, device=tokens.device)
+        return flex_function("create_block_mask")(causal, None, None, len(place), length, device=tokens.device)
+    return flex_function("create_block_mask")(within_document, rows, None, len(place), length, device=tokens.device)
 
 
 class ContextParallelAttention:

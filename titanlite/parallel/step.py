@@ -41,10 +41,12 @@ class Microbatch(Protocol):
 class Step:
     """Without a pipeline: one microbatch after the other; gradients are reduced with the last one, or with each."""
 
-    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig) -> None:
+    def __init__(
+        self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device
+    ) -> None:
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
         self._reduce_each = job.parallelism.fsdp_reduce == "microbatch"
-        self._denominator = torch.ones(())
+        self._denominator = torch.ones((), device=device)
         for stage in (model.whole, *model.stages.values()):
             stage.loss = self._loss
 
@@ -92,7 +94,7 @@ class PipelineStep(Step):
         job: JobConfig,
         device: torch.device,
     ) -> None:
-        super().__init__(model, mesh, loss_fn, job)
+        super().__init__(model, mesh, loss_fn, job, device)
         training = job.training
         self._microbatches = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
         self._has_first = model.whole.tok_embeddings is not None
@@ -132,7 +134,7 @@ class PipelineStep(Step):
 def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device) -> Step:
     """The step that fits the layout."""
     if mesh.pipeline is None:
-        return Step(model, mesh, loss_fn, job)
+        return Step(model, mesh, loss_fn, job, device)
     return PipelineStep(model, mesh, loss_fn, job, device)
 
 
