@@ -101,6 +101,14 @@ def test_the_seed_changes_the_order_and_dataset_seed_wins(dataset):
     assert torch.equal(Ranks(dataset.model_copy(update={"seed": 2}), 1, seed=1).batch(), two)
 
 
+@pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.0), (40, 0.5), (200, 0.5)])
+def test_few_documents_give_no_row_twice_in_a_batch(tmp_path, count, holdout):
+    texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
+    ranks = Ranks(dataset_of(tmp_path, texts), 1, global_batch=64, holdout=holdout)
+    for _ in range(3 if count == 1 else 10):
+        assert len(ranks.batch()[:, 0].unique(dim=0)) == 64
+
+
 def test_a_rank_tokenizes_only_its_own_streams(dataset):
     ranks = Ranks(dataset, 4)
     for _ in range(STEPS):
@@ -113,11 +121,20 @@ def test_a_rank_tokenizes_only_its_own_streams(dataset):
 
 def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path):
     state = reference[1][0]
-    other = dataset_of(tmp_path, some_texts(20))
+    other, few = dataset_of(tmp_path, some_texts(99)), tmp_path / "few"
+    few.mkdir()
     json_tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
     for ranks, message in [
         (Ranks(other, 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
         (Ranks(Dataset(), 1), r"the source jsonl .*a\.jsonl is now python_stdlib"),
+        (
+            Ranks(dataset_of(few, some_texts(20)), 1),
+            r"read in 64 streams, .* in 16: another number of documents or files",
+        ),
+        (
+            Ranks(capped(dataset, 1), 1),
+            r"read in 64 streams, .* is read in 1: another dataset\.max_epochs or number of",
+        ),
         (Ranks(dataset, 1, tokenizer=json_tokenizer), "the tokenizer is another one"),
         (Ranks(dataset, 1, seed=8), "the seed of the data order was 7, it is now 8"),
         (Ranks(dataset, 1, seq_len=64), r"training\.seq_len was 32, it is now 64"),

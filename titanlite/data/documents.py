@@ -57,12 +57,15 @@ class Document(NamedTuple):
     """int32, bos and eos included; empty if the document is skipped or held out."""
 
 
-def num_streams(source: Source, max_epochs: int) -> int:
-    """V of a source: a power of two. One, if its epochs are capped: then each rank sees by itself where it ends, and
-    nothing is left over in a longer stream."""
+def num_streams(source: Source, max_epochs: int, holdout: float = 0.0) -> int:
+    """V of a source: a power of two, no more than it has documents or parts, or streams would read the same text at
+    once. One, if its epochs are capped: then each rank sees by itself where it ends, and nothing is left over in a
+    longer stream."""
     if max_epochs:
         return 1
-    units = source.num_parts if isinstance(source, Sequential) else MAX_STREAMS
+    units = source.num_parts if isinstance(source, Sequential) else len(source)  # type: ignore[arg-type]
+    if holdout and isinstance(source, RandomAccess):
+        units = max(1, units // 8)  # a stream without a document of its own in an epoch repeats those of others
     return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
 
 
@@ -153,7 +156,8 @@ def epoch_order(source: Source, seed: int) -> EpochOrder:
 def open_documents(source: Source, encoder: Encoder, order: EpochOrder, stream: int, max_epochs: int) -> Documents:
     """Stream number `stream` of a source, at its start."""
     kind = RandomDocuments if isinstance(source, RandomAccess) else SequentialDocuments
-    return kind(source, encoder, order, stream, num_streams(source, max_epochs), max_epochs)  # type: ignore[arg-type]
+    streams = num_streams(source, max_epochs, encoder.holdout)
+    return kind(source, encoder, order, stream, streams, max_epochs)  # type: ignore[arg-type]
 
 
 class RandomDocuments(Documents):

@@ -80,7 +80,7 @@ class Loader:
                 source.check_tokenizer(tokenizer)
             check_enough(source, replace(self._encoder), seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
-        self._cursors = start_cursors(dataset, self.sources)
+        self._cursors = start_cursors(dataset, self.sources, holdout)
         self._reader: BatchReader | WorkerPool | None = None
         self._valid_tokens = self._tokens = 0
 
@@ -225,8 +225,10 @@ class Loader:
             hard.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
             return hard, soft
         for i, (saved, source, cursors) in enumerate(zip(state["sources"], self.sources, self._cursors, strict=True)):
-            if len(saved["streams"]) != len(cursors):
-                streams = f"{len(saved['streams'])} streams, {source.name} is read in {len(cursors)}"
+            before, now = len(saved["streams"]), len(cursors)
+            if before != now:
+                cause = f"another {'dataset.max_epochs or ' if 1 in (before, now) else ''}number of documents or files"
+                streams = f"{before} streams, {source.name} is read in {now}: {cause}"
                 hard.append(f"the source {saved['name']} was read in {streams}")
             elif saved["fingerprint"] != source.fingerprint:
                 same = saved["name"] == source.name

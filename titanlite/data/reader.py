@@ -155,9 +155,9 @@ def _from_the_front(source: Source, encoder: Encoder) -> Any:
                 yield encoder.encode(record)
 
 
-def start_cursors(dataset: Dataset, sources: list[Source]) -> list[list[Cursor]]:
+def start_cursors(dataset: Dataset, sources: list[Source], holdout: float) -> list[list[Cursor]]:
     """All streams of all sources at their starts."""
     return [
-        [Cursor()] * num_streams(source, spec.max_epochs)
+        [Cursor()] * num_streams(source, spec.max_epochs, holdout)
         for source, spec in zip(sources, source_specs(dataset), strict=True)
     ]

@@ -99,7 +99,7 @@ def show_step(job: JobConfig, step: int, row: int | None, world_size: int = 1) -
     holdout = job.validation.holdout if job.validation.freq else 0.0
     encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
     seed = training.seed if dataset.seed is None else dataset.seed
-    cursors = start_cursors(dataset, sources)
+    cursors = start_cursors(dataset, sources, holdout)
     reader = BatchReader(dataset, sources, encoder, seed, training.seq_len, schedule, cursors, Part(0, 1))
     parts = []
     for k, (source, number) in enumerate(schedule.next_batch()):

@@ -65,7 +65,7 @@ class ValidationSet:
         self._name = " + ".join(source.name for source in sources)
 
         schedule = Schedule(chosen, validation.sequences)
-        cursors = start_cursors(chosen, sources)
+        cursors = start_cursors(chosen, sources, validation.holdout)
         seed = seed if chosen.seed is None else chosen.seed
         reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
         rows: list[Row] = []
