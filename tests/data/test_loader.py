@@ -155,6 +155,20 @@ def test_inputs_and_labels_are_shifted_by_one(dataset):
     assert (batch[:, 1] != -100).all()
 
 
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_another_text_column_is_other_data(tmp_path, packing):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * 60, "title": f"title {i}"}) + "\n" for i in range(200)))
+    text = Dataset(source="jsonl", path=str(path), num_workers=0, packing=packing, on_change="warn")
+    title = text.model_copy(update={"text_column": "title"})
+    ranks = Ranks(text, 1, global_batch=64)
+    for _ in range(70):
+        ranks.batch()
+    with pytest.raises(UserError, match="other files, contents or text_column"):
+        Ranks(title.model_copy(update={"on_change": "error"}), 1).load(ranks.state())
+    assert "title" in TOKENIZER.decode(Ranks(title, 1).load(ranks.state()).batch()[:, 0].flatten().tolist())
+
+
 def test_changed_data_is_accepted_where_the_job_says_so(dataset, reference, tmp_path):
     other = dataset_of(tmp_path, some_texts(99, seed=5, mark="new"), on_change="warn")
     ranks = Ranks(other, 1).load(reference[1][6])

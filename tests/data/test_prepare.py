@@ -96,6 +96,8 @@ def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds shards made with another source, another source fingerprint"):
         prepare(job_of(dataset_of(tmp_path, TEXTS[:50])), shards, 1)
+    with pytest.raises(UserError, match="holds shards made with another source fingerprint"):
+        prepare(job_of(dataset.model_copy(update={"text_column": "title"})), shards, 1)
     with pytest.raises(UserError, match="is not empty and holds no shards"):
         prepare(job_of(dataset), tmp_path, 1)
 

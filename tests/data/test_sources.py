@@ -142,5 +142,9 @@ def test_the_fingerprint_follows_the_contents(tmp_path):
     dataset = Dataset(source="jsonl", path=str(path))
     before = open_source(dataset).fingerprint
     assert open_source(dataset).fingerprint == before
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        keys: Any = {"source": "jsonl", "path": str(write_jsonl(tmp_path / name, ["one", "two"]))}
+        columns = [sources.open_source(Dataset(**keys, text_column=column)) for column in ("text", "id")]
+        assert columns[0].fingerprint != columns[1].fingerprint
     write_jsonl(path, ["one", "twO"])
     assert open_source(dataset).fingerprint != before

@@ -232,7 +232,7 @@ class Loader:
                 hard.append(f"the source {saved['name']} was read in {streams}")
             elif saved["fingerprint"] != source.fingerprint:
                 same = saved["name"] == source.name
-                what = "has changed since: other files or other contents" if same else f"is now {source.name}"
+                what = "has changed since: other files, contents or text_column" if same else f"is now {source.name}"
                 soft[i] = f"the source {saved['name']} {what}"
         return hard, soft
 

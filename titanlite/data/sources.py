@@ -226,8 +226,12 @@ def open_source(spec: DataSource) -> Source:
     if spec.source == "parquet" or any(file.suffix in COMPRESSED for file in files):
         from titanlite.data.sequential import CompressedLines, Parquet
 
-        return (Parquet if spec.source == "parquet" else CompressedLines)(name, files, spec.text_column)
-    return JsonLines(name, files, spec.text_column)
+        source = (Parquet if spec.source == "parquet" else CompressedLines)(name, files, spec.text_column)
+    else:
+        source = JsonLines(name, files, spec.text_column)
+    if spec.text_column != "text":  # another column is other text
+        source.fingerprint = xxhash.xxh3_128_hexdigest(f"{source.fingerprint} {spec.text_column}".encode())
+    return source
 
 
 def find_files(spec: DataSource) -> list[Path]:
