@@ -149,8 +149,10 @@ def data(argv: Sequence[str]) -> None:
     ranks = _number("--world-size", world_size or "1", 1)
     job = load_and_check(words, ranks)
     from titanlite.data.show import show_step
+    from titanlite.parallel.layout import degrees
 
-    print(show_step(job, _number("--step", step or "1", 1), None if row is None else _number("--row", row, 0), ranks))
+    dp_size, row_number = degrees(job.parallelism, ranks).data, None if row is None else _number("--row", row, 0)
+    print(show_step(job, _number("--step", step or "1", 1), row_number, dp_size))
 
 
 def _option(words: list[str], name: str) -> str | None:

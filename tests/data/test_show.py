@@ -48,7 +48,7 @@ def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path):
         show_step(job, 101, None)
     with pytest.raises(UserError, match="a global batch has the rows 0 to 5"):
         show_step(job, 1, 6)
-    assert show_step(job, 1, 11, world_size=2)
+    assert show_step(job, 1, 11, dp_size=2)
     with pytest.raises(UserError, match=r"step 99 does not exist: .* has been read once"):
         show_step(job, 99, None)
 
@@ -88,6 +88,9 @@ def test_commands(tmp_path, capsys):
     arguments = ["--training.seq_len", "64", "--tokenizer.path", str(ROOT / "assets/tokenizer/tokenizer.json")]
     assert main(["data", "show", "--step", "2", "--row=1", *arguments]) == 0
     assert capsys.readouterr().out.startswith("=== step 2, row 1, python_stdlib\n--- document ")
+    halves = ["--world-size", "4", "--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "1"]
+    assert main(["data", "show", *halves, *arguments]) == 0
+    assert capsys.readouterr().out.count("=== step 1, row ") == 2  # ranks of one tensor-parallel group read the same
     assert main(["data", "show", "--step", "x", *arguments]) == 2
     assert main(["data", "list"]) == 2
     assert main(["prepare"]) == 2

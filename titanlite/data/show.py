@@ -75,7 +75,7 @@ def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]
     return tokens * count // _SAMPLE, False
 
 
-def show_step(job: JobConfig, step: int, row: int | None, world_size: int = 1) -> str:
+def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> str:
     """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
     which token on, and their text. Where the text is not prepared, everything up to there is tokenized first.
 
@@ -83,7 +83,7 @@ def show_step(job: JobConfig, step: int, row: int | None, world_size: int = 1) -
         UserError: there is no such step or row, or the data cannot be read.
     """
     training, dataset = job.training, job.dataset
-    size = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * world_size
+    size = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_size
     if not 1 <= step <= training.steps:
         raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
     if row is not None and not 0 <= row < size:
