@@ -292,6 +292,16 @@ def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_p
     assert one[-1]["loss"] < one[0]["loss"] - 1
 
 
+def test_data_smaller_than_one_global_batch_is_an_error(job_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "some words to learn from. " * 20}))
+    job_file.write_text(SMALL + f'[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\nmax_epochs = 1\n')
+    output = run(job_file, tmp_path / "out", ranks=2, code=2)
+    assert "Traceback" not in output
+    assert "smaller than one global batch: jsonl" in output
+    assert "has been read once (dataset.max_epochs). Lower training.global_batch_size" in output
+    assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+
+
 @pytest.mark.parametrize(
     ("forbidden", "options"),
     [

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -193,6 +193,7 @@ class Trainer:
 
         Raises:
             StoppedBySignal: After saving.
+            UserError: The data ends before the first step, or cannot be read.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
@@ -210,6 +211,9 @@ class Trainer:
                 try:
                     self.train_step()
                 except OutOfData as end:  # on all ranks at the same step
+                    if self.step == 0:
+                        remedy = "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
+                        raise UserError(f"The data is smaller than one global batch: {end}. {remedy}") from None
                     self.log(f"The data ends after step {self.step}: {end}")
                     break
                 if self.step % job.training.gc_freq == 0:
