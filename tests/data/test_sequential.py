@@ -188,13 +188,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kind):
     assert peaks[1] - peaks[0] < 20 * 1024
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_a_truncated_or_damaged_file_is_named(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl.gz", [str(np.random.default_rng(i).bytes(99)) for i in range(500)], gzip.open
     )
-    path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged or truncated after [\d,]+ bytes of text"):
-        list(sequential(Dataset(source="jsonl", path=str(path))).read(0, 0))
+    raw = path.read_bytes()
+    for damaged in (raw[:-2000], raw[:9000] + b"\xff" * 99 + raw[9099:], raw[:-8] + b"checksum"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged or truncated after [\d,]+ bytes of text"):
+            list(sequential(Dataset(source="jsonl", path=str(path))).read(0, 0))
 
 
 def test_broken_records_are_named(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def _blocks(file: Path) -> Iterator[bytes]:
             while block := stream.read(_BLOCK_BYTES):
                 done += len(block)
                 yield block
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             message = f"{file}: damaged or truncated after {done:,} bytes of text: {error}. Copy or download it again."
             raise UserError(message) from None
 
