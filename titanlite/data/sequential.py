@@ -70,6 +70,9 @@ class Parquet(Sequential):
                 if parquet.num_row_groups
                 else []
             )
+            if index and column not in index:
+                found = parquet.schema_arrow.field(column).type
+                raise UserError(f"{file}: field {column!r} (dataset.text_column) must be a string, it is {found}")
             for group in range(parquet.num_row_groups):
                 metadata = parquet.metadata.row_group(group)
                 if metadata.num_rows:
@@ -85,13 +88,17 @@ class Parquet(Sequential):
         number, group = self._groups[part]
         file, row = self._files[number], 0
         batches = _open_parquet(file).iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._column])
-        for batch in batches:
-            for text in batch.column(0)[max(0, start - row) :].to_pylist():
-                try:
-                    yield check_text(text, self._column, lambda: f"{file}, row group {group}")
-                except BadRecord as error:
-                    yield error
-            row += batch.num_rows
+        try:
+            for batch in batches:
+                for text in batch.column(0)[max(0, start - row) :].to_pylist():
+                    try:
+                        yield check_text(text, self._column, lambda: f"{file}, row group {group}")
+                    except BadRecord as error:
+                        yield error
+                row += batch.num_rows
+        except (OSError, ValueError) as error:
+            message = f"{file}, row group {group}: damaged: {error}. Copy or download it again."
+            raise UserError(message) from None
 
 
 def skip_progress(what: str, goal: int) -> Callable[[int], None]:
@@ -154,5 +161,5 @@ def _open_parquet(file: Path) -> Any:
         pass
     try:
         return pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: not a parquet file: {error}") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a parquet file, or a damaged one: {error}") from None
