@@ -102,6 +102,28 @@ def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards
         prepare(job_of(dataset), tmp_path, 1)
 
 
+@pytest.mark.parametrize("manifest", ["[]", "{"])
+def test_a_place_that_cannot_take_shards_is_refused(dataset, tmp_path, manifest):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(UserError, match=r"cannot write shards to .*: .* name another --out"):
+            prepare(job_of(dataset), out, 1)
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"manifest\.json is not one of prepared shards"):
+        prepare(job_of(dataset), tmp_path, 1)
+
+
+def test_all_sources_of_a_mix_are_opened_before_the_first_is_prepared(dataset, shards, tmp_path):
+    text = DataSource(source="jsonl", path=dataset.path)
+    for other, message in [
+        (DataSource(source="shards", path=str(shards)), "holds prepared shards already"),
+        (DataSource(source="jsonl", path=str(shards)), "is a folder"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prepare(job_of(Dataset(sources=(text, other))), tmp_path / "out", 1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_mix_goes_to_a_folder_for_each_source(tmp_path):
     gz = write_jsonl(tmp_path / "b.jsonl.gz", TEXTS[:200], gzip.open)
     mix = (

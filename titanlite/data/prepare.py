@@ -63,11 +63,15 @@ def prepare(job: JobConfig, out: Path, workers: int) -> list[Path]:
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
     specs = source_specs(job.dataset)
     folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
-    for spec, folder in zip(specs, folders, strict=True):
+    for spec in specs:
         if spec.source == "shards":
             raise UserError(f"dataset.path = {spec.path!r} holds prepared shards already")
-        source = open_source(spec)
-        _prepare_source(source, folder, tokenizer, workers, job.dataset.on_bad_record == "skip")
+    sources = [open_source(spec) for spec in specs]  # all of them before hours of work on the first
+    for source, folder in zip(sources, folders, strict=True):
+        try:
+            _prepare_source(source, folder, tokenizer, workers, job.dataset.on_bad_record == "skip")
+        except OSError as error:
+            raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
     return folders
 
 
@@ -110,8 +114,11 @@ def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None
     for name in ("manifest.json", "prepare.json"):
         if not (folder / name).is_file():
             continue
-        found = json.loads((folder / name).read_bytes())
-        wrong = [key for key in header if found.get(key) != header[key]]
+        try:
+            found = json.loads((folder / name).read_bytes())
+            wrong = [key for key in header if found.get(key) != header[key]]
+        except (ValueError, AttributeError):
+            raise UserError(f"{folder / name} is not one of prepared shards. Name another --out.") from None
         if wrong:
             raise UserError(
                 f"{folder} holds shards made with another {', another '.join(wrong).replace('_', ' ')}. Name another "
