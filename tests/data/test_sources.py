@@ -79,6 +79,7 @@ def test_jsonl_takes_the_named_column(tmp_path):
     ("line", "message"),
     [
         (b'{"text": ', "line 4: not valid JSON"),
+        pytest.param(b"[" * 100_000, "line 4: not valid JSON: maximum recursion depth", id="deep"),
         (b"[1]", "line 4: a JSON object is needed, this is a list"),
         (b'{"body": "x", "id": 1}', r"line 4: no field 'text' \(dataset.text_column\); there are: 'body', 'id'"),
         (b'{"text": null}', "line 4: field 'text' must be a string, it is null"),

@@ -176,7 +176,7 @@ def parse_json_line(raw: bytes, column: str, place: Callable[[], str]) -> str:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
         raise BadRecord(f"{place()}: not valid UTF-8 (0x{raw[error.start]:02x})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRecord(f"{place()}: not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise BadRecord(f"{place()}: a JSON object is needed, this is a {type(record).__name__}")
