@@ -142,6 +142,13 @@ def test_the_library_in_memory_mapped_and_streamed_form_holds_the_same_documents
     assert again.fingerprint == one.fingerprint
 
 
+def test_a_stream_may_begin_with_an_empty_file(tmp_path):
+    folder = write_hub(tmp_path / "hub", ["fine"], files=1)
+    (folder / "train--.jsonl").touch()
+    source = sequential(Dataset(source="huggingface", path=str(folder), streaming=True))
+    assert [list(source.read(part, 0)) for part in range(source.num_parts)] == [[], ["fine"]]
+
+
 def test_c4_is_preconfigured(sources, monkeypatch):
     import datasets
 

@@ -48,9 +48,9 @@ class HubStream(Sequential):
     def __init__(self, name: str, dataset: Any, column: str) -> None:
         self.name, self._dataset, self._column = name, dataset, column
         self.num_parts, self.num_documents, self.size = dataset.num_shards, None, None
-        first = next(self._examples(0, 0), None)
+        first = next((example for part in range(self.num_parts) for example in self._examples(part, 0)), None)
         if first is None:
-            raise UserError(f"{name} is empty: no document in its first part")
+            raise UserError(f"{name} is empty: no document in it")
         _check_column(name, column, list(first))
         content = f"{self.num_parts} {first[column]!r}".encode("utf-8", "surrogatepass")
         self.fingerprint = xxhash.xxh3_128(content).hexdigest()
