@@ -43,6 +43,14 @@ def test_python_stdlib_is_the_library_without_packages_and_tests():
     assert open_source(Dataset()).fingerprint == source.fingerprint
 
 
+def test_python_stdlib_leaves_out_empty_files_and_dangling_links(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").touch()
+    (tmp_path / "c.py").symlink_to("nowhere.py")
+    monkeypatch.setattr(sources, "_stdlib", lambda: tmp_path)
+    assert find_files(Dataset()) == [tmp_path / "a.py"]
+
+
 def test_jsonl_gives_the_texts_of_all_files_in_order(tmp_path):
     first = ["one", "zwei\n\u2028", "\U0001f600 \ud83d", ""]
     write_jsonl(tmp_path / "a.jsonl", first)

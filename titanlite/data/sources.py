@@ -303,12 +303,14 @@ def _stdlib() -> Path:
 
 
 def _stdlib_files() -> list[Path]:
-    """The .py files that are not empty, sorted by their path in the library."""
+    """The .py files that are not empty (nor dangling links), sorted by their path in the library."""
     root, files = _stdlib(), []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # do not even look into site-packages
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted((file for file in files if file.stat().st_size), key=lambda file: file.relative_to(root))
+    return sorted(
+        (file for file in files if file.is_file() and file.stat().st_size), key=lambda file: file.relative_to(root)
+    )
 
 
 def _whole_file(stream: BinaryIO, digest: xxhash.xxh3_128) -> np.ndarray:
