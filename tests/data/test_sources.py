@@ -105,9 +105,9 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, line, message):
     assert str(path) in str(error.value)
 
 
-def test_small_text_files_are_documents(tmp_path):
+def test_small_text_files_are_documents_with_or_without_a_byte_order_mark(tmp_path):
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"file {name}\n")
+        (tmp_path / f"{name}.txt").write_text(f"file {name}\n", encoding="utf-8-sig" if name == "b" else "utf-8")
     assert texts(open_source(Dataset(source="text", path=str(tmp_path / "*.txt")))) == ["file a\n", "file b\n"]
 
 
@@ -135,10 +135,12 @@ def test_invalid_utf8_is_named_by_file_and_byte(tmp_path):
 
 def test_missing_and_empty_sources_are_errors(tmp_path):
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "a.txt.gz").touch()
     for dataset, message in [
         (Dataset(source="text"), r"dataset\.path is missing"),
         (Dataset(source="jsonl", path=str(tmp_path / "*.jsonl")), r"\*\.jsonl' matches no file"),
         (Dataset(source="text", path=str(tmp_path)), "is a folder; name files"),
+        (Dataset(source="text", path=str(tmp_path / "*.gz")), r'a\.txt\.gz: source "text" reads plain files only'),
     ]:
         with pytest.raises(UserError, match=message):
             find_files(dataset)

@@ -133,7 +133,7 @@ class FileSpans(RandomAccess):
     def __getitem__(self, index: int) -> str:
         file, start, raw = self._read(index)
         try:
-            return raw.decode("utf-8")
+            return raw.decode("utf-8").removeprefix("\ufeff")  # byte order mark
         except UnicodeDecodeError as error:
             raise BadRecord(
                 f"{file}, byte {start + error.start}: not valid UTF-8 (0x{raw[error.start]:02x}); convert the file, "
@@ -265,6 +265,9 @@ def find_files(spec: DataSource) -> list[Path]:
     if not files:
         found = "is a folder; name files, for example with a glob" if path.is_dir() else "matches no file"
         raise UserError(f"dataset.path = {spec.path!r} {found} (current folder: {Path.cwd()})")
+    packed = [file for file in files if file.suffix in COMPRESSED]
+    if packed and spec.source == "text":
+        raise UserError(f'{listed(packed)}: source "text" reads plain files only; decompress them, or use "jsonl"')
     return files
 
 
