@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import KEYS, load_job
+from titanlite.config.load import KEYS, dump_config, load_job
 from titanlite.config.schema import JobConfig
 from titanlite.validate import RULES, check_job, load_and_check
 
@@ -61,15 +61,24 @@ BROKEN = [  # options, ranks, and what the report must hold
     (["--tokenizer.path", "none.model"], 1, ['tokenizer.path = "none.model"', "no such file", "comes with titanlite"]),
     (["--tokenizer.path", "job.toml"], 1, ['tokenizer.path = "job.toml"', "not a tiktoken tokenizer"]),
     (["--model.vocab_size", "4095"], 1, ["model.vocab_size = 4095", "at least 4096, the vocabulary of assets/tok"]),
-    (["--dataset.source", "jsonl"], 1, ['dataset.source = "jsonl", path = none', "path is missing"]),
-    (["--dataset.source", "text", "--dataset.path", "no/*.txt"], 1, ['path = "no/*.txt"', "path matches no file"]),
-    (["--dataset.source", "text", "--dataset.path", "."], 1, ['path = "."', "path is a folder"]),
-    (["--dataset.source", "shards", "--dataset.path", "job.toml"], 1, ['"shards"', "path must be a folder"]),
+    (["--dataset.source", "jsonl"], 1, ['dataset.source = "jsonl"', "dataset.path is missing"]),
+    (["--dataset.source", "text", "--dataset.path", "no/*.txt"], 1, ["dataset.path = 'no/*.txt' matches no file"]),
+    (["--dataset.source", "text", "--dataset.path", "."], 1, ["dataset.path = '.' is a folder"]),
+    (["--dataset.source", "shards", "--dataset.path", "."], 1, ['"shards"', "not a folder made by titanlite prepare"]),
+    (["--dataset.source", "arrow", "--dataset.path", "."], 1, ['"arrow"', "no dataset_info.json or dataset_dict.json"]),
+    (["--dataset.split", "test"], 1, ['dataset.source = "python_stdlib"', "split is not used by this source"]),
     (["--dataset.path", "job.toml"], 1, ['dataset.source = "python_stdlib"', "path is not used by this source"]),
     (
         ["--validation.freq", "10", "--validation.source", "jsonl"],
         1,
-        ['validation.source = "jsonl"', "path is missing"],
+        ['validation.source = "jsonl"', "validation.path is missing"],
+    ),
+    (["--validation.freq", "2"], 1, ["validation.freq = 2", "validation.holdout = 0.01", "or a validation.source"]),
+    (["--validation.holdout", "0.1"], 1, ["validation.holdout = 0.1", "validation.freq is 0"]),
+    (
+        [*("--validation.freq", "2"), *("--validation.holdout", "0.1"), *("--validation.source", "python_stdlib")],
+        1,
+        ['validation.source = "python_stdlib"', "not used beside validation.holdout"],
     ),
     (["--job.dump_folder", "job.toml/out"], 1, ['job.dump_folder = "job.toml/out"', "job.toml is a file"]),
     (
@@ -176,6 +185,8 @@ SOUND = [
     (["--dataset.source", "text", "--dataset.path", "job.toml"], 1),
     (["--dataset.source", "text", "--dataset.path", "**/*.toml"], 1),
     (["--validation.source", "jsonl"], 1),  # there is no validation
+    (["--validation.freq", "2", "--validation.source", "python_stdlib"], 1),  # named, even if it is the default
+    (["--validation.freq", "2", "--validation.holdout", "0.1"], 1),
     (["--training.steps", "5"], 1),  # a look at the first steps of a longer run, with its own warmup
 ]
 
@@ -205,7 +216,7 @@ def test_each_source_of_a_mix_is_checked():
     Path("job.toml").write_text(f"{sources}[[dataset.stages]]\nstart_step = 5\nweights = [1]\n")
     report = check()
     assert report.startswith("2 mistakes")
-    assert 'job.toml: dataset.sources.1.source = "jsonl", path = "none" path matches no file' in report
+    assert "job.toml: dataset.sources.1.source = \"jsonl\" dataset.sources.1.path = 'none' matches no file" in report
     assert "dataset.stages.0.weights = [1.0] must have 2 weights" in report
 
 
@@ -215,6 +226,40 @@ def test_some_source_of_a_mix_must_have_a_weight():
     report = check()
     assert "dataset.sources.*.weight = [0.0, 0.0]" in report
     assert "dataset.stages.0.weights = [0.0, 0.0]" in report
+
+
+def test_keys_of_one_source_beside_a_mix_are_mistakes():
+    Path("job.toml").write_text("[dataset]\nmax_epochs = 1\n" + '[[dataset.sources]]\nsource = "c4"\n' * 2)
+    report = check("--dataset.source", "python_stdlib")
+    assert report.startswith("2 mistakes")
+    assert "job.toml: dataset.max_epochs = 1 is not used beside [[dataset.sources]]" in report
+    assert 'command line: dataset.source = "python_stdlib" is not used' in report
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[dataset.sources]]\nsource = "c4"\n' * 2,
+        "[validation]\nfreq = 5\nholdout = 0.1\n",
+        '[validation]\nfreq = 5\nsource = "c4"\n',
+    ],
+)
+def test_a_resolved_job_which_names_every_default_is_as_good_as_its_original(text: str):
+    Path("job.toml").write_text(text)
+    Path("job.toml").write_text(dump_config(load_and_check(["--job.config_file", "job.toml"], 1)))
+    assert check() == ""
+
+
+def test_each_stage_of_a_mix_must_run():
+    sources = '[training]\nsteps = 10\n[[dataset.sources]]\nsource = "c4"\n'
+    stages = [f"[[dataset.stages]]\nstart_step = {start}\nweights = [1]\n" for start in (5, 5, 10)]
+    Path("job.toml").write_text(sources + "".join(stages))
+    report = check()
+    assert report.startswith("2 mistakes")
+    assert "dataset.stages.1.start_step = 5 is that of an earlier stage" in report
+    assert "dataset.stages.2.start_step = 10 must be less than training.steps = 10" in report
+    Path("job.toml").write_text(sources + stages[0])
+    assert check("--training.steps", "3") == ""  # a look at the first steps
 
 
 def test_rules_and_schema_are_reported_together():

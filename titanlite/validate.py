@@ -2,13 +2,12 @@
 
 Invariant: everything that can be known wrong before the start is reported at once, in a fraction of a second, before
 torch is imported or a folder is made. May import titanlite.config, titanlite.model.flavors,
-titanlite.parallel.constraints and titanlite.data.tokenizer.
+titanlite.parallel.constraints, titanlite.data.tokenizer and titanlite.data.sources.
 """
 
 from __future__ import annotations
 
 import difflib
-import glob
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from titanlite.config.errors import UserError
 from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
 from titanlite.config.schema import Dataset, DataSource, JobConfig
+from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import read_vocab_size
 from titanlite.model.flavors import FLAVORS, Architecture, architecture
 from titanlite.parallel.constraints import divisors, fills_world, layout_problems, nearest
@@ -186,20 +186,38 @@ def dataset_files(context: Context) -> Iterator[str]:
 
 
 @rule("validation")
-def validation_files(context: Context) -> Iterator[str]:
+def validation_data(context: Context) -> Iterator[str]:
     validation = context.job.validation
     if validation.freq > 0 and validation.holdout == 0:
-        yield from _check_sources(context, "validation", validation)
+        if validation.sources or "validation.source" in context.origins:
+            yield from _check_sources(context, "validation", validation)
+        else:
+            text = "needs something to validate on: a share of the training data, such as validation.holdout = 0.01, "
+            yield context.wrong("validation.freq", text + "or a validation.source of its own.")
+    elif validation.holdout > 0:
+        if validation.freq == 0:
+            text = "holds documents out for a validation that never comes: validation.freq is 0. Set both, or none."
+            yield context.wrong("validation.holdout", text)
+        for key in [*_source_keys(context, "validation"), *["validation.sources"] * bool(validation.sources)]:
+            yield context.wrong(key, "is not used beside validation.holdout, which reads [dataset]. Set one of them.")
+
+
+def _source_keys(context: Context, section: str) -> list[str]:
+    """Keys of one source that were set. A resolved job file names each key: there, a default counts as left out."""
+    values, fields = getattr(context.job, section), DataSource.model_fields.items()
+    keys = {f"{section}.{name}": getattr(values, name) != field.default for name, field in fields}
+    return [key for key, differs in keys.items() if differs or context.origins.get(key) == COMMAND_LINE]
 
 
 def _check_sources(context: Context, section: str, dataset: Dataset) -> Iterator[str]:
+    for key in _source_keys(context, section) if dataset.sources else ():
+        yield context.wrong(key, f"is not used beside [[{section}.sources]]. Write it into each table that it is for.")
     for number, source in enumerate(dataset.sources or (dataset,)):
         key = f"{section}.sources.{number}" if dataset.sources else section
         origin = context.origins.get(f"{section}.sources" if dataset.sources else f"{section}.path", "default")
         problem = _source_problem(source)
         if problem:
-            found = f"{key}.source = {shown(source.source)}, path = {shown(source.path)}"
-            yield block(origin, found, problem)
+            yield block(origin, f"{key}.source = {shown(source.source)}", problem.replace("dataset.", f"{key}.", 1))
     for number, stage in enumerate(dataset.stages):
         if len(stage.weights) != len(dataset.sources):
             found = f"{section}.stages.{number}.weights = {shown(stage.weights)}"
@@ -213,20 +231,36 @@ def _check_sources(context: Context, section: str, dataset: Dataset) -> Iterator
             yield block(origin, f"{key} = {shown(values)}", "are all 0; at least one source needs a weight above 0.")
 
 
+# Of each key that not all sources read, those that do. A job file often stays as it is once its text is prepared.
+_USERS = {
+    "path": ("jsonl", "text", "parquet", "arrow", "shards", "huggingface"),
+    "config": ("huggingface", "c4", "shards"),
+    "split": ("huggingface", "c4", "arrow", "shards"),
+    "streaming": ("huggingface", "c4", "shards"),
+}
+
+
 def _source_problem(source: DataSource) -> str | None:
-    """What is wrong about the place that a source's documents come from."""
-    path, here = source.path, f"seen from the current folder ({os.getcwd()})"
-    if source.source in ("python_stdlib", "c4"):
-        return None if path is None else "path is not used by this source: name another source, or leave path out."
-    if path is None:
-        return 'path is missing. It names what to read, for example path = "data/*.jsonl".'
-    if source.source in ("jsonl", "text", "parquet"):
-        if not any(map(os.path.isfile, [path, *glob.iglob(path, recursive=True)])):
-            found = "is a folder" if os.path.isdir(path) else "matches no file"
-            return f'path {found}. A file or a pattern such as "data/*.jsonl" is allowed, {here}.'
-    elif source.source in ("arrow", "shards") and not os.path.isdir(path):
-        return f"path must be a folder, {here}."
+    """What is wrong with a source's keys, or about the place that its documents come from."""
+    for name, users in _USERS.items():
+        if source.source not in users and getattr(source, name) != DataSource.model_fields[name].default:
+            return f"{name} is not used by this source: name another source, or leave {name} out."
+    try:
+        find_files(source)
+    except UserError as error:
+        return f"{error}."
     return None
+
+
+@rule("dataset.stages", "training.steps")
+def stages_run(context: Context) -> Iterator[str]:
+    steps, starts = context.job.training.steps, [stage.start_step for stage in context.job.dataset.stages]
+    cut_short = context.origins.get("training.steps") == COMMAND_LINE
+    for number, start in enumerate(starts):
+        late, found = start >= steps and not cut_short, f"dataset.stages.{number}.start_step = {start}"
+        if late or start in starts[:number]:
+            text = f"must be less than training.steps = {steps}" if late else "is that of an earlier stage, too"
+            yield block(context.origins.get("dataset.stages", "default"), found, f"{text}: a stage would never run.")
 
 
 @rule("job.dump_folder")
