@@ -153,6 +153,11 @@ def test_a_missing_file_is_reported_with_the_places_and_the_names_there():
         load_job(["--job.config_file", "lama_9"])
 
 
+def test_an_empty_name_is_no_file_rather_than_the_debug_model():
+    with pytest.raises(UserError, match='(?s)job.config_file = "".*no such file.*debug_model'):
+        load_job(["--job.config_file", ""])
+
+
 def test_the_option_without_a_name_is_a_mistake():
     with pytest.raises(UserError, match=r"--job.config_file \(no value\)"):
         load_job(["--job.config_file"])

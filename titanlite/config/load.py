@@ -143,12 +143,13 @@ def find_job_file(name: str) -> Path | None:
 
 def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """The located file and its content; None instead of a content that cannot be had, and why."""
-    path = find_job_file(name or DEFAULT_JOB_FILE)
+    name = DEFAULT_JOB_FILE if name is None else name
+    path = find_job_file(name)
     if path is None:
         known = sorted(file.stem for file in (REPOSITORY / "train_configs").glob("*.toml"))
         text = f"no such file here, in ./train_configs/ or in {REPOSITORY / 'train_configs'}/."
         hint = f"Known there: {', '.join(known)}." if known else ""
-        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name or DEFAULT_JOB_FILE)}", text, hint)]
+        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text, hint)]
     try:
         return path, tomli.loads(path.read_text(encoding="utf-8")), []
     except tomli.TOMLDecodeError as error:
