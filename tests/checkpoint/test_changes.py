@@ -59,6 +59,19 @@ def test_a_fixed_global_batch_makes_the_local_one_harmless():
     assert compare_jobs(before, now).lines() == ["training.local_batch_size: 8 -> 2 (harmless)"]
 
 
+def mix(*tables: dict, **keys) -> dict:
+    return job(dataset__sources=[{"source": "jsonl", "path": "a", **table} for table in tables], **keys)
+
+
+def test_a_mix_is_compared_table_by_table():
+    moved = compare_jobs(mix({}, {}), mix({}, {"path": "elsewhere"}))
+    assert moved.lines() == ["dataset.sources.1.path: a -> elsewhere (harmless)"]
+    assert compare_jobs(mix({}, {}), mix({"source": "text"}, {})).refused == ["dataset.sources.0.source: jsonl -> text"]
+    assert compare_jobs(mix({}), mix({"weight": 2.0})).refused == ["dataset.sources.0.weight: 1.0 -> 2.0"]
+    assert compare_jobs(mix({}), mix({}, {})).refused == ["dataset.sources: 1 tables -> 2 tables"]
+    assert compare_jobs(mix({}), mix({"weight": 2.0}, dataset__on_change="warn")).refused == []
+
+
 def test_a_seed_of_its_own_keeps_the_data_order():
     changes = compare_jobs(job(dataset__seed=5), job(dataset__seed=5, training__seed=1))
     assert changes.curve == ["training.seed: 0 -> 1"]

@@ -23,7 +23,6 @@ _HARMLESS_SECTIONS = (
     "compile",
     "checkpoint",
     "metrics",
-    "profiling",
     "comm",
 )
 _HARMLESS_KEYS = (
@@ -40,6 +39,7 @@ _HARMLESS_KEYS = (
 )
 _CURVE_KEYS = ("validation.holdout",)  # exceptions from harmless sections
 _DATA_KEYS = ("dataset.source", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources")
+_MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
 _ORDER_KEYS = ("dataset.seed", "dataset.packing", "training.seq_len")  # the saved place has no meaning without them
 
 
@@ -77,6 +77,7 @@ def compare_jobs(
         changes.refused.append(f"tokenizer.path: {where}, which gives the ids of the vocabulary another meaning")
         now = now | {"tokenizer": before["tokenizer"]}
     _compare_models(before["model"], now["model"], changes)
+    before, now = (job | {"dataset": _table_by_table(job["dataset"])} for job in (before, now))
     for section in before.keys() & now.keys() - {"model"}:
         for key in before[section].keys() & now[section].keys():
             if before[section][key] != now[section][key]:
@@ -85,6 +86,13 @@ def compare_jobs(
     for lines in (changes.harmless, changes.curve, changes.refused):
         lines.sort()
     return changes
+
+
+def _table_by_table(dataset: dict[str, Any]) -> dict[str, Any]:
+    """Each key of a mix by a name of its own, such as sources.0.path."""
+    sources = dataset["sources"]
+    flat = {f"sources.{number}.{key}": value for number, table in enumerate(sources) for key, value in table.items()}
+    return dataset | {"sources": f"{len(sources)} tables"} | flat
 
 
 def _compare_models(before: dict[str, Any], now: dict[str, Any], changes: Changes) -> None:
@@ -99,7 +107,9 @@ def _compare_models(before: dict[str, Any], now: dict[str, Any], changes: Change
 
 
 def _class_of(name: str, before: dict[str, Any], now: dict[str, Any], keeps_data: bool, changes: Changes) -> list[str]:
-    section = name.split(".")[0]
+    section, key = name.split(".")[0], name.split(".")[-1]
+    if name.startswith("dataset.sources."):
+        name = "dataset.sources" if key in _MIX_KEYS else f"dataset.{key}"
     if name in _HARMLESS_KEYS or (section in _HARMLESS_SECTIONS and name not in _CURVE_KEYS):
         return changes.harmless
     if name == "training.local_batch_size":  # a global batch size that is written out fixes what a step sees

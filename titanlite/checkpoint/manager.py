@@ -297,7 +297,8 @@ class CheckpointManager:
             listed = "\n  ".join(changes.refused)
             raise CheckpointError(
                 f"{path} cannot be resumed from by this job:\n  {listed}\n"
-                "Restore these keys, or start a new run in another job.dump_folder."
+                "Restore these keys, or start a new run in another job.dump_folder; where only the data is another, "
+                'dataset.on_change = "warn" goes on with it.'
             )
 
     def _load_initial_weights(self) -> None:
