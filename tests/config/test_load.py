@@ -104,12 +104,26 @@ def test_every_kind_of_value_can_be_given_on_the_command_line():
     assert job.dataset.path == "data/*.jsonl"
 
 
+def test_a_value_may_begin_with_a_hyphen():
+    job = load("", "--job.description=--x", "--dataset.path", "-x", "--float8.filter_fqns", "-a", "-b")
+    assert (job.job.description, job.dataset.path, job.float8.filter_fqns) == ("--x", "-x", ("-a", "-b"))
+
+
+def test_none_takes_a_value_of_the_file_back_where_there_may_be_none():
+    job = load("[model]\ndim = 8\n[dataset]\npath = 'x'\n", "--model.dim", "None", "--dataset.path", "None")
+    assert (job.model.dim, job.dataset.path) == (None, None)
+
+
+def test_an_empty_list_can_be_given_on_the_command_line():
+    assert load("[compile]\ncomponents = ['clip']\n", "--compile.components").compile.components == ()
+
+
 def test_a_list_of_tables_is_written_in_the_file_only():
     job = load('[[dataset.sources]]\nsource = "c4"\n[[dataset.sources]]\npath = "x"\nweight = 2\n')
     assert [source.weight for source in job.dataset.sources] == [1.0, 2.0]
     Path("copy.toml").write_text(dump_config(job))
     assert load_job(["--job.config_file", "copy.toml"]) == job
-    assert "unknown key" in mistakes("", "--dataset.sources", "x")
+    assert "--dataset.sources is a list of tables: write [[dataset.sources]]" in mistakes("", "--dataset.sources", "x")
 
 
 def test_an_absent_optional_key_stays_absent():
@@ -154,7 +168,7 @@ def test_a_missing_file_is_reported_with_the_places_and_the_names_there():
 
 
 def test_an_empty_name_is_no_file_rather_than_the_debug_model():
-    with pytest.raises(UserError, match='(?s)job.config_file = "".*no such file.*debug_model'):
+    with pytest.raises(UserError, match=r'(?s)job\.config_file = "".*no such file.*debug_model'):
         load_job(["--job.config_file", ""])
 
 
@@ -263,6 +277,10 @@ def test_an_unknown_name_is_reported_with_the_nearest_known_one(text: str, said:
     [
         (["--training.steps", "abc"], 'command line: training.steps = "abc" must be a whole number greater than 0'),
         (["--training.steps", "0"], "command line: training.steps = 0 must be a whole number greater than 0"),
+        (["--training.steps", "5.0"], 'training.steps = "5.0" must be a whole number'),
+        (["--training.steps", "None"], 'training.steps = "None" must be a whole number'),
+        (["--job.description", "\udcff"], "must be a text"),
+        (["--compile.components", "data"], 'compile.components.0 = "data"'),
         (["--training.steps"], "command line: --training.steps (no value) must be a whole number"),
         (["--training.steps", "1", "2"], "command line: 2 expected an option such as --training.steps 100"),
         (["--training.stps", "5"], "command line: --training.stps unknown key; did you mean training.steps?"),

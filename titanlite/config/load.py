@@ -6,17 +6,14 @@ over the file, the file over the schema's defaults. May import tomli, tomli_w, p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import io
 import json
-import operator
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -225,7 +222,9 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
         key = f"{section}.{name.removeprefix('no_') if negated else name}"
         known = key in KEYS and on_command_line(KEYS[key].annotation) and (_is_flag(key) or not negated)
         takes_one = known and typing.get_origin(KEYS[key].annotation) not in (tuple, list)
-        if not known:
+        if key in KEYS and not negated and not known:
+            errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
+        elif not known:
             hint = _unknown(section, name) if name else _unknown("", section)
             errors.append(block(COMMAND_LINE, flag, hint))
         else:
@@ -235,43 +234,39 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
 
 def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], list[str]]:
     """Values of the options by key, the keys whose value could not be converted, and why."""
-    together = _tyro_values(options)
-    if together is not None:
-        return together, frozenset(), []
     values: dict[str, Any] = {}
     errors: list[str] = []
-    for option in options:  # again one by one, so that every wrong one is found
-        value = _tyro_values([option])
-        if value is not None:
-            values |= value
-        elif _is_flag(option.key):
-            section, name = option.key.split(".")
+    for option in options:
+        section, name = option.key.split(".")
+        if _is_flag(option.key) and option.words:
             text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
             errors.append(block(COMMAND_LINE, str(option), text))
-        else:
+            continue
+        try:
+            values[option.key] = not option.negated if _is_flag(option.key) else _value(option)
+        except ValueError:
             found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
-            section, name = option.key.split(".")
             errors.append(block(COMMAND_LINE, found, _must_be(SECTIONS[section], name)))
     invalid = frozenset(option.key for option in options) - frozenset(values)
     return values, invalid, errors
 
 
-def _tyro_values(options: Sequence[_Option]) -> dict[str, Any] | None:
-    """tyro's conversion of the options' words; None where it refuses them."""
-    if not options:
-        return {}
-    import tyro  # 70 ms, and often the command line is empty
+def _value(option: _Option) -> Any:
+    """The words as a job file would hold them; whether the value is allowed is for the schema to say.
 
-    args: list[str] = []
-    for option in options:
-        section, name = option.key.split(".")
-        args += [f"--{section}.{'no-' if option.negated else ''}{name.replace('_', '-')}", *option.words]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the errors are ours to report
-            parsed = tyro.cli(_mirror({option.key.split(".")[0] for option in options}, None), args=args)
-    except SystemExit:
+    Raises:
+        ValueError: no number where one is needed, no word at all, or no UTF-8.
+    """
+    section, name = option.key.split(".")
+    schema = json_schema(SECTIONS[section])["properties"][name]
+    kinds = [kind.get("type") for kind in schema.get("anyOf", [schema])]
+    "".join(option.words).encode()
+    if "array" in kinds:
+        return option.words
+    (word,) = option.words
+    if word == "None" and "null" in kinds:  # as the help writes it
         return None
-    return {option.key: operator.attrgetter(option.key)(parsed) for option in options}
+    return int(word) if "integer" in kinds else float(word) if "number" in kinds else word
 
 
 def _print_help(job: JobConfig) -> typing.NoReturn:
@@ -282,17 +277,17 @@ def _print_help(job: JobConfig) -> typing.NoReturn:
         "Train the model that a job file describes. Any key of the file can be given here, too, and then wins over "
         f"the file. Defaults below are those of {job.job.config_file or 'the schema'}."
     )
-    tyro.cli(_mirror(SECTIONS, job), args=["--help"], prog="titanlite train", description=description)
+    tyro.cli(_mirror(job), args=["--help"], prog="titanlite train", description=description)
     raise AssertionError("tyro exits after the help")
 
 
-def _mirror(sections: Iterable[str], job: JobConfig | None) -> type:
-    """Dataclasses for tyro that look like the schema without its constraints: pydantic checks those, once."""
+def _mirror(job: JobConfig) -> type:
+    """Dataclasses that look like the schema, as tyro explains dataclasses; `job` gives the defaults."""
     import tyro
 
     mirrored = []
-    for section in sections:
-        defaults = getattr(job, section) if job else SECTIONS[section]()
+    for section in SECTIONS:
+        defaults = getattr(job, section)
         fields = []
         for key, field in SECTIONS[section].model_fields.items():
             if not on_command_line(field.annotation):
