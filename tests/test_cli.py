@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -59,6 +60,23 @@ def test_the_help_of_train_shows_the_values_of_the_job_file(tmp_path: Path):
     file = tmp_path / "job.toml"
     file.write_text("[training]\nsteps = 12345\n")
     assert "(default: 12345)" in run("train", "--job.config_file", str(file), "--help").stdout
+
+
+@pytest.mark.parametrize("command", [["check"], ["prepare"], ["data"], ["data", "show"]])
+def test_the_help_of_a_small_command_is_its_usage(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"`titanlite {command[0]} ")
+
+
+def test_a_character_that_the_terminal_lacks_is_shown_by_its_number():
+    command = [sys.executable, "-c", "from titanlite.cli import run_quietly; run_quietly(lambda: print('\u00e9'))"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert subprocess.run(command, capture_output=True, env=ascii_only, check=True).stdout == b"\\xe9\n"
+
+
+def test_an_option_is_not_the_value_of_another(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["prepare", "--out", "--workers", "1"]) == 2
+    assert capsys.readouterr().err == "--out needs a value.\n"
 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]):
@@ -127,6 +145,11 @@ def test_check_says_ok(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.endswith("llama_8b.toml can start on 8 ranks.\n")
 
 
+def test_check_takes_its_option_in_either_form(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["check", "--world-size=2"]) == 0
+    assert capsys.readouterr().out.endswith("can start on 2 ranks.\n")
+
+
 def test_check_reports_what_is_wrong_for_this_number_of_ranks(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["check", "--training.global_batch_size", "8", "--world_size", "3"]) == 2
     assert "training.global_batch_size = 8" in capsys.readouterr().err
@@ -144,3 +167,11 @@ def test_train_checks_the_job_for_the_world_of_torchrun(
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
     assert "data-parallel degree = 3" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_world_size_that_is_no_number_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert cli.main(["train"]) == cli.main(["check"]) == 2
+    assert capsys.readouterr().err.count('WORLD_SIZE "abc": a whole number') == 2

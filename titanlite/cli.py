@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite {name}: unknown command.\n\n{usage()}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")
+    if module == "titanlite.cli" and name != "train" and {"-h", "--help"} & set(words):  # the others explain themselves
+        text = (globals()[function].__doc__ or "").split("\n\n")[0]
+        print(f"{text}\n\n{COMMANDS[name][0]} `titanlite train --help` explains the keys of a job.")
+        return 0
     return run_quietly(lambda: getattr(importlib.import_module(module), function)(words[1:]))
 
 
@@ -60,8 +64,9 @@ def run_quietly(command: Callable[[], object]) -> int:
     """Call `command` and turn the ways in which it can end into an exit code; a crash of ours keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
         # By the line, into files as well: unbuffered, `print` writes text and newline apart, and those of ranks mix.
+        # A terminal that cannot show a character gets its number.
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True, write_through=False)
+        stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
     try:
         command()
         sys.stdout.flush()
@@ -95,7 +100,7 @@ def train(argv: Sequence[str]) -> None:
 
     if ERROR_FOLDER in os.environ:
         stop_with_launcher()
-    job = load_and_check(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    job = load_and_check(argv, _world_size())
     gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
     from titanlite.train import main as train_job
 
@@ -111,16 +116,11 @@ def check(argv: Sequence[str]) -> None:
     """
     from titanlite.validate import load_and_check
 
-    words = [word.replace("--world_size", "--world-size") for word in argv]
-    text = os.environ.get("WORLD_SIZE", "1")
-    if "--world-size" in words:
-        at = words.index("--world-size")
-        text = words[at + 1] if at + 1 < len(words) else ""
-        del words[at : at + 2]
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f'--world-size "{text}": a number of ranks of at least 1 is allowed.')
-    job = load_and_check(words, int(text))
-    print(f"OK: {job.job.config_file} can start on {text} rank{'s' if text != '1' else ''}.")
+    words = list(argv)
+    given = _option(words, "--world-size")
+    ranks = _world_size() if given is None else _number("--world-size", given, 1)
+    job = load_and_check(words, ranks)
+    print(f"OK: {job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
 
 
 def prepare(argv: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ def _option(words: list[str], name: str) -> str | None:
         if flag.replace("_", "-") == name:
             taken = [value] if has_value else words[at + 1 : at + 2]
             del words[at : at + 1 + (not has_value)]
-            if not taken:
+            if not taken or (taken[0].startswith("--") and not has_value):
                 raise UserError(f"{name} needs a value.")
             return taken[0]
     return None
@@ -172,6 +172,11 @@ def _number(name: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise UserError(f'{name} "{text}": a whole number of at least {least} is allowed.')
     return int(text)
+
+
+def _world_size() -> int:
+    """Ranks of the world that torchrun's environment describes."""
+    return _number("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), 1)
 
 
 def stop_with_launcher() -> None:
