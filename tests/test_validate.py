@@ -81,6 +81,7 @@ BROKEN = [  # options, ranks, and what the report must hold
         ['validation.source = "python_stdlib"', "not used beside validation.holdout"],
     ),
     (["--job.dump_folder", "job.toml/out"], 1, ['job.dump_folder = "job.toml/out"', "job.toml is a file"]),
+    (["--checkpoint.folder", "config.toml"], 1, ['checkpoint.folder = "config.toml"', "Leave the suffix out"]),
     (
         ["--parallelism.data_parallel_replicate_degree", "3"],
         4,

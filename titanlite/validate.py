@@ -273,6 +273,12 @@ def output_folder(context: Context) -> Iterator[str]:
         yield context.wrong("job.dump_folder", f"{nearest} cannot be written to. Name another folder.")
 
 
+@rule("checkpoint.folder")
+def checkpoint_folder(context: Context) -> Iterator[str]:
+    if context.job.checkpoint.folder.endswith((".toml", ".json", ".jsonl", ".log")):
+        yield context.wrong("checkpoint.folder", "is the name of a file; a folder appears there. Leave the suffix out.")
+
+
 # -------------------------------------------------------------------------------------------------------------- layout
 
 

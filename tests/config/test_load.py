@@ -184,12 +184,19 @@ def test_the_option_without_a_name_is_a_mistake():
         (b"[training]\nsteps = 1\nsteps = 2\n", "line 3"),
         (b"[training\n", "line 1"),
         (b"[job]\ndescription = '\xff'\n", "UTF-8"),
+        (b"[training]\nsteps = " + b"9" * 5001, "not valid TOML"),
+        (b"[training]\nsteps = " + b"[" * 2000 + b"]" * 2000, "not valid TOML"),
     ],
 )
 def test_a_file_that_is_not_toml_is_named_with_the_place(content: bytes, said: str):
     Path("job.toml").write_bytes(content)
     with pytest.raises(UserError, match=rf"(?s)job\.toml.*{said}"):
         load_job(["--job.config_file", "job.toml"])
+
+
+def test_a_byte_order_mark_before_the_file_is_no_mistake():
+    Path("job.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 5\n")
+    assert load_job(["--job.config_file", "job.toml"]).training.steps == 5
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
@@ -224,6 +231,9 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
         ("[training]\nmax_norm = -1.0", "training.max_norm = -1.0", "at least 0"),
         ('[training]\ndtype = "fp8"', 'training.dtype = "fp8"', '"float32" or "bfloat16"'),
         ("[training]\nsteps = 2000-01-01", 'training.steps = "2000-01-01"', "whole number"),
+        (f"[training]\nseed = {2**63}", "training.seed = 9223372036854775808", "less than 9223372036854775808"),
+        (f"[training]\nsteps = {10**20}", "training.steps = 100000000000000000000", "and at most 1000000000"),
+        ("[validation]\nholdout = 1.0", "validation.holdout = 1.0", "less than 1.0"),
         ("[model]\ndim = 0", "model.dim = 0", "greater than 0"),
         ('[model]\ntied_embeddings = "yes"', 'model.tied_embeddings = "yes"', "true or false"),
         ("[model]\nrope_scaling_factor = 0.5", "model.rope_scaling_factor = 0.5", "at least 1.0"),
@@ -235,9 +245,9 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
         ("[compile]\nenable = 1", "compile.enable = 1", "true or false"),
         ("[compile]\ncomponents = ['data']", 'compile.components.0 = "data"', '"optimizer" or "clip"'),
         ("[compile]\ncomponents = 'model'", 'compile.components = "model"', "a list"),
-        ("[float8]\nfilter_fqns = ['a', 1]", "float8.filter_fqns.1 = 1", "a list, each a text"),
+        ("[float8]\nfilter_fqns = ['a', 1]", "float8.filter_fqns.1 = 1", "must be a text"),
         ("[activation_checkpoint]\nselective_ac_option = '0'", 'selective_ac_option = "0"', "op: save attention"),
-        ("[dataset]\nsources = [5]", "dataset.sources.0 = 5", "a list, each a table"),
+        ("[dataset]\nsources = [5]", "dataset.sources.0 = 5", "= 5 must be a table. A mix"),
         ("[[dataset.sources]]\nweight = -1", "dataset.sources.0.weight = -1", "a number at least 0"),
         ("[[dataset.sources]]\nwieght = 1", "dataset.sources.0.wieght = 1", "did you mean weight?"),
         (
@@ -373,7 +383,7 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     low, high = schema.get("minimum", schema.get("exclusiveMinimum", 1)), schema.get("maximum", 1)
     kinds = {
         "boolean": st.booleans(),
-        "integer": st.integers(max(low, 1), 2**40),
+        "integer": st.integers(max(low, 1), min(schema.get("maximum", 2**40), 2**40)),
         "number": st.floats(max(low, 1e-9), high, exclude_max="exclusiveMaximum" in schema),
         "string": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
     }
@@ -431,3 +441,22 @@ def test_a_path_is_seen_from_the_current_folder_or_else_from_titanlites_own(in_e
     Path("pyproject.toml").write_text("")
     assert resolve_path("pyproject.toml").resolve() == in_empty_folder / "pyproject.toml"
     assert resolve_path("/nowhere/x") == Path("/nowhere/x")
+
+
+PATH_KEYS = ("job.dump_folder", "tokenizer.path", "dataset.path", "checkpoint.folder", "checkpoint.initial_load_path")
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_a_tilde_is_the_home_folder_and_a_name_that_no_system_takes_is_a_mistake(key: str):
+    section, name = key.split(".")
+    job = load(f'[{section}]\n{name} = "~/x"\n')
+    assert getattr(getattr(job, section), name) == str(Path("~/x").expanduser())
+    assert getattr(getattr(load("", f"--{key}", "~nobody123/x"), section), name) == "~nobody123/x"  # no such user
+    assert "is no path: File name too long" in mistakes("", f"--{key}", "x" * 256)
+    assert "embedded null byte" in mistakes("", f"--{key}", "a\0b")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "~nobody123/x"])
+def test_a_job_file_of_an_impossible_name_is_not_there(name: str):
+    with pytest.raises(UserError, match="no such file"):
+        load_job(["--job.config_file", name])

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import textwrap
 import types
 import typing
@@ -131,9 +132,12 @@ def read_job(argv: Sequence[str]) -> Draft:
 
 def find_job_file(name: str) -> Path | None:
     """`name` as given, in ./train_configs, or in titanlite's own train_configs; the suffix .toml may be left out."""
+    name = os.path.expanduser(name)
     for folder in (Path(), Path("train_configs"), REPOSITORY / "train_configs"):
         for candidate in (folder / name, folder / f"{name}.toml"):
-            if candidate.is_file():
+            if os.path.isfile(
+                candidate
+            ):  # unlike Path.is_file, it takes a name of any length for one that is not there
                 return candidate
     return None
 
@@ -148,11 +152,11 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         hint = f"Known there: {', '.join(known)}." if known else ""
         return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text, hint)]
     try:
-        return path, tomli.loads(path.read_text(encoding="utf-8")), []
-    except tomli.TOMLDecodeError as error:
-        return path, None, [block(str(path), "not valid TOML", f"{error}.")]
+        return path, tomli.loads(path.read_text(encoding="utf-8-sig")), []
     except (OSError, UnicodeDecodeError) as error:
         return path, None, [block(str(path), "cannot be read", f"{error}. A job file is a TOML file in UTF-8.")]
+    except (ValueError, RecursionError) as error:  # the parser's own, a number of 5,000 digits, or lists 400 deep
+        return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
 
 def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -356,7 +360,7 @@ def _explain(section: str, error: Any) -> str:
     if error["type"] == "value_error":  # a validator of ours: its message is the rule
         text = error["msg"].removeprefix("Value error, ")
         return f"{text}. {model.model_fields[name].description if name in model.model_fields else ''}"
-    return _must_be(model, name)
+    return _must_be(model, name, isinstance(error["loc"][-1], int))
 
 
 def _table_within(annotation: Any) -> type[BaseModel] | None:
@@ -366,10 +370,10 @@ def _table_within(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_table_within, typing.get_args(annotation))), None)
 
 
-def _must_be(model: type[BaseModel], name: str) -> str:
-    """What is allowed for a field, from its schema, and its help text."""
-    allowed = _allowed(json_schema(model)["properties"][name])
-    return f"must be {allowed}. {model.model_fields[name].description or ''}"
+def _must_be(model: type[BaseModel], name: str, within: bool = False) -> str:
+    """What is allowed for a field, or within the list that it is, from its schema, and its help text."""
+    schema = json_schema(model)["properties"][name]
+    return f"must be {_allowed(schema['items'] if within else schema)}. {model.model_fields[name].description or ''}"
 
 
 @functools.cache
@@ -404,5 +408,5 @@ def dump_config(job: JobConfig) -> str:
 
 def resolve_path(path: str) -> Path:
     """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
-    here = Path(path).expanduser()
+    here = Path(os.path.expanduser(path))
     return here if here.is_absolute() or here.exists() else REPOSITORY / here

@@ -1,11 +1,13 @@
 """Every key of a job file: its type, its constraint, its default and why the default is what it is.
 
 Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
-the world size or files on disk live in `titanlite.validate`. May import pydantic only.
+the world size or files on disk live in `titanlite.validate`. May import pydantic and the standard library only.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -26,9 +28,28 @@ def _auto_or_positive(value: int) -> int:
     return value
 
 
+def usable_path(path: str) -> str:
+    """The path with a leading ~ expanded.
+
+    Raises:
+        ValueError: the system takes no such name: too long, a NUL byte, or no UTF-8.
+    """
+    path = os.path.expanduser(path)
+    path.encode()
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.stat(path)
+    except OSError as error:
+        raise ValueError(f"is no path: {error.strerror}") from None
+    return path
+
+
 AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
+PathText = Annotated[str, AfterValidator(usable_path)]
+Steps = Annotated[int, Field(gt=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, a frozen section holds a tuple
 
 
@@ -45,7 +66,7 @@ class Job(Section):
 
     config_file: str | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
-    dump_folder: str = ""
+    dump_folder: PathText = ""
     """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs."""
     description: str = ""
     """Free text, shown in the first line of the log."""
@@ -89,7 +110,7 @@ class Model(Section):
 class Tokenizer(Section):
     """The tokenizer file."""
 
-    path: str = "assets/tokenizer/tokenizer.model"
+    path: PathText = "assets/tokenizer/tokenizer.model"
     """A tiktoken-format tokenizer.model (Llama 3), or a Hugging Face tokenizer.json. The default, 4,096 tokens
     trained on Python source, comes with titanlite, so that a fresh machine can train."""
 
@@ -97,7 +118,7 @@ class Tokenizer(Section):
 class Training(Section):
     """The size and the numerics of the run."""
 
-    steps: PositiveInt = 10000
+    steps: Steps = 10000
     """Optimizer steps."""
     seq_len: PositiveInt = 2048
     """Tokens in a row (a training sequence)."""
@@ -123,7 +144,7 @@ class Training(Section):
     start-up and equals weights that were published in bfloat16."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory; slow, but fits larger models."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the initial weights and, unless dataset.seed says otherwise, of the data order."""
     deterministic: bool = False
     """Only kernels that give the same bits each time (on a GPU: slower). CPU runs are deterministic anyway."""
@@ -144,7 +165,7 @@ class DataSource(Section):
     .gz and .zst. text: plain UTF-8 files. parquet: files. arrow: a folder that `datasets` saved to disk. huggingface:
     anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare`
     made."""
-    path: str | None = None
+    path: PathText | None = None
     """File or glob for jsonl, text and parquet, for example "data/*.jsonl"; folder for arrow and shards; id on the
     hub or local folder for huggingface."""
     config: str | None = None
@@ -178,7 +199,7 @@ class Dataset(DataSource):
     """A mix: a table [[dataset.sources]] for each source, instead of the keys of one source here. Job file only."""
     stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
     """Changes of the weights in mid-run: a table [[dataset.stages]] for each. Job file only."""
-    seed: NonNegativeInt | None = None
+    seed: Seed | None = None
     """Seed of the data order; left out, it is training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
     """concat: documents are joined and cut into rows, nothing is lost. best_fit: a document starts and ends in one row
@@ -203,7 +224,7 @@ class Validation(Dataset):
     """Steps between two validations; there is one more before the first step and one at the end. 0: none at all."""
     sequences: PositiveInt = 64
     """Rows of training.seq_len tokens in each validation, whatever the number of ranks."""
-    holdout: Fraction = 0.0
+    holdout: BelowOne = 0.0
     """Above 0: validate on this share of the documents of [dataset], chosen by a hash of each one, and never train on
     them. The keys of the data here are not used then."""
 
@@ -215,9 +236,9 @@ class Optimizer(Section):
     """The algorithm."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    beta1: Beta = 0.9
+    beta1: BelowOne = 0.9
     """Decay of the first moment, a step."""
-    beta2: Beta = 0.95
+    beta2: BelowOne = 0.95
     """Decay of the second moment, a step. 0.95 forgets a spike in about 20 steps; 0.999 would take 1,000."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -342,7 +363,7 @@ class Checkpoint(Section):
 
     enable: bool = True
     """Save at the interval and at the end, and resume from the newest checkpoint at start."""
-    folder: str = "checkpoint"
+    folder: PathText = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
     interval: PositiveInt = 500
     """Steps between saves: what a crash can cost at most."""
@@ -359,7 +380,7 @@ class Checkpoint(Section):
     exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
     """Parts of a checkpoint that a resume starts afresh: the optimizer's state, the place in the data, the random
     state."""
-    initial_load_path: str | None = None
+    initial_load_path: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0: a step folder, or a folder of them. Only read where
     there is nothing to resume."""
     initial_load_in_hf: bool = False
