@@ -207,9 +207,30 @@ def test_a_file_with_a_warmup_longer_than_its_run_is_reported():
 def test_the_tokenizer_is_compared_with_the_model_in_either_format():
     write_tokenizer("big.model", 5000)
     assert "at least 5000" in check("--tokenizer.path", "big.model")
-    Path("tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 6000}}}')
+    Path("tokenizer.json").write_text('{"model": {"vocab": {"</s>": 0, "b": 6000}}}')
     assert "at least 6001" in check("--tokenizer.path", "tokenizer.json")
     assert check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6001") == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "not valid JSON"),
+        ('{"eos_token": ["<s>"]}', "eos_token is ['<s>'], which tokenizer.json does not hold"),
+        ('{"eos_token": 7}', "eos_token is 7, which"),
+        ('{"bos_token": "<s>"}', "bos_token is '<s>', which"),
+    ],
+)
+def test_a_tokenizer_without_the_tokens_that_its_config_names_is_reported(config: str, said: str):
+    Path("tokenizer.json").write_text('{"model": {"vocab": {"</s>": 0}}}')
+    Path("tokenizer_config.json").write_text(config)
+    assert said in check("--tokenizer.path", "tokenizer.json")
+
+
+def test_a_width_without_small_divisors_takes_no_time():
+    started = time.perf_counter()
+    assert "must divide model.dim = 1000000000039" in check("--model.dim", "1000000000039")
+    assert time.perf_counter() - started < 5
 
 
 def test_each_source_of_a_mix_is_checked():

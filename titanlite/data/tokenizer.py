@@ -140,7 +140,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self.path = path
         raw = _read(path)
-        self.vocab_size = _json_vocab_size(path, raw)
+        self.vocab_size, self.bos_id, self.eos_id = _json_ids(path, raw)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the library raises plain Exception
@@ -149,27 +149,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.bos_id = self._special(path, "bos_token", _BOS_NAMES)
-        eos_id = self._special(path, "eos_token", _EOS_NAMES)
-        if eos_id is None:
-            raise UserError(
-                f"{path}: found no token that ends documents. Looked for eos_token in tokenizer_config.json beside it, "
-                f"then for {', '.join(_EOS_NAMES)}. Put a tokenizer_config.json with eos_token beside the file."
-            )
-        self.eos_id = eos_id
-        self.fingerprint = hashlib.sha256(f"huggingface {self.bos_id} {eos_id} ".encode() + raw).hexdigest()
-
-    def _special(self, path: Path, key: str, names: Sequence[str]) -> int | None:
-        config = path.with_name("tokenizer_config.json")
-        if config.is_file():
-            value = _load_json(config, config.read_bytes()).get(key)
-            name = value.get("content") if isinstance(value, dict) else value
-            if name is not None:
-                token = self._tokenizer.token_to_id(name)
-                if token is None:
-                    raise UserError(f"{config}: {key} is {name!r}, which {path.name} does not hold")
-                return token
-        return next((i for i in map(self._tokenizer.token_to_id, names) if i is not None), None)
+        chosen = f"huggingface {self.bos_id} {self.eos_id} "
+        self.fingerprint = hashlib.sha256(chosen.encode() + raw).hexdigest()
 
     def _encode_piece(self, text: str) -> np.ndarray:
         try:
@@ -218,7 +199,7 @@ def read_vocab_size(path: str | Path) -> int:
     path = Path(path)
     raw = _read(path)
     if path.suffix == ".json":
-        return _json_vocab_size(path, raw)
+        return _json_ids(path, raw)[0]
     return max(_parse_ranks(path, raw).values()) + 1 + 256
 
 
@@ -260,14 +241,35 @@ def _load_json(path: Path, raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _json_vocab_size(path: Path, raw: bytes) -> int:
+def _json_ids(path: Path, raw: bytes) -> tuple[int, int | None, int]:
+    """vocab_size, bos_id and eos_id of a tokenizer.json."""
     value = _load_json(path, raw)
     try:
         vocab = value["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-        return 1 + max(*ids, *(token["id"] for token in value.get("added_tokens") or []))
-    except (KeyError, TypeError, ValueError):
+        ids = vocab if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+        ids = ids | {token["content"]: token["id"] for token in value.get("added_tokens") or []}
+        vocab_size = 1 + max(ids.values())
+    except (LookupError, TypeError, ValueError):
         raise UserError(f"{path}: not a Hugging Face tokenizer: no vocabulary in it") from None
+    eos_id = _special(path, ids, "eos_token", _EOS_NAMES)
+    if eos_id is None:
+        raise UserError(
+            f"{path}: found no token that ends documents. Looked for eos_token in tokenizer_config.json beside it, "
+            f"then for {', '.join(_EOS_NAMES)}. Put a tokenizer_config.json with eos_token beside the file."
+        )
+    return vocab_size, _special(path, ids, "bos_token", _BOS_NAMES), eos_id
+
+
+def _special(path: Path, ids: dict[str, int], key: str, names: Sequence[str]) -> int | None:
+    config = path.with_name("tokenizer_config.json")
+    if config.is_file():
+        value = _load_json(config, _read(config)).get(key)
+        name = value.get("content") if isinstance(value, dict) else value
+        if name is not None:
+            if not isinstance(name, str) or name not in ids:
+                raise UserError(f"{config}: {key} is {name!r}, which {path.name} does not hold")
+            return ids[name]
+    return next((ids[name] for name in names if name in ids), None)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
+from math import isqrt
 
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.model.flavors import Architecture
@@ -175,7 +176,8 @@ def _compiles(job: JobConfig) -> bool:
 
 def divisors(number: int) -> list[int]:
     """All of them, rising."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def nearest(choices: Iterable[int], to: int) -> list[int]:
