@@ -246,9 +246,10 @@ def test_a_damaged_step_that_was_asked_for_is_refused(run):
         command.main(["--checkpoint", str(step)])
 
 
-def test_missing_folder(tmp_path):
+@pytest.mark.parametrize("name", ["nowhere", "~nobody123/x", "x" * 256])
+def test_missing_folder(name):
     with pytest.raises(UserError, match="does not exist") as caught:
-        command.main(["--checkpoint", str(tmp_path / "nowhere")])
+        command.main(["--checkpoint", name])
     assert caught.value.exit_code == 2
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import time
 import warnings
@@ -131,13 +132,14 @@ def find_step(folder: Path) -> Path:
         UserError: there is no such folder.
         CheckpointError: there is no good checkpoint in it.
     """
-    if not folder.expanduser().is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
+    folder = Path(os.path.expanduser(folder))
+    if not os.path.isdir(folder):  # which, unlike Path.is_dir, takes a name of any length
+        problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise UserError(
             f"--checkpoint {folder}: {problem}. Name the folder of a step, the folder of all steps, or the output "
             "folder of a run, for example outputs/debug_model."
         )
-    folder = folder.expanduser().resolve()
+    folder = folder.resolve()
     if commit.step_of(folder) is not None:
         return folder
     if not commit.list_checkpoints(folder) and (folder / "config.toml").is_file():

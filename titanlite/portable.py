@@ -14,8 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import resolve_path
+from titanlite.config.load import resolve_path, shown
+from titanlite.config.schema import usable_path
 from titanlite.model.flavors import Architecture
+
+
+def path_name(text: str) -> Path:
+    """An option that names a file or a folder. Raises ValueError, which argparse reports."""
+    return Path(usable_path(text))
+
+
+def make_folder(path: Path) -> Path:
+    """Raises UserError: `path` is a file or under one, or may not be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made: {error.strerror}. Choose another folder.") from None
+    return path
 
 
 def export(argv: Sequence[str]) -> None:
@@ -28,12 +43,12 @@ def export(argv: Sequence[str]) -> None:
     from titanlite.checkpoint.export import CheckpointTensors, export_hf
 
     parser = argparse.ArgumentParser(prog="titanlite export", description="Write a checkpoint as a Hugging Face model.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="one step folder, or the folder of all")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to create")
+    parser.add_argument("--checkpoint", type=path_name, required=True, help="one step folder, or the folder of all")
+    parser.add_argument("--out", type=path_name, required=True, help="the folder to create")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the weights"
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer file; by default that of the training job")
+    parser.add_argument("--tokenizer", type=path_name, help="tokenizer file; by default that of the training job")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     source = CheckpointTensors(options.checkpoint)
@@ -43,6 +58,7 @@ def export(argv: Sequence[str]) -> None:
     if tokenizer is None:
         raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
     length = source.arch.max_seq_len
+    make_folder(options.out.parent)
     export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
     size = folder_size(options.out)
     report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
@@ -66,16 +82,18 @@ def import_(argv: Sequence[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="titanlite import", description="Make a checkpoint from published weights.")
     origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--hf", type=Path, help="Hugging Face folder: config.json and .safetensors files")
-    origin.add_argument("--meta", type=Path, help="Meta's folder: params.json and consolidated.*.pth files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints; step-00000000 appears in it")
+    origin.add_argument("--hf", type=path_name, help="Hugging Face folder: config.json and .safetensors files")
+    origin.add_argument("--meta", type=path_name, help="Meta's folder: params.json and consolidated.*.pth files")
+    parser.add_argument(
+        "--out", type=path_name, required=True, help="folder of checkpoints; step-00000000 appears in it"
+    )
     options = parser.parse_args(argv)
     if options.meta:
         meta = MetaReader(options.meta)
-        arch, path = meta.arch, import_weights(options.out, meta, str(options.meta))
+        arch, path = meta.arch, import_weights(make_folder(options.out), meta, str(options.meta))
     else:
         with HuggingFaceReader(options.hf) as reader:
-            arch, path = reader.arch, import_weights(options.out, reader, str(options.hf))
+            arch, path = reader.arch, import_weights(make_folder(options.out), reader, str(options.hf))
     print(f"Wrote {path}: {len(parameter_shapes(arch))} tensors. A job that starts from it needs\n")
     print(job_tables(arch, path, options.hf or options.meta))
 
@@ -86,8 +104,8 @@ def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
     lines = ["[model]", *(f"{key} = {value}" for key, value in keys.items())]
     tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
     if tokenizers:
-        lines += ["", "[tokenizer]", f'path = "{origin / tokenizers[0]}"']
-    return "\n".join([*lines, "", "[checkpoint]", f'initial_load_path = "{path}"'])
+        lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"]
+    return "\n".join([*lines, "", "[checkpoint]", f"initial_load_path = {shown(str(path))}"])
 
 
 def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:
@@ -117,11 +135,11 @@ def tiktoken_to_json(path: Path, out: Path) -> None:
     """Convert Llama 3's tokenizer.model into a tokenizer.json that gives the same ids, and puts bos before a text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    from titanlite.data.tokenizer import LLAMA3_PATTERN, TiktokenTokenizer, llama3_special_tokens
+    from titanlite.data.tokenizer import LLAMA3_PATTERN, TiktokenTokenizer, byte_level_symbols, llama3_special_tokens
 
     source = TiktokenTokenizer(path)
     specials = llama3_special_tokens()
-    symbols = byte_symbols()
+    symbols = {byte: symbol for symbol, byte in byte_level_symbols().items()}
     tokens = [
         "".join(symbols[byte] for byte in source.token_bytes(token))
         for token in range(source.vocab_size - len(specials))
@@ -144,11 +162,3 @@ def tiktoken_to_json(path: Path, out: Path) -> None:
     begin = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, len(tokens))])
     result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])  # type: ignore[assignment]
     result.save(str(out), pretty=False)
-
-
-def byte_symbols() -> list[str]:
-    """The character by which byte-level BPE writes each byte: visible Latin-1 as it is, the rest from U+0100 on
-    (GPT-2's encoder.py)."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli
 import torch
 from test_storage import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
@@ -22,7 +23,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
-from titanlite.portable import tiktoken_to_json
+from titanlite.portable import job_tables, tiktoken_to_json
 
 TIKTOKEN = Path(__file__).parents[2] / "assets" / "tokenizer" / "tokenizer.model"
 PLAIN = Architecture(48, 3, 6, 2, 80, vocab_size=131, max_seq_len=256, rope_theta=10000.0)
@@ -148,6 +149,9 @@ def rewrite_config(folder: Path, **changes: object) -> None:
         ({"attention_bias": True, "hidden_act": "gelu"}, "attention_bias is True.*hidden_act is 'gelu'"),
         ({"head_dim": 16}, "head_dim is 16, expected 8.0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ({"num_attention_heads": 0}, "no num_attention_heads"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "does not describe a Llama: KeyError.'factor'"),
+        ({"rope_scaling": "x"}, "does not describe a Llama"),
         ({"vocab_size": 132}, r"embed_tokens.weight: shape \(131, 48\), expected \(132, 48\)"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight: not part of this architecture"),
         ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight: missing"),
@@ -163,11 +167,32 @@ def test_another_architecture_or_other_tensors_are_refused_with_the_list(tmp_pat
 def test_a_folder_that_is_no_model_or_half_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="Expected a Hugging Face model folder"):
         HuggingFaceReader(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="does not describe a Llama"):
+        HuggingFaceReader(tmp_path)
     write_hf(tmp_path / "hf", build(PLAIN), shard_bytes=20_000)
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"{shard.name} cannot be read"):
         HuggingFaceReader(tmp_path / "hf").__enter__()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    write_hf(tmp_path / "hf", build(PLAIN))
+    out = tmp_path / "hf" / "config.json" / "out"
+    assert main(["import", "--hf", str(tmp_path / "hf"), "--out", str(out)]) == 2
+    assert f"{out} cannot be made: Not a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["import", "--hf", str(tmp_path / "hf"), "--out", "x" * 256])
+
+
+def test_the_tables_for_a_job_are_toml_whatever_the_folder(tmp_path):
+    origin = tmp_path / 'q"x\\é'
+    origin.mkdir()
+    (origin / "tokenizer.json").touch()
+    tables = tomli.loads(job_tables(PLAIN, tmp_path / 'a"b', origin))
+    assert tables["tokenizer"]["path"] == str(origin / "tokenizer.json")
+    assert tables["checkpoint"]["initial_load_path"] == str(tmp_path / 'a"b')
 
 
 def test_imported_weights_are_not_resumed_from_by_accident(tmp_path, one_rank):

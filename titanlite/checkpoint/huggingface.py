@@ -128,6 +128,8 @@ class HuggingFaceReader:
             raise UserError(f"{config}: {error.strerror}. Expected a Hugging Face model folder.") from None
         except ValueError as error:
             raise UserError(f"{config}: this Llama cannot be imported: {error}") from None
+        except (LookupError, TypeError, AttributeError) as error:  # a value of another kind than its key should have
+            raise UserError(f"{config} does not describe a Llama: {error!r}") from None
         self._folder = folder
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # Hugging Face tensor name -> open file

@@ -110,7 +110,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     missing = [
         key
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if not isinstance(config.get(key), int)
+        if not isinstance(config.get(key), int) or config[key] < 1
     ]
     if missing:
         raise ValueError(f"no {', '.join(missing)}")
