@@ -14,14 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import resolve_path, shown
-from titanlite.config.schema import usable_path
+from titanlite.config.load import path_name, resolve_path, shown
 from titanlite.model.flavors import Architecture
-
-
-def path_name(text: str) -> Path:
-    """An option that names a file or a folder. Raises ValueError, which argparse reports."""
-    return Path(usable_path(text))
 
 
 def make_folder(path: Path) -> Path:

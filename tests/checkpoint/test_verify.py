@@ -44,3 +44,9 @@ def test_one_step_folder_can_be_verified_and_an_empty_folder_cannot(tmp_path):
     assert verify(path)["checkpoints"][0]["state"] == "good"
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         verify(tmp_path / "elsewhere")
+
+
+def test_a_name_that_no_system_takes_is_a_mistake(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "x" * 256])
+    assert "argument DIR: invalid path_name value" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from typing import Any
 
 from titanlite.checkpoint import commit
 from titanlite.config.errors import CheckpointError
+from titanlite.config.load import path_name
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: nothing to verify, or a checkpoint is damaged; the report is printed before.
     """
     parser = argparse.ArgumentParser(prog="titanlite verify", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("dir", type=Path, metavar="DIR", help="one step folder, or the folder of all checkpoints")
+    parser.add_argument("dir", type=path_name, metavar="DIR", help="one step folder, or the folder of all checkpoints")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     report = verify(options.dir)

@@ -23,7 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import JobConfig, Section
+from titanlite.config.schema import JobConfig, Section, usable_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_JOB_FILE = "debug_model.toml"
@@ -135,9 +135,7 @@ def find_job_file(name: str) -> Path | None:
     name = os.path.expanduser(name)
     for folder in (Path(), Path("train_configs"), REPOSITORY / "train_configs"):
         for candidate in (folder / name, folder / f"{name}.toml"):
-            if os.path.isfile(
-                candidate
-            ):  # unlike Path.is_file, it takes a name of any length for one that is not there
+            if os.path.isfile(candidate):  # Path.is_file raises where the name is too long
                 return candidate
     return None
 
@@ -410,3 +408,8 @@ def resolve_path(path: str) -> Path:
     """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
     here = Path(os.path.expanduser(path))
     return here if here.is_absolute() or here.exists() else REPOSITORY / here
+
+
+def path_name(text: str) -> Path:
+    """An option that names a file or a folder. Raises ValueError, which argparse reports."""
+    return Path(usable_path(text))
