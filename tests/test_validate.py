@@ -151,7 +151,15 @@ BROKEN = [  # options, ranks, and what the report must hold
         ["model.ffn_dim = 700", "w1, w2, w3", "multiples of 16"],
     ),
     (
-        "--float8.enable --float8.min_features 0 --training.seq_len 100 --training.local_batch_size 1".split(),
+        [
+            "--float8.enable",
+            "--float8.min_features",
+            "0",
+            "--training.seq_len",
+            "100",
+            "--training.local_batch_size",
+            "1",
+        ],
         1,
         ["training.seq_len = 100", "local_batch_size = 1", "100 tokens", "multiples of 16"],
     ),
