@@ -9,6 +9,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is 
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlite.parallel.world import process_group
 from titanlite.train import Trainer
@@ -29,10 +30,16 @@ def training(tmp_path: Path) -> Iterator[Callable[..., AbstractContextManager[Tr
     def open_trainer(*options: str) -> Iterator[Trainer]:
         folder = ["--job.dump_folder", str(tmp_path / "run")]
         job = load_and_check([*WORDS, *folder, *options], world_size=1)
-        with process_group(job) as device:
-            trainer = Trainer(job, device)
-            yield trainer
-            trainer.close()
+        try:
+            with process_group(job) as device:
+                trainer = Trainer(job, device)
+                try:
+                    yield trainer
+                finally:
+                    trainer.close()
+        finally:
+            if dist.is_initialized():  # after an error, or the next test could not start its own
+                dist.destroy_process_group()
 
     yield open_trainer
     torch.use_deterministic_algorithms(False)

@@ -48,6 +48,13 @@ def test_float8_learns_as_bf16_does(training: Training, tmp_path: Path, recipe: 
     assert how in (tmp_path / "run/train.log").read_text()
 
 
+def test_a_failed_test_does_not_fail_the_next_one(training: Training):
+    with pytest.raises(AssertionError, match="of a test"), training(*EACH_STEP):
+        raise AssertionError("of a test")
+    with training(*EACH_STEP) as trainer:
+        assert len(losses(trainer, 1)) == 1
+
+
 def test_offloading_changes_neither_losses_nor_clipped_gradients(training: Training):
     options = (*EACH_STEP, "--training.max_norm", "0.1", "--training.mixed_precision_param", "float32")
     with training(*options) as trainer:
