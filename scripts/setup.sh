@@ -19,7 +19,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         exit 2
     fi
     echo "Creating .venv with $("$python" --version)" >&2
-    "$python" -m venv --clear .venv
+    "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's lacks ensurepip
     new=yes
 fi
 install() {
@@ -27,11 +27,19 @@ install() {
 }
 echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
 if ! install; then
-    # Without a network: a Python that has all of them lends them.
-    [[ -n "$new" ]] && "$python" -c 'import torch' 2>/dev/null || exit 1
+    # Without a network: a Python that has all of them lends them, whatever they in turn would like to have.
+    [[ -n "$new" ]] && "$python" -c '
+import sys, tomllib
+from importlib.metadata import version
+from pip._vendor.packaging.requirements import Requirement
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extra = project["optional-dependencies"]["dev"] if "dev" in sys.argv[1] else []
+for wanted in map(Requirement, project["dependencies"] + extra):
+    if (found := version(wanted.name)) not in wanted.specifier:
+        sys.exit(f"titanlite needs {wanted}; there is {found}")' "$wanted" 2> >(tail -n 1 >&2) || exit 1
     "$python" -m venv --clear --without-pip .venv
     "$python" -c 'import sys; print(*filter(None, sys.path), sep="\n")' >"$(echo .venv/lib/python3.*/site-packages)/lent.pth"
-    install --no-index --no-build-isolation || { rm -r .venv && exit 1; }
+    install --no-index --no-deps --no-build-isolation || { rm -r .venv && exit 1; }
     echo "Using the packages of $("$python" -c 'import sys; print(sys.prefix)')" >&2
 fi
 echo "$state" >".venv/installed$wanted" # only now: an interrupted installation is done again

@@ -195,17 +195,32 @@ def test_a_folder_that_was_moved_is_installed_again(clone: Path):
     assert set_up(clone.rename(clone.parent / f"{clone.name}-moved")) == (0, 2)
 
 
-def test_a_python_that_has_all_packages_lends_them_without_a_network(tmp_path: Path):
+def lend(tmp_path: Path, old: str) -> subprocess.CompletedProcess[str]:
+    """Set up without a network by a Python that lacks ensurepip, and has version 0.1 of one package."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     (tmp_path / "titanlite").symlink_to(REPOSITORY / "titanlite")
-    variables = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
-    ended = subprocess.run(
-        [tmp_path / "scripts/setup.sh", "."], capture_output=True, text=True, env=variables, check=False
-    )
+    metadata = tmp_path / f"packages/{old}-0.1.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {old}\nVersion: 0.1\n")
+    broken = '[[ "$*" == "-m venv --clear .venv" ]] && exit 1'
+    executable(tmp_path / "python", f'#!/bin/bash\n{broken}\nexec "{sys.executable}" "$@"\n')
+    variables = {"PYTHON": str(tmp_path / "python"), "PIP_NO_INDEX": "1", "PYTHONPATH": str(tmp_path / "packages")}
+    command = [tmp_path / "scripts/setup.sh", "."]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables}, check=False)
+
+
+def test_a_python_that_has_all_packages_lends_them_without_a_network(tmp_path: Path):
+    ended = lend(tmp_path, "typing_extensions")  # too old for others, which is theirs to say
     assert ended.returncode == 0, ended.stderr
     assert f"Using the packages of {sys.prefix}" in ended.stderr
     program = "import titanlite.launch, torchao, importlib.metadata; print(importlib.metadata.version('titanlite'))"
     subprocess.run([tmp_path / ".venv/bin/python", "-P", "-c", program], cwd=tmp_path, check=True)
     assert not list(tmp_path.glob(".venv/lib/*/site-packages/torch"))
+
+
+def test_what_such_a_python_lacks_is_named(tmp_path: Path):
+    ended = lend(tmp_path, "tyro")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("titanlite needs tyro>=1.0; there is 0.1\n")
