@@ -23,13 +23,16 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -39,6 +42,7 @@ from typing import Any
 from runs import RESULTS, ROOT, read_parts
 
 CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_manager_gpu.py")
+RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
 AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
 
 
@@ -149,16 +153,12 @@ def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
     return job
 
 
-class OutOfTime(Exception):
-    """The part's time is over."""
-
-
 class Failed(Exception):
-    """A program ended with an error; the message is the end of what it printed."""
+    """A case cannot be measured; the message says why, for a program with the end of what it printed."""
 
-    def __init__(self, message: str, program: str = "") -> None:
-        super().__init__(message)
-        self.program = program
+
+class OutOfMemory(Failed):
+    """A program needs more memory than the GPU has."""
 
 
 class Part:
@@ -184,11 +184,8 @@ class Part:
         self.cases[case] = result
         try:
             run(result)
-        except OutOfTime:
-            result["error"] = f"not finished: the {self.options.seconds:.0f} seconds of this part were over"
-        except Failed as error:
-            result["error"] = str(error)
-        if "error" in result:
+        except Exception as error:  # whatever it is, the other cases are measured
+            result["error"] = str(error) if isinstance(error, Failed) else traceback.format_exc()
             self.failed.append(case)
         self.write()
         print(f"{self.name}, {case}: {summary(result)}", flush=True)
@@ -199,17 +196,17 @@ class Part:
         temporary.write_text(json.dumps(self.cases, indent=1) + "\n")
         temporary.replace(self.path)
 
-    def run(self, command: Sequence[object], **variables: object) -> tuple[float, str]:
+    def run(self, command: Sequence[object], limit: float = RUN_SECONDS, **variables: object) -> tuple[float, str]:
         """Run a program; returns its time in seconds and what it printed.
 
         Raises:
-            OutOfTime: it was ended by the part's deadline, or that was near at the start.
-            Failed: it ended with an error.
+            Failed: it ended with an error, or did not end within `limit` seconds or the part's time.
         """
         self.write()
         left = self.deadline - time.monotonic()
+        over = Failed(f"not finished: the {self.options.seconds:.0f} seconds of this part were over")
         if left < 1:
-            raise OutOfTime
+            raise over
         words = [str(word) for word in command]
         values = {
             "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -222,24 +219,24 @@ class Part:
         with self.log.open("ab") as log:
             log.write(f"\n$ {' '.join(words)}\n".encode())
             log.flush()
+            # A process group ends with all that was started in it; a session of its own would outlive this one.
             process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **values}
+                words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **values}, process_group=0
             )
             try:
-                code = process.wait(timeout=left)
+                code = process.wait(timeout=min(left, limit))
             except subprocess.TimeoutExpired:
-                process.terminate()  # a run saves nothing here, and its children end with it
-                try:
-                    process.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                raise OutOfTime from None
+                raise (over if left <= limit else Failed(f"no end after {limit:.0f} seconds")) from None
+            finally:
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=10)
         output = self.log.read_bytes()[begin:].decode(errors="replace")
         if code:
-            oom = "torch.OutOfMemoryError, " * ("OutOfMemoryError" in output)
-            raise Failed(
-                f"exit code {code}: {oom}{output[-3000:]}", "torchtitan" if "torchtitan.train" in words else "titanlite"
-            )
+            kind = OutOfMemory if re.search("OutOfMemoryError|out of memory|ALLOC_FAILED", output) else Failed
+            raise kind(f"exit code {code}: {output[-3000:]}")
         return time.monotonic() - start, output
 
     def works(self) -> Iterator[tuple[str, Work]]:
@@ -335,7 +332,7 @@ def checks(part: Part) -> None:
         try:
             # Test by test, so that the text says how far it came.
             pytest = [sys.executable, "-m", "pytest", "-o", "addopts=--strict-markers", "-v", "-rs", *CHECKS]
-            result["seconds"], _ = part.run(pytest)
+            result["seconds"], _ = part.run(pytest, limit=part.options.seconds)
         finally:
             said = part.log.read_text(errors="replace").rpartition("\n$ ")[2]
             found = re.findall(r"^tests/(\S+\.py::\S+) (PASSED|FAILED|ERROR|SKIPPED)", said, re.MULTILINE)
@@ -346,7 +343,8 @@ def checks(part: Part) -> None:
     def loss(result: dict[str, Any]) -> None:
         words = ["--device", part.options.device, "--dtype", "bf16", "--out", part.folder if part.cpu else part.out]
         tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialised", "fused"]
-        result["seconds"], text = part.run([sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ())])
+        command = [sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ())]
+        result["seconds"], text = part.run(command, limit=part.options.seconds)
         result["text"] = text[text.index("| ") :].strip()
 
     part.measure("tests", tests)
@@ -355,7 +353,8 @@ def checks(part: Part) -> None:
 
 def titanlite(part: Part) -> None:
     """Throughput, memory and start of titanlite alone."""
-    part.run([sys.executable, "-c", "import titanlite.train, torchao, datasets"])  # from disk into memory
+    with suppress(Failed):  # the cases tell why
+        part.run([sys.executable, "-c", "import titanlite.train, torchao, datasets"])  # from disk into memory
 
     def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
         if work.compile:  # a run of one step fills the cache
@@ -406,10 +405,10 @@ def first_that_fits(
         result["work"] = asdict(work)
         try:
             return run(work, Path(tempfile.mkdtemp(dir=part.folder)), result)
-        except Failed as error:
-            if "OutOfMemoryError" not in str(error) or mode == modes[-1]:
+        except OutOfMemory:
+            if mode == modes[-1]:
                 raise
-            result.setdefault("out of memory with", []).append(f"{mode}: {error.program}")
+            result.setdefault("out of memory with", []).append(mode)
 
 
 def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
@@ -432,7 +431,7 @@ def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
 
 def torchtitan_steps(output: str) -> list[dict[str, float]]:
     """The lines of its log that tell of a step."""
-    pattern = r"step: *(\d+) +loss: *([\d.]+) .* memory: *([\d.]+)GiB.* tps: *([\d,]+) "
+    pattern = r"step: *(\d+) +loss: *([\d.]+|nan|inf) .* memory: *([\d.]+)GiB.* tps: *([\d,]+) "
     names = ("step", "loss", "memory", "tps")
     found = re.findall(pattern, output)
     return [dict(zip(names, (float(x.replace(",", "")) for x in line), strict=True)) for line in found]
@@ -458,7 +457,7 @@ def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, A
     }
 
 
-def caches(folder: Path) -> dict[str, Path]:
+def caches(folder: Path) -> dict[str, Any]:
     """Where compiled code is kept."""
     return {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
 
@@ -505,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.device == "cuda" and shutil.which("nvidia-smi") is None:
         parser.error("there is no NVIDIA GPU here; `--device cpu` runs the same scripts on a tiny model")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended, too
     failed: list[str] = []
     for name in PARTS if options.part == "all" else [options.part]:
         with tempfile.TemporaryDirectory(prefix="gpu-") as folder:

@@ -34,7 +34,7 @@ def gpu_tables(cases: dict[str, Any]) -> list[str]:
             rows += [[f"{part}: {name}", f"{value:,.3f}"] for name, value in times.items()]
         rows += [[f"kernel `{each['name']}`", f"{each['share']:.1%}"] for each in result.get("kernels", ())]
         lines += table([case, ""], rows)
-        lines += [f"Not finished: {result['error'].splitlines()[0]}", ""] if "error" in result else []
+        lines += [f"Not finished: {result['error'].strip().splitlines()[-1]}", ""] if "error" in result else []
     return lines
 
 

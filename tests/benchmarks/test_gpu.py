@@ -1,7 +1,9 @@
 """benchmarks/gpu.sh on a CPU, with its tiny model: every part runs, and leaves what it got to."""
 
+import argparse
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -65,6 +67,45 @@ def test_a_case_that_the_time_is_too_short_for_is_named(tmp_path: Path):
     assert "seconds" not in cases["generated"]
 
 
+@pytest.fixture
+def part(tmp_path: Path) -> script.Part:
+    options = argparse.Namespace(device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2)
+    return script.Part("titanlite", options, tmp_path)
+
+
+def test_a_case_that_fails_in_any_way_leaves_the_others(part: script.Part):
+    def hangs(result: dict[str, Any]) -> None:
+        part.run(["sh", "-c", "sleep 100 & echo $!; wait"], limit=0.5)
+
+    def breaks(result: dict[str, Any]) -> None:
+        result["first step"] = 2.5
+        part.run([sys.executable, "-c", "print('Starting')"])[1].index("step")
+
+    for case in (hangs, breaks):
+        part.measure(case.__name__, case)
+    cases = json.loads(part.path.read_text())
+    assert cases["hangs"]["error"] == "no end after 0 seconds"
+    child = int(part.log.read_text().splitlines()[2])
+    assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
+    assert cases["breaks"]["first step"] == 2.5
+    assert cases["breaks"]["error"].endswith("ValueError: substring not found\n")
+    assert part.failed == ["hangs", "breaks"]
+
+
+@pytest.mark.parametrize(
+    "text", ["torch.OutOfMemoryError: x", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
+)
+def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, text: str):
+    def run(work: script.Work, cache: Path, result: dict[str, Any]) -> None:
+        if work.activation_checkpoint != "full":
+            part.run([sys.executable, "-c", f"raise SystemExit({text!r})"])
+
+    result = {}
+    script.first_that_fits(part, script.Work(), script.AC_MODES, run, result)
+    assert result["work"]["activation_checkpoint"] == "full"
+    assert result["out of memory with"] == ["none", "selective"]
+
+
 def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
     cases = gpu(tmp_path, "torchtitan")
     assert {case["not run"] for case in cases.values()} == {"torchtitan needs a GPU"}
@@ -111,3 +152,5 @@ def test_torchtitans_log_is_read():
     line = "[titan] 2026-01-01 00:00:00 - root - INFO - step:  5  loss:  8.12345  grad_norm:  0.5000  memory: 62.10GiB"
     line += "(44.40%)  tps: 11,234  tflops: 500.00  mfu: 50.00%\n"
     assert script.torchtitan_steps(f"Starting\n{line}") == [{"step": 5, "loss": 8.12345, "memory": 62.1, "tps": 11234}]
+    (step,) = script.torchtitan_steps(line.replace("8.12345", "    nan"))
+    assert math.isnan(step["loss"])
