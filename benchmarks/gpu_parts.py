@@ -65,19 +65,23 @@ class Work:
 
     @property
     def window(self) -> int:
-        """Steps between two log lines; what comes before the second line is warm-up."""
+        """Steps between two log lines; the first two such windows are warm-up."""
         return max(1, self.steps // 4)
 
 
+# Those that count most come first: time may not suffice for all.
 WORKS = {
-    "8b float8 compiled": Work(precision="float8"),
     "8b bf16 compiled": Work(),
+    "8b float8 compiled": Work(precision="float8"),
     "8b bf16 eager": Work(compile=False),
     # Untied, as torchtitan has it; 16 bytes a parameter fit, so nothing but the matmuls is in bf16.
-    "1b float8 compiled": Work("1b", precision="float8", dtype="float32", rows=4),
     "1b bf16 compiled": Work("1b", dtype="float32", rows=4),
+    "1b float8 compiled": Work("1b", precision="float8", dtype="float32", rows=4),
     "1b bf16 eager": Work("1b", compile=False, dtype="float32", rows=4),
 }
+# Beside torchtitan bf16 is stored everywhere: between fp32 weights its autocast computes norms and sums in fp32.
+COMPARED = {name: replace(work, dtype="bfloat16") for name, work in WORKS.items() if work.compile}
+COMPARED["8b, 4 rows, bf16 compiled"] = Work(rows=4, steps=8, activation_checkpoint="full")  # fills 140 GB
 TINY_MODEL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128, "vocab_size": 4096}
 
 
@@ -239,9 +243,9 @@ class Part:
             raise kind(f"exit code {code}: {output[-3000:]}")
         return time.monotonic() - start, output
 
-    def works(self) -> Iterator[tuple[str, Work]]:
-        """The cases of the measurements; tiny ones on a CPU."""
-        for name, work in WORKS.items():
+    def works(self, works: dict[str, Work]) -> Iterator[tuple[str, Work]]:
+        """The cases; tiny ones on a CPU."""
+        for name, work in works.items():
             if self.cpu:
                 work = replace(work, flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=4)
             yield (name, work)
@@ -361,7 +365,7 @@ def titanlite(part: Part) -> None:
             result["first step, cold cache"] = run_titanlite(part, replace(work, steps=1), cache, True)["first step"]
         result |= run_titanlite(part, work, cache, True)
 
-    for case, work in part.works():
+    for case, work in part.works(WORKS):
         part.measure(case, partial(first_that_fits, part, work, AC_MODES, alone))
 
 
@@ -369,27 +373,24 @@ def torchtitan(part: Part) -> None:
     """Both on the same work, in turns; the first one to run changes from pair to pair."""
 
     def both(work: Work, cache: Path, result: dict[str, Any]) -> None:
+        if part.cpu or importlib.util.find_spec("torchtitan") is None:
+            raise Failed("torchtitan needs a GPU" if part.cpu else "torchtitan is not installed")
         sides = {"titanlite": partial(run_titanlite, own=False), "torchtitan": run_torchtitan}
         runs = result["runs"] = {side: [] for side in sides}
         for pair in range(part.options.pairs):
-            for side in sorted(sides, reverse=bool(pair % 2)):
+            for side in sorted(sides, reverse=pair % 2 == 0):  # torchtitan, which may need a smaller mode, first
                 runs[side].append(sides[side](part, work, cache / side))
-        for name in ("tokens/s", "memory reserved, GiB"):
-            for side in sides:
-                result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
-            pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
-            result[f"ratio of {name}"] = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+            for name in ("tokens/s", "memory reserved, GiB"):
+                for side in sides:
+                    result[f"{side}: {name}"] = statistics.median(run[name] for run in runs[side])
+                pairs = zip(runs["titanlite"], runs["torchtitan"], strict=True)
+                result[f"ratio of {name}"] = statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
 
-    def only_described(result: dict[str, Any], work: Work) -> None:
-        result |= {"work": asdict(work), "not run": "torchtitan needs a GPU"}
-
-    for case, work in part.works():
-        if not work.compile:
-            continue
+    for case, work in part.works(COMPARED):
         # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in torchtitan.
-        modes = tuple(mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16")
-        run = partial(only_described, work=work) if part.cpu else partial(first_that_fits, part, work, modes, both)
-        part.measure(case, run)
+        modes = [mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16"]
+        modes = modes[modes.index(work.activation_checkpoint) :]
+        part.measure(case, partial(first_that_fits, part, work, modes, both))
 
 
 def first_that_fits(
@@ -418,8 +419,10 @@ def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     job = folder / "job.toml"
     job.write_text(tomli_w.dumps(torchtitan_job(work, folder, part.text)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    _, output = part.run([*launcher, "-m", "torchtitan.train", "--job.config_file", job], **caches(cache))
+    # Without torchrun, which asks for the host's name where there may be no network.
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", job]
+    _, output = part.run(command, **caches(cache), **world)
     lines = torchtitan_steps(output)
     steady = [line for line in lines if line["step"] > 2 * work.window]
     return {
@@ -478,7 +481,7 @@ def profile(part: Part) -> None:
         finally:
             result |= json.loads(found.read_text()) if found.exists() else {}
 
-    for case, work in part.works():
+    for case, work in part.works(WORKS):
         if work.compile:
             work = replace(work, steps=1000)  # of the schedule; a dozen are run
             part.measure(case, partial(first_that_fits, part, work, AC_MODES, partial(traced, case)))

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,33 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, tex
 
 
 def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
-    cases = gpu(tmp_path, "torchtitan")
-    assert {case["not run"] for case in cases.values()} == {"torchtitan needs a GPU"}
-    assert report.gpu_tables(cases)[:3] == [
-        "| 8b float8 compiled |  |",
-        "| --- | ---: |",
-        "| activation checkpointing | none |",
-    ]
+    cases = gpu(tmp_path, "torchtitan", code=1)
+    assert {case["error"] for case in cases.values()} == {"torchtitan needs a GPU"}
+    assert report.gpu_tables(cases)[0] == "| 8b bf16 compiled |  |"
+
+
+def test_both_run_in_turns_and_are_compared_after_each_pair(part: script.Part, monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+
+    def measured(side: str, rate: float) -> Callable[..., dict[str, float]]:
+        def run(*_: object, **__: object) -> dict[str, float]:
+            order.append(side)
+            if len(order) == 4:
+                raise script.Failed("no end after 180 seconds")
+            return {"tokens/s": rate, "memory reserved, GiB": 1 / rate}
+
+        return run
+
+    monkeypatch.setattr(script, "run_titanlite", measured("titanlite", 3.0))
+    monkeypatch.setattr(script, "run_torchtitan", measured("torchtitan", 2.0))
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    part.cpu, part.options.only = False, ["4 rows"]
+    script.torchtitan(part)
+    (case,) = json.loads(part.path.read_text()).values()
+    assert order == ["torchtitan", "titanlite", "titanlite", "torchtitan"]
+    assert case["ratio of tokens/s"] == 1.5
+    assert case["error"] == "no end after 180 seconds"
+    assert case["work"]["activation_checkpoint"] == "full"
 
 
 @pytest.mark.slow

@@ -31,12 +31,10 @@ from torchtitan.distributed.activation_checkpoint import apply_ac  # pyright: ig
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args  # pyright: ignore  # noqa: E402
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list  # pyright: ignore  # noqa: E402
 
-CASES = [name for name, work in gpu.WORKS.items() if work.compile]
-
 
 def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
     """The configurations as each framework reads them."""
-    work = gpu.WORKS[case]
+    work = gpu.COMPARED[case]
     ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, own=False))
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
@@ -44,7 +42,7 @@ def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
     return ours, ConfigManager().parse_args(["--job.config_file", str(file)])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", gpu.COMPARED)
 def test_the_model_and_its_dtypes_are_the_same(case: str, tmp_path: Path):
     ours, theirs = both(case, tmp_path)
     arch = architecture(ours.model)
@@ -67,7 +65,7 @@ def shapes(model: nn.Module) -> Counter[tuple[torch.Size, torch.dtype]]:
     return Counter((parameter.shape, parameter.dtype) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", gpu.COMPARED)
 def test_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path: Path):
     ours, theirs = both(case, tmp_path)
     same = {
