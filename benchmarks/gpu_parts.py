@@ -1,6 +1,6 @@
 """titanlite on one GPU, part by part; beside torchtitan; and where the time of a step goes.
 
-    benchmarks/gpu.sh PART [--device cpu] [--out benchmarks/results] [--only TEXT ...] [--seconds 520] [--pairs 2]
+    benchmarks/gpu.sh PART [--out DIR] [--only TEXT ...] [--seconds 520] [--pairs 2] [--cache DIR] [--device cpu]
 
     smoke       the debug model as a user starts it: ./run_train.sh, TensorBoard, checkpoint, resume, generate
     checks      tests/gpu
@@ -174,6 +174,7 @@ class Part:
         self.deadline = time.monotonic() + options.seconds
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
+        self.cache: Path = (options.cache or work_folder / "cache").resolve()
         self.path, self.log = self.out / f"gpu_{name}.json", self.out / f"gpu_{name}.txt"
         self.cases = read_parts(self.out, self.path.stem)
         self.about = about(self.cpu)
@@ -362,11 +363,12 @@ def titanlite(part: Part) -> None:
 
     def alone(work: Work, cache: Path, result: dict[str, Any]) -> None:
         if work.compile:  # a run of one step fills the cache
+            shutil.rmtree(cache, ignore_errors=True)
             result["first step, cold cache"] = run_titanlite(part, replace(work, steps=1), cache, True)["first step"]
         result |= run_titanlite(part, work, cache, True)
 
     for case, work in part.works(WORKS):
-        part.measure(case, partial(first_that_fits, part, work, AC_MODES, alone))
+        part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, alone))
 
 
 def torchtitan(part: Part) -> None:
@@ -390,11 +392,12 @@ def torchtitan(part: Part) -> None:
         # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in torchtitan.
         modes = [mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16"]
         modes = modes[modes.index(work.activation_checkpoint) :]
-        part.measure(case, partial(first_that_fits, part, work, modes, both))
+        part.measure(case, partial(first_that_fits, part, case, work, modes, both))
 
 
 def first_that_fits(
     part: Part,
+    case: str,
     work: Work,
     modes: Sequence[str],
     run: Callable[[Work, Path, dict[str, Any]], None],
@@ -405,7 +408,7 @@ def first_that_fits(
         work = replace(work, activation_checkpoint=mode)
         result["work"] = asdict(work)
         try:
-            return run(work, Path(tempfile.mkdtemp(dir=part.folder)), result)
+            return run(work, part.cache / re.sub(r"\W+", "-", f"{case} {mode}"), result)
         except OutOfMemory:
             if mode == modes[-1]:
                 raise
@@ -474,17 +477,18 @@ def profile(part: Part) -> None:
     """Kernels, idle time and floors of a step (gpu_profile.py)."""
 
     def traced(case: str, work: Work, cache: Path, result: dict[str, Any]) -> None:
-        found, trace = cache / "found.json", part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
+        folder = Path(tempfile.mkdtemp(dir=part.folder))
+        found, trace = folder / "found.json", part.out / f"gpu_profile_{case.replace(' ', '-')}.json.gz"
         command = [sys.executable, "-P", ROOT / "benchmarks/gpu_profile.py", found, trace]
         try:
-            part.run([*command, *titanlite_options(work, cache / "run", part.text, own=True)], **caches(cache))
+            part.run([*command, *titanlite_options(work, folder / "run", part.text, own=True)], **caches(cache))
         finally:
             result |= json.loads(found.read_text()) if found.exists() else {}
 
     for case, work in part.works(WORKS):
         if work.compile:
             work = replace(work, steps=1000)  # of the schedule; a dozen are run
-            part.measure(case, partial(first_that_fits, part, work, AC_MODES, partial(traced, case)))
+            part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case)))
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
@@ -501,6 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--cache", type=Path, help="folder of compiled code: profile takes what titanlite left there")
     parser.add_argument("--only", action="append", help="cases with this in their name; may be given several times")
     parser.add_argument("--seconds", type=float, default=520, help="time of each part")
     parser.add_argument("--pairs", type=int, default=2, help="torchtitan: runs of each side")

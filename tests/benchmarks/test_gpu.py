@@ -70,7 +70,7 @@ def test_a_case_that_the_time_is_too_short_for_is_named(tmp_path: Path):
 
 @pytest.fixture
 def part(tmp_path: Path) -> script.Part:
-    options = argparse.Namespace(device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2)
+    options = argparse.Namespace(device="cpu", out=tmp_path / "out", seconds=60.0, only=None, pairs=2, cache=None)
     return script.Part("titanlite", options, tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, tex
             part.run([sys.executable, "-c", f"raise SystemExit({text!r})"])
 
     result = {}
-    script.first_that_fits(part, script.Work(), script.AC_MODES, run, result)
+    script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
     assert result["work"]["activation_checkpoint"] == "full"
     assert result["out of memory with"] == ["none", "selective"]
 
