@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -264,7 +265,7 @@ def about(cpu: bool) -> str:
     for package in ("torch", "triton", "torchao", "torchtitan"):
         if importlib.util.find_spec(package) is not None:
             versions.append(f"{package} {version(package)}")
-    command = " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
+    command = shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
     return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, `{command}`"
 
 
@@ -348,7 +349,7 @@ def checks(part: Part) -> None:
     def loss(result: dict[str, Any]) -> None:
         words = ["--device", part.options.device, "--dtype", "bf16", "--out", part.folder if part.cpu else part.out]
         tiny = ["--dim", 64, "--tokens", 64, "--vocabulary", 512, "--only", "materialised", "fused"]
-        command = [sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ())]
+        command = [sys.executable, "benchmarks/loss.py", *words, *(tiny if part.cpu else ("--calls", 20))]
         result["seconds"], text = part.run(command, limit=part.options.seconds)
         result["text"] = text[text.index("| ") :].strip()
 

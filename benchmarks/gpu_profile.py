@@ -9,6 +9,7 @@ of weights, gradients and optimizer state, each read and written as often as it 
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import sys
@@ -45,6 +46,8 @@ def main() -> None:
         write(Path(out), result)
         clock = Clock(device)
         watch_parts(trainer, clock)
+        gc.collect()
+        gc.disable()  # as in Trainer.train
         for _ in range(WARM_UP):
             trainer.train_step()
         clock.steps.clear()
@@ -215,8 +218,8 @@ def measure_attention(arch: Architecture, length: int, device: torch.device) -> 
     return results
 
 
-def seconds(function: Callable[[], Tensor | None], device: torch.device, repeats: int = 10) -> float:
-    """Mean time of a call."""
+def seconds(function: Callable[[], Tensor | None], device: torch.device, repeats: int = 50) -> float:
+    """Mean time of a call; of many, as clocks rise from idle."""
     for _ in range(3):
         function()
     synchronize(device)

@@ -98,6 +98,7 @@ def main() -> None:
     words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)] + ["--device", options.device]
     # Without the threshold the heap keeps what a call has freed, and the next one's memory would not be seen.
     environments = {"seconds": {}, "memory": {"MALLOC_MMAP_THRESHOLD_": str(MIB)}}
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     for dtype in options.dtype:
         part = f"{options.device}, dim {options.dim:,}, {dtype}"
         for variant in options.only:
@@ -111,7 +112,7 @@ def main() -> None:
                 cost |= json.loads(ended.stdout)
             known = read_parts(options.out, "loss").get(part, {}).get("variants", {})
             result = {"sizes": sizes, "variants": known | {variant: cost}}
-            write_part(options.out, "loss", part, result)
+            write_part(options.out, "loss", part, result, gpu)
     print("\n".join(tables(read_parts(options.out, "loss"))))
 
 
@@ -193,9 +194,10 @@ def tables(parts: dict[str, Any]) -> list[str]:
         for variant, cost in part["variants"].items():
             base = part["variants"]["materialised" + ", compiled" * variant.endswith("compiled")]
             bold = "**" if variant.startswith("fused") else ""
-            slower = statistics.median(cost["seconds"]) / statistics.median(base["seconds"])
+            seconds = statistics.median(cost["seconds"])
+            slower = seconds / statistics.median(base["seconds"])
             share = cost["bytes"] / base["bytes"]
-            rows.append([variant, f"{statistics.median(cost['seconds']):.2f}", _judged(slower, 1.05, ".2f", bold)])
+            rows.append([variant, f"{seconds:.{2 if seconds >= 1 else 5}f}", _judged(slower, 1.05, ".2f", bold)])
             rows[-1] += [f"{cost['bytes'] / MIB:,.0f}", _judged(share, 0.1, ".1%", bold)]
             pairs = zip(cost["errors"], base["errors"], strict=True)
             rows[-1] += [_judged(ours, max(1.05 * theirs, 2e-7), ".1e", bold) for ours, theirs in pairs]

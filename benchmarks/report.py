@@ -24,12 +24,23 @@ section; [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
 """
 
 
+WORK = {
+    "activation_checkpoint": "activation checkpointing",
+    "dtype": "parameters, gradients and moments",
+    "rows": "rows",
+    "seq_len": "tokens of a row",
+}
+MEASURED = ("rates", "attention, ms")
+
+
 def gpu_tables(cases: dict[str, Any]) -> list[str]:
     """The numbers of each case of benchmarks/gpu.sh, and of a profile the parts of a step and the dearest kernels."""
     lines: list[str] = []
     for case, result in cases.items():
-        rows = [[name, f"{value:,.4g}"] for name, value in result.items() if isinstance(value, int | float)]
-        rows += [["activation checkpointing", result["work"]["activation_checkpoint"]]] if "work" in result else []
+        rows = [[label, f"{result['work'][name]}"] for name, label in WORK.items() if "work" in result]
+        values = [(name, value) for name, value in result.items() if isinstance(value, int | float)]
+        values += [(f"{group}: {name}", value) for group in MEASURED for name, value in result.get(group, {}).items()]
+        rows += [[name, value if isinstance(value, str) else f"{value:,.4g}"] for name, value in values]
         for part, times in result.get("parts", {}).items():
             rows += [[f"{part}: {name}", f"{value:,.3f}"] for name, value in times.items()]
         rows += [[f"kernel `{each['name']}`", f"{each['share']:.1%}"] for each in result.get("kernels", ())]

@@ -172,13 +172,13 @@ def pss_of_tree(root: int) -> int:
     return total
 
 
-def write_part(folder: Path, benchmark: str, part: str, result: dict[str, Any]) -> None:
+def write_part(folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = "") -> None:
     """Put one part into FOLDER/BENCHMARK.json beside those measured before, with when and where it was measured."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    place = f"{len(os.sched_getaffinity(0))} cores of {model}, Python {platform.python_version()}"
+    place = f"{gpu or f'{len(os.sched_getaffinity(0))} cores of {model}'}, Python {platform.python_version()}"
     date = time.strftime("%Y-%m-%d", time.gmtime())
     folder.mkdir(parents=True, exist_ok=True)
     parts = read_parts(folder, benchmark) | {part: {"about": f"{date}, {place}, torch {version('torch')}", **result}}

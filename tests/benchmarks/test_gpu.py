@@ -110,7 +110,15 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, tex
 def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
     cases = gpu(tmp_path, "torchtitan", code=1)
     assert {case["error"] for case in cases.values()} == {"torchtitan needs a GPU"}
-    assert report.gpu_tables(cases)[0] == "| 8b bf16 compiled |  |"
+    assert report.gpu_tables(cases)[:7] == [
+        "| 8b bf16 compiled |  |",
+        "| --- | ---: |",
+        "| activation checkpointing | none |",
+        "| parameters, gradients and moments | bfloat16 |",
+        "| rows | 2 |",
+        "| tokens of a row | 64 |",
+        "",
+    ]
 
 
 def test_both_run_in_turns_and_are_compared_after_each_pair(part: script.Part, monkeypatch: pytest.MonkeyPatch):
@@ -152,6 +160,9 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
     for part in parts[1:-1]:
         assert 0 < found["parts"][part]["floor by bytes, ms"] < found["parts"][part]["ms"]
     assert len(found["kernels"]) == 10
+    page = "\n".join(report.gpu_tables({"8b": found}))
+    assert "| rates: copy, bytes/s | " in page
+    assert "| attention, ms: FLASH_ATTENTION | " in page
     with gzip.open(trace, "rt") as file:
         assert json.load(file)["traceEvents"]
 
