@@ -214,9 +214,7 @@ class Part:
         if left < 1:
             raise over
         words = [str(word) for word in command]
-        values = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        }
+        values = {"PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
         values |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
         values |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NGPU": "1"}
         values |= {"CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
@@ -296,16 +294,8 @@ def smoke(part: Part) -> None:
     """What a user does on the first day."""
     steps = 6 if part.cpu else 40
     folder = part.folder / "debug_model"
-    train = [
-        "./run_train.sh",
-        "--job.dump_folder",
-        folder,
-        "--checkpoint.interval",
-        steps // 2,
-        "--metrics.log_freq",
-        2,
-    ]
-    train += ["--training.seq_len", 64] if part.cpu else []
+    train = ["./run_train.sh", "--job.dump_folder", folder, "--checkpoint.interval", steps // 2]
+    train += ["--metrics.log_freq", 2, *(["--training.seq_len", 64] if part.cpu else [])]
 
     def started(result: dict[str, Any]) -> None:
         result["seconds"], _ = part.run([*train, "--training.steps", steps])
@@ -492,13 +482,7 @@ def profile(part: Part) -> None:
             part.measure(case, partial(first_that_fits, part, case, work, AC_MODES, partial(traced, case)))
 
 
-PARTS: dict[str, Callable[[Part], None]] = {
-    "smoke": smoke,
-    "checks": checks,
-    "titanlite": titanlite,
-    "torchtitan": torchtitan,
-    "profile": profile,
-}
+PARTS = {part.__name__: part for part in (smoke, checks, titanlite, torchtitan, profile)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
