@@ -282,9 +282,8 @@ def summary(result: dict[str, Any]) -> str:
     if "error" in result:
         return result["error"].strip().splitlines()[-1]
     plain = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
-    return ", ".join(
-        f"{name} {value:,.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in plain.items()
-    )
+    plain.pop("about")
+    return ", ".join(f"{name} {x:,.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- parts
