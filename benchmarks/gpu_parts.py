@@ -381,7 +381,6 @@ def torchtitan(part: Part) -> None:
     for case, work in part.works(COMPARED):
         # Selective checkpointing saves every second matmul in titanlite, but no FP8 matmul in torchtitan.
         modes = [mode for mode in AC_MODES if mode != "selective" or work.precision == "bf16"]
-        modes = modes[modes.index(work.activation_checkpoint) :]
         part.measure(case, partial(first_that_fits, part, case, work, modes, both))
 
 
@@ -393,8 +392,8 @@ def first_that_fits(
     run: Callable[[Work, Path, dict[str, Any]], None],
     result: dict[str, Any],
 ) -> None:
-    """Run a case with the first mode of activation checkpointing whose memory suffices."""
-    for mode in modes:
+    """Run a case with the first mode of activation checkpointing, from the work's own on, whose memory suffices."""
+    for mode in modes[modes.index(work.activation_checkpoint) :]:
         work = replace(work, activation_checkpoint=mode)
         result["work"] = asdict(work)
         try:
