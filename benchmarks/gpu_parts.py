@@ -114,8 +114,7 @@ def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[s
         words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
         words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
     if work.precision == "float8":
-        words += ["--float8.enable", "--float8.enable_fsdp_float8_all_gather"]
-        words.append("--float8.precompute_float8_dynamic_scale_for_fsdp")
+        words.append("--float8.enable")  # one GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself
     return words
 
 
@@ -153,8 +152,7 @@ def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
     }
     if work.precision == "float8":
         job["model"]["converters"] = ["quantize.linear.float8"]
-        gather = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
-        job["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"], **dict.fromkeys(gather, True)}}}
+        job["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"]}}}
     return job
 
 
