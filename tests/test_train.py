@@ -183,6 +183,25 @@ def test_a_last_save_that_fails_is_not_said_to_be_saved(job_file: Path, tmp_path
     assert not (tmp_path / "stopped" / "checkpoint" / f"step-{last:08d}").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--checkpoint.last_save_model_only", "--checkpoint.async_mode", "async"]])
+def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_path: Path, options: list[str]) -> None:
+    """And starting again, once there is room, ends as if nothing had happened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # inherited: the system refuses to write on
+    try:
+        process = start(job_file, tmp_path / "out", *options, "--validation.freq", "12")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 4, out + err
+    assert "Traceback" not in out + err
+    assert "save of step 12 FAILED (OSError: [Errno 27] File too large" in out
+    assert out.index("save of step 12 FAILED") < out.index("validation after step 12")  # nothing may come in between
+    assert "The save after the last step, 12, FAILED" in err
+    output = run(job_file, tmp_path / "out", *options, "--validation.freq", "12")
+    assert "saved step 12" in output
+
+
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGINT, 1)])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     job_file: Path, tmp_path: Path, number: signal.Signals, rank: int

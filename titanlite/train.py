@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError
+from titanlite.config.errors import ERROR_FOLDER, CheckpointError, StoppedBySignal, UserError
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -194,6 +194,7 @@ class Trainer:
         Raises:
             StoppedBySignal: After saving.
             UserError: The data ends before the first step, or cannot be read.
+            CheckpointError: The last save failed.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
@@ -201,6 +202,7 @@ class Trainer:
         if finished:
             self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
         elif job.checkpoint.create_seed_checkpoint:
+            self.save()
             return self.finish(Requests(), finished=False)
         gc.collect()
         gc.disable()
@@ -230,10 +232,12 @@ class Trainer:
                     set_timeout(self.training_groups, job.comm.train_timeout_seconds)
                     if self.device.type == "cpu":
                         use_large_pages()
+            finished = finished or requests.stop is None
+            self.save(last=finished)
             if requests.stop is None and self.step > first_step:
                 self.validate()
         signals.wait()
-        self.finish(requests, finished=finished or requests.stop is None)
+        self.finish(requests, finished)
 
     def train_step(self) -> None:
         """One optimizer step over this rank's part of the global batch."""
@@ -285,15 +289,18 @@ class Trainer:
             self.checkpoints.save(self.step, state, last=last)
 
     def finish(self, requests: Requests, finished: bool) -> None:
-        """Save, close everything, and say by an exception that the run is to go on where it is."""
-        self.save(last=finished)
+        """Close everything, and say by an exception that the run is to go on where it is, or that it is not saved."""
         self.close()
-        if requests.stop and not finished:
-            if self.checkpoints is None:
-                saved = "nothing saved, as checkpoint.enable is false"
-            else:
-                saved = "saved" if self.checkpoints.holds(self.step) else "the save of this step FAILED"
+        failed = self.checkpoints is not None and not self.checkpoints.holds(self.step)
+        if requests.stop and (failed or not finished):
+            saved = "nothing saved, as checkpoint.enable is false" if self.checkpoints is None else "saved"
+            saved = "the save of this step FAILED" if failed else saved
             raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}. Start again to go on.")
+        if failed:
+            raise CheckpointError(
+                f"The save after the last step, {self.step}, FAILED; the log says why. Once that is mended, start "
+                "again: what the newest checkpoint does not hold is trained again."
+            )
 
     def close(self) -> None:
         """Finish what runs in the background and close all files."""

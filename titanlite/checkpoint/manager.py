@@ -76,8 +76,9 @@ class CheckpointManager:
             optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
 
     def holds(self, step: int) -> bool:
-        """Whether the live state of this step was loaded from a checkpoint or is known to be in one."""
-        return step in (self._current_step, self._saver.last_step)
+        """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
+        the newest `save` was to write for it is missing."""
+        return step in (self._current_step, self._saver.last_step) and step != self._saver.failed_step
 
     def stats(self) -> dict[str, int]:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still

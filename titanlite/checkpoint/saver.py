@@ -81,6 +81,7 @@ class Saver:
         self.failed = 0
         self.waits = 0
         self.last_step: int | None = None  # of the newest save that is known to be complete
+        self.failed_step: int | None = None  # of the newest save, if it failed
         self._config = config
         self._folder = folder
         self._ranks = ranks
@@ -129,10 +130,15 @@ class Saver:
                 self._log(f"waiting for the save of step {pending.step}, which is still under way")
         failed = future.exception() is not None
         if any(self._ranks.distinct(failed)):
-            self.failed += 1
+            self.fail(pending.step)
             _end_process()  # DCP would go on with one that was killed
         else:
-            self.last_step = pending.step
+            self.last_step, self.failed_step = pending.step, None
+
+    def fail(self, step: int) -> None:
+        """Count a failure, on all ranks."""
+        self.failed += 1
+        self.failed_step = step
 
     def before_update(self) -> None:
         """Call before the live tensors change: with pinned memory they may still be copied."""
@@ -176,7 +182,7 @@ class Saver:
     def _conclude(self, pending: _PendingSave, future: Future[Any]) -> None:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""
         if error := future.exception():
-            self._log(f"save of step {pending.step} FAILED ({cause(error)}); the run goes on and tries at the next one")
+            self._log(f"save of step {pending.step} FAILED ({cause(error)})")
             shutil.rmtree(pending.writer.unfinished, ignore_errors=True)
             return
         took = f"{time.perf_counter() - pending.started:.1f} s"
