@@ -21,6 +21,7 @@ def job(**keys) -> dict:
         ({"metrics__log_freq": 3}, "harmless", "metrics.log_freq: 10 -> 3"),
         ({"parallelism__data_parallel_replicate_degree": 2}, "harmless", None),
         ({"tokenizer__path": "elsewhere/tokenizer.model"}, "harmless", None),
+        ({"checkpoint__exclude_from_loading": ["rng"]}, "curve", "checkpoint.exclude_from_loading: [] -> ['rng']"),
         ({"training__steps": 7}, "curve", "training.steps: 10000 -> 7"),
         ({"optimizer__lr": 1e-3}, "curve", "optimizer.lr: 0.0003 -> 0.001"),
         ({"optimizer__state_dtype": "bfloat16"}, "curve", "optimizer.state_dtype: None -> bfloat16"),

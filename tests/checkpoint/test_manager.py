@@ -10,6 +10,7 @@ import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,34 @@ def test_load_step_goes_back_and_puts_the_later_ones_aside(two_saved):
     run.train(2)
     manager.save(4, run.train_state())
     assert "step-00000004" in names(folder)
+
+
+def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
+    folder, run = two_saved
+    keys: dict[str, Any] = {"load_step": 2, "exclude_from_loading": ("optimizer", "data"), "keep_latest_k": 1}
+    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
+    manager = run.manager(folder, job=job, **keys)
+    state = manager.load()
+    assert state is not None
+    assert state["step"] == 2
+    run.step = 2
+    run.train(4)
+    saved = run.train_state() | {"data": {"row": 3}}
+    manager.save(6, saved)
+    manager.close()
+    assert names(folder) == ["step-00000004.superseded", "step-00000006"]  # step 2 is not needed any more
+    lines: list[str] = []
+    restarted = TinyRun(seed=99)
+    assert restarted.manager(folder, lines=lines, job=job, **keys).load() == saved
+    assert lines[0] == "checkpoint.load_step = 2: gone back to by an earlier start of this run"
+    assert lines[1] == "step-00000006 was saved after data, optimizer had been started afresh: loaded this time"
+    assert_equal(restarted.everything(), run.everything())
+    keys |= {"load_step": 6, "keep_latest_k": 2}
+    run.manager(folder, job=job, **keys).save(8, saved)
+    lines.clear()
+    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
+    TinyRun().manager(folder, lines=lines, job=job, **keys).load()  # another value goes back again
+    assert lines[0] == "going back to step 6: step-00000008 renamed to step-00000008.superseded"
 
 
 def test_load_step_that_is_absent_or_damaged_is_an_error(two_saved):

@@ -37,7 +37,7 @@ _HARMLESS_KEYS = (
     "dataset.prefetch",
     "dataset.on_change",
 )
-_CURVE_KEYS = ("validation.holdout",)  # exceptions from harmless sections
+_CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading")  # exceptions from harmless sections
 _DATA_KEYS = ("dataset.source", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources")
 _MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
 _ORDER_KEYS = ("dataset.seed", "dataset.packing", "training.seq_len")  # the saved place has no meaning without them

@@ -6,6 +6,7 @@ that fails costs that save only. May import config, torch and the other modules 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -69,6 +70,7 @@ class CheckpointManager:
         self._write_tokenizer = write_tokenizer
         self._ranks = Ranks(config.timeout_seconds)
         self._current_step: int | None = None  # the step that the live state was loaded from
+        self._excluded = set(config.exclude_from_loading)
         token = self._ranks.on_rank0(self._start)
         self._check_storage(token)
         self._saver = Saver(config, folder, self._ranks, token, log)
@@ -117,7 +119,8 @@ class CheckpointManager:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
 
         Damaged ones are named, renamed aside, and the next newest is used. With `load_step`, later ones are renamed
-        aside, too: they belong to a future that this run is going to rewrite.
+        aside, too: they belong to a future that this run is going to rewrite. That, and `exclude_from_loading`, happens
+        once: what a job with the same keys has saved since is resumed from as it is.
 
         Without a checkpoint, the weights are taken from `initial_load_path`, where it is set.
 
@@ -138,6 +141,11 @@ class CheckpointManager:
                 f"{path} holds weights only: there is no run to resume. Start a new one from them: another "
                 f'checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
             )
+        if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
+            self._excluded -= done
+            self._say(
+                f"{path.name} was saved after {', '.join(sorted(done))} had been started afresh: loaded this time"
+            )
         self._report_changes(path, info)
         tensors = self._tensors_to_load(path, info)
         dcp_load(
@@ -150,7 +158,7 @@ class CheckpointManager:
             state.restore_rng(rng, self._ranks.rank)
         self._current_step = manifest["step"]
         self._say(f"resumed from step {manifest['step']} ({path})")
-        return {key: v for key, v in info["train_state"].items() if key not in self.config.exclude_from_loading}
+        return {key: v for key, v in info["train_state"].items() if key not in self._excluded}
 
     def close(self) -> None:
         """Wait for the save and the removals under way."""
@@ -231,7 +239,9 @@ class CheckpointManager:
         if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
             raise CheckpointError(f"{self.folder} is not seen by all ranks. Put it on storage that all nodes share.")
         if self.config.load_step != -1:
-            return self._choose_step(candidates, self.config.load_step)
+            if not self._ranks.on_rank0(lambda: self._went_back(candidates)):
+                return self._choose_step(candidates, self.config.load_step)
+            self._say(f"checkpoint.load_step = {self.config.load_step}: gone back to by an earlier start of this run")
         found = [
             f"{path.name}: set aside earlier"
             for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
@@ -250,6 +260,15 @@ class CheckpointManager:
             )
         return None
 
+    def _went_back(self, candidates: list[Path]) -> bool:
+        """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
+        for path in reversed(candidates):
+            with contextlib.suppress(ValueError):  # damaged: the one before tells
+                since = (commit.step_of(path) or 0) > self.config.load_step
+                keys = _checkpoint_keys(commit.read_manifest(path)["info"])
+                return since and keys.get("load_step") == self.config.load_step
+        return False
+
     def _choose_step(self, candidates: list[Path], step: int) -> Path:
         by_step = {commit.step_of(path): path for path in candidates}
         if step not in by_step:
@@ -263,12 +282,11 @@ class CheckpointManager:
         return by_step[step]
 
     def _tensors_to_load(self, path: Path, info: dict[str, Any]) -> dict[str, Tensor]:
-        excluded = self.config.exclude_from_loading
-        with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in excluded
+        with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
         if self.optimizer is not None and with_optimizer:
             state.initialise_optimizer(self.optimizer)
         same_world = info["layout"]["world_size"] == self._ranks.size
-        wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in excluded)
+        wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
         saved = read_index(path)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.") or name in saved}
         if misfits := _misfits(wanted, saved, self._ranks):
@@ -289,7 +307,7 @@ class CheckpointManager:
         changes = compare_jobs(
             info["job"],
             self.job,
-            keeps_data="data" not in self.config.exclude_from_loading,
+            keeps_data="data" not in self._excluded,
             same_tokenizer=None in (trained_with, self.tokenizer) or trained_with == self.tokenizer,
         )
         for line in changes.lines():
@@ -359,6 +377,11 @@ def read_index(path: Path) -> dict[str, Any]:
         return SafeReader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
+    """[checkpoint] of the job that saved this."""
+    return (info["job"] or {}).get("checkpoint", {})
 
 
 def _misfits(wanted: dict[str, Tensor], saved: dict[str, Any], ranks: Ranks | None) -> list[str]:

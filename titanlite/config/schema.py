@@ -376,10 +376,11 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints whose step is a multiple of this are kept for good, beside keep_latest_k. 0: none is."""
     load_step: AutoInt = -1
-    """Resume from this step. -1: from the newest."""
+    """Go back to this step once; later checkpoints are renamed, and a start with the same value resumes from what was
+    saved since. -1: resume from the newest."""
     exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
     """Parts of a checkpoint that a resume starts afresh: the optimizer's state, the place in the data, the random
-    state."""
+    state. Once: what was saved with the same value is loaded whole."""
     initial_load_path: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0: a step folder, or a folder of them. Only read where
     there is nothing to resume."""
