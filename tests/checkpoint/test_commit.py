@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.checkpoint import commit
+from titanlite.config.errors import CheckpointError
 
 
 def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
@@ -55,6 +56,23 @@ def test_every_truncation_and_a_deletion_is_detected(tmp_path, name):
         assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
     (path / name).unlink()
     assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "manifest.json"])
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, name):
+    path = write_checkpoint(tmp_path, 100)
+    (path / name).unlink()
+    (path / name).symlink_to(name)  # a loop; as good as storage that is away, or a missing permission
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: OSError: Too many levels of symbolic links"):
+        commit.verify_folder(path)
+
+
+def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(commit, "FORMAT_VERSION", 2)
+    path = write_checkpoint(tmp_path, 100)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="format 2 is unknown to this version, which reads 1"):
+        commit.verify_folder(path)
 
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from titanlite.checkpoint import commit, state
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
+from titanlite.checkpoint.ranks import Ranks
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import JobConfig
@@ -167,6 +168,20 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(two_saved, file, 
     assert state["step"] == 2
     assert names(folder) == ["step-00000002", "step-00000004.damaged"]
     assert any("step-00000004 is DAMAGED" in line and file in line for line in lines)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
+def test_a_file_that_cannot_be_read_now_stops_the_run_and_renames_nothing(two_saved, file):
+    folder, _ = two_saved
+    path = folder / "step-00000004" / file
+    aside = path.rename(folder / file)
+    path.symlink_to(file)
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
+        TinyRun().manager(folder).load()
+    aside.rename(path)
+    state = TinyRun().manager(folder).load()
+    assert state is not None
+    assert state["step"] == 4
 
 
 def test_with_none_left_good_the_run_stops_now_and_at_the_next_start(two_saved):
@@ -433,7 +448,7 @@ def test_a_new_run_starts_from_the_weights_of_another(two_saved, tmp_path):
     fresh = TinyRun(seed=99)
     manager = fresh.manager(tmp_path / "new" / "checkpoint", lines=lines, initial_load_path=str(folder))
     assert manager.load() is None
-    assert lines[-1] == f"starting from the weights in {folder}"
+    assert lines[-1] == f"starting from the weights in {folder / 'step-00000004'}"
     assert_equal(dict(weights(fresh)), dict(weights(run)))
     assert not fresh.optimizer.state
     fresh.train(1)
@@ -442,6 +457,20 @@ def test_a_new_run_starts_from_the_weights_of_another(two_saved, tmp_path):
     state = resumed.manager(tmp_path / "new" / "checkpoint", initial_load_path="nowhere").load()
     assert state is not None
     assert_equal(resumed.everything(), fresh.everything())
+
+
+def test_the_first_rank_alone_looks_which_weights_are_the_newest(two_saved, tmp_path, monkeypatch):
+    """A run that goes on there could show each rank another one."""
+    folder, _ = two_saved
+    manager = TinyRun().manager(tmp_path / "new" / "checkpoint", initial_load_path=str(folder))
+    asked: list[str] = []
+    on_rank0 = Ranks.on_rank0
+    monkeypatch.setattr(Ranks, "on_rank0", lambda ranks, find: (asked.append("rank 0"), on_rank0(ranks, find))[1])
+    checkpoints_at = commit.checkpoints_at
+    monkeypatch.setattr(commit, "checkpoints_at", lambda path: (asked.append("look"), checkpoints_at(path))[1])
+    manager.load()
+    assert asked[-2:] == ["rank 0", "look"]
+    assert asked.count("look") == 1
 
 
 def weights(run: TinyRun) -> dict[str, torch.Tensor]:

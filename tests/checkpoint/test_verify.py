@@ -1,9 +1,11 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from test_commit import write_checkpoint
 
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.verify import verify
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError
@@ -24,7 +26,7 @@ def test_all_checkpoints_of_a_folder_are_listed_with_their_state(tmp_path, capsy
         ".tmp-step-00000300-x",
         "step-00000050.damaged",
     ]
-    assert out.err == "1 of 2 checkpoints damaged: step-00000200\n"
+    assert out.err == "1 of 2 checkpoints damaged or unreadable: step-00000200\n"
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path, capsys):
@@ -37,6 +39,33 @@ def test_json_is_one_object_and_nothing_else(tmp_path, capsys):
         "unfinished": [],
         "set_aside": [],
     }
+
+
+def test_what_a_run_removes_meanwhile_is_left_out(tmp_path, monkeypatch):
+    first, second = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
+    verify_folder = commit.verify_folder
+    monkeypatch.setattr(
+        commit, "verify_folder", lambda path: (path == first and commit.remove(path), verify_folder(path))[1]
+    )
+    assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == [second.name]
+
+
+def test_what_cannot_be_read_is_listed_and_not_called_damaged(tmp_path):
+    path = write_checkpoint(tmp_path, 100)
+    (path / "a.bin").unlink()
+    (path / "a.bin").symlink_to("a.bin")
+    write_checkpoint(tmp_path, 200)
+    assert [row["state"] for row in verify(tmp_path)["checkpoints"]] == ["unreadable", "good"]
+    assert main(["verify", str(tmp_path)]) == 4
+
+
+def test_a_link_to_a_step_folder_and_the_current_folder_are_one(tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path, 100)
+    (tmp_path / "latest").symlink_to(path.name)
+    monkeypatch.chdir(path)
+    for name in ("../latest", "."):
+        assert verify(Path(name))["checkpoints"][0]["name"] == path.name
+        assert commit.find_good(Path(name)) == path
 
 
 def test_one_step_folder_can_be_verified_and_an_empty_folder_cannot(tmp_path):

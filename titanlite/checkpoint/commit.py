@@ -149,12 +149,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a published checkpoint.
 
     Raises:
-        ValueError: it is missing, unreadable, altered, or of a format that this version does not know.
+        ValueError: it is missing or altered.
+        CheckpointError: it cannot be read now, or is of a format that this version does not know.
     """
     try:
         raw = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST}: missing") from None
     except OSError as error:
-        raise ValueError(f"{MANIFEST}: {error.strerror or error}") from error
+        raise _unreadable(path / MANIFEST, error) from None
     try:
         body = json.loads(raw)
         body.pop("checksum")
@@ -164,8 +167,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not intact:
         raise ValueError(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
     if body["format"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{MANIFEST}: format {body['format']} is unknown to this version, which reads {FORMAT_VERSION}"
+        raise CheckpointError(
+            f"{path / MANIFEST}: format {body['format']} is unknown to this version, which reads {FORMAT_VERSION}. "
+            "Use the titanlite that wrote it."
         )
     return body
 
@@ -177,7 +181,12 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
         share: picks the file names that this caller reads, so that several ranks can split the work.
 
     Returns:
-        One line for each damage found; empty when the checkpoint (or this caller's share of it) is good.
+        One line for each damage found (a file missing, short, long, or with another checksum); empty when the
+        checkpoint (or this caller's share of it) is good.
+
+    Raises:
+        CheckpointError: it cannot be read, which says nothing about what it holds: permission, storage away for a
+            moment, a newer format.
     """
     try:
         manifest = read_manifest(path)
@@ -189,19 +198,28 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
     return [line for line in damage if line]
 
 
-def find_good(path: Path, verify: Callable[[Path], list[str]] | None = None) -> Path:
+def checkpoints_at(path: Path) -> list[Path]:
+    """A step folder itself, also as a link to it or as `.`; else what `list_checkpoints` finds."""
+    path = path.resolve()
+    return [path] if step_of(path) is not None and path.is_dir() else list_checkpoints(path)
+
+
+def find_good(
+    path: Path,
+    verify: Callable[[Path], list[str]] | None = None,
+    look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
+) -> Path:
     """A step folder itself, or the newest undamaged one in a folder of checkpoints.
 
     Args:
         verify: another way to call `verify_folder`, by which ranks share the work.
+        look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
 
     Raises:
-        CheckpointError: none is there, or none that is good.
+        CheckpointError: none is there, or none that is good, or one cannot be read.
     """
-    single = step_of(path) is not None
-    candidates = [path] if single else list_checkpoints(path)
     found = []
-    for candidate in reversed(candidates):
+    for candidate in reversed(look(lambda: checkpoints_at(path))):
         damage = (verify or verify_folder)(candidate)
         if not damage:
             return candidate
@@ -261,6 +279,13 @@ def _encode_manifest(body: dict[str, Any]) -> bytes:
     return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {type(error).__name__}: {error.strerror or error}. That need not be damage, and "
+        "nothing is renamed. Mend it and start again, or move this checkpoint away."
+    )
+
+
 def _verify_file(path: Path, expected: dict[str, Any]) -> str | None:
     try:
         with path.open("rb", buffering=0) as file:
@@ -273,7 +298,7 @@ def _verify_file(path: Path, expected: dict[str, Any]) -> str | None:
     except FileNotFoundError:
         return f"{path.name}: missing"
     except OSError as error:
-        return f"{path.name}: {error.strerror or error}"
+        raise _unreadable(path, error) from None
     if checksum.hexdigest() != expected["xxh3_128"]:
         return f"{path.name}: checksum differs ({size} bytes)"
     return None

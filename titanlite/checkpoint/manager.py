@@ -326,9 +326,9 @@ class CheckpointManager:
         path = Path(self.config.initial_load_path)
         if self.config.initial_load_in_hf:
             load_hf_weights(path, self.model)
+            self._say(f"starting from the weights in {path}")
         else:
-            load_model_weights(path, self.model)
-        self._say(f"starting from the weights in {path}")
+            load_model_weights(path, self.model, self._say)
 
     def _export(self, path: Path) -> None:
         """On rank 0: write the last checkpoint for transformers. Reads it from the disk, so no rank has to gather."""
@@ -346,11 +346,12 @@ class CheckpointManager:
             self._log(line)
 
 
-def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
+def load_model_weights(path: Path, model: nn.Module, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Load the weights, nothing else, into a model in place; works without a process group, too.
 
     Args:
         path: one step folder, or the folder of all, then the newest good one is taken.
+        log: told which.
 
     Returns:
         The JSON value of the manifest: train_state, job, layout.
@@ -359,7 +360,8 @@ def load_model_weights(path: Path, model: nn.Module) -> dict[str, Any]:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
     ranks = Ranks(schema.Checkpoint().timeout_seconds) if dist.is_initialized() else None
-    chosen = commit.find_good(path, ranks and ranks.verify)
+    chosen = commit.find_good(path) if ranks is None else commit.find_good(path, ranks.verify, ranks.on_rank0)
+    log(f"starting from the weights in {chosen}")
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     if misfits := _misfits(tensors, read_index(chosen), ranks):
         raise CheckpointError(f"{chosen} does not fit this model:\n  " + _abridge(misfits))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from titanlite.checkpoint import commit
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, UserError
 
 T = TypeVar("T")
 
@@ -52,8 +52,19 @@ class Ranks:
         return sorted({line for of_rank in self.distinct(lines) for line in of_rank})
 
     def verify(self, path: Path) -> list[str]:
-        """Damage of a checkpoint; the ranks share the reading."""
-        return self.union(commit.verify_folder(path, lambda names: names[self.rank :: self.size]))
+        """Damage of a checkpoint; the ranks share the reading.
+
+        Raises:
+            CheckpointError: on every rank, if one cannot read it.
+        """
+        damage, unreadable = [], []
+        try:
+            damage = commit.verify_folder(path, lambda names: names[self.rank :: self.size])
+        except CheckpointError as error:
+            unreadable = [str(error)]
+        if unreadable := self.union(unreadable):
+            raise CheckpointError("\n".join(unreadable))
+        return self.union(damage)
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Call it on rank 0; its value comes back on every rank.

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the subcommand.
 
     Raises:
-        CheckpointError: nothing to verify, or a checkpoint is damaged; the report is printed before.
+        CheckpointError: nothing to verify, or a checkpoint is damaged or unreadable; the report is printed before.
     """
     parser = argparse.ArgumentParser(prog="titanlite verify", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("dir", type=path_name, metavar="DIR", help="one step folder, or the folder of all checkpoints")
@@ -28,30 +28,37 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     report = verify(options.dir)
     print(json.dumps(report, indent=2) if options.json else as_text(report))
-    bad = [row["name"] for row in report["checkpoints"] if row["state"] == "damaged"]
+    bad = [row["name"] for row in report["checkpoints"] if row["state"] != "good"]
     if bad:
-        raise CheckpointError(f"{len(bad)} of {len(report['checkpoints'])} checkpoints damaged: {', '.join(bad)}")
+        raise CheckpointError(
+            f"{len(bad)} of {len(report['checkpoints'])} checkpoints damaged or unreadable: {', '.join(bad)}"
+        )
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """Check a checkpoint, or all in a folder.
 
     Returns:
-        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged", "damage": [...]}],
-        "unfinished": [names], "set_aside": [names]}
+        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged" | "unreadable", "damage":
+        [...]}], "unfinished": [names], "set_aside": [names]}
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    single = commit.step_of(folder) is not None and folder.is_dir()
-    paths = [folder] if single else commit.list_checkpoints(folder)
+    paths = commit.checkpoints_at(folder)
+    single = paths == [folder.resolve()]
     if not paths:
         raise CheckpointError(f"{folder}: no checkpoint here; expected step-... folders, or one such folder")
     rows = []
     for path in paths:
-        damage = commit.verify_folder(path)
-        state = "damaged" if damage else "good"
+        try:
+            damage = commit.verify_folder(path)
+            state = "damaged" if damage else "good"
+        except CheckpointError as error:
+            damage, state = [str(error)], "unreadable"
         size = commit.folder_size(path)
+        if not path.exists():  # the run goes on, and has removed it meanwhile
+            continue
         rows.append({"name": path.name, "step": commit.step_of(path), "bytes": size, "state": state, "damage": damage})
     return {
         "folder": str(folder),
