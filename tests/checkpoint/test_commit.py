@@ -88,6 +88,12 @@ def test_nothing_is_published_over_an_existing_folder(tmp_path):
     assert (path / "manifest.json").read_bytes() == before
 
 
+def test_what_is_synced_to_the_disk_is_the_whole_file(tmp_path):
+    file = commit.HashingFile(tmp_path / "a.bin")
+    file.write(b"less than a buffer")
+    assert os.fstat(file.fileno()).st_size == file.tell() == 18
+
+
 def test_publishing_needs_every_file_in_its_full_size(tmp_path):
     unfinished = tmp_path / ".tmp-step-00000100-x"
     unfinished.mkdir()

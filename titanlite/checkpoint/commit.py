@@ -68,6 +68,7 @@ class HashingFile:
         self._file.flush()
 
     def fileno(self) -> int:
+        self._file.flush()  # DCP asks for it to sync the file, and does not flush
         return self._file.fileno()
 
     def close(self) -> None:
