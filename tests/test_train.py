@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import titanlite.train
+from titanlite.config.errors import GuardError
 from titanlite.config.load import load_job
+from titanlite.config.schema import JobConfig
 
 pytestmark = pytest.mark.slow
 
@@ -284,6 +289,17 @@ def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: P
     assert "Traceback" not in output
     assert "Step 5:" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+
+
+def test_a_guard_lets_the_save_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an async mode it writes an older and good state; ending at once would cut it off."""
+    trainer = Mock()
+    trainer.train.side_effect = GuardError("Step 7: loss is nan.")
+    monkeypatch.setattr(titanlite.train, "Trainer", lambda job, device: trainer)
+    monkeypatch.setattr(titanlite.train, "process_group", nullcontext)
+    with pytest.raises(GuardError, match="Step 7"):
+        titanlite.train.main(JobConfig())
+    trainer.close.assert_called_once()
 
 
 def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_path: Path) -> None:

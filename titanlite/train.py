@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.config.errors import ERROR_FOLDER, CheckpointError, StoppedBySignal, UserError
+from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -57,7 +57,12 @@ def main(job: JobConfig) -> None:
         UserError: Something that a person can mend; its `exit_code` is the program's.
     """
     with process_group(job) as device:
-        Trainer(job, device).train()
+        trainer = Trainer(job, device)
+        try:
+            trainer.train()
+        except GuardError:  # on all ranks together
+            trainer.close()  # a save under way is of an earlier step, and good
+            raise
 
 
 class Trainer:
