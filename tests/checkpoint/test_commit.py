@@ -122,8 +122,26 @@ def test_only_leftovers_are_removed_at_start(tmp_path):
     (tmp_path / ".tmp-step-00000009-x").mkdir()
     (tmp_path / ".tmp-step-00000009-x" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "notes").mkdir()
-    assert commit.remove_unfinished(tmp_path) == [".tmp-step-00000009-x"]
+    assert commit.remove_unfinished(tmp_path) == ([".tmp-step-00000009-x"], [])
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000007"]
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_passed_over(tmp_path, monkeypatch):
+    for name in (".tmp-step-00000007-x", ".tmp-step-00000009-y"):
+        (tmp_path / name).mkdir()
+    rmtree = commit.shutil.rmtree
+
+    def busy(path):
+        if path.name.endswith("x"):
+            raise OSError(16, "Device or resource busy", ".nfs0001")
+        rmtree(path)
+
+    monkeypatch.setattr(commit.shutil, "rmtree", busy)
+    gone, kept = commit.remove_unfinished(tmp_path)
+    assert gone == [".tmp-step-00000009-y"]
+    assert kept == [
+        "could not remove the unfinished .tmp-step-00000007-x: [Errno 16] Device or resource busy: '.nfs0001'"
+    ]
 
 
 def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
@@ -137,7 +155,7 @@ def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch)
         commit.remove(path)
     monkeypatch.undo()
     assert commit.list_checkpoints(tmp_path) == []
-    assert len(commit.remove_unfinished(tmp_path)) == 1
+    assert len(commit.remove_unfinished(tmp_path)[0]) == 1
     assert os.listdir(tmp_path) == []
 
 

@@ -524,6 +524,69 @@ def test_the_last_save_can_be_for_transformers_too(tmp_path, model_only):
         assert torch.equal(reader.read("norm.weight"), run.everything()["norm.weight"])
 
 
+@pytest.mark.parametrize("model_only", [False, True])
+def test_results_of_an_earlier_last_step_are_superseded(tmp_path, model_only):
+    keys = {"last_save_in_hf": True, "last_save_model_only": model_only}
+    final = "final" if model_only else "checkpoint"
+    run, lines = TinyRun(), []
+
+    def last_save(step: int) -> None:
+        manager = run.manager(tmp_path / "checkpoint", lines=lines, write_tokenizer=lambda folder: {}, **keys)
+        if manager.load() is None or step > run.step:
+            run.train(1)
+            run.step = step
+        manager.save(step, run.train_state(), last=True)
+        manager.close()
+        assert manager.holds(step)
+        with HuggingFaceReader(tmp_path / "final_hf") as reader:
+            assert torch.equal(reader.read("norm.weight"), run.everything()["norm.weight"])
+        model = Llama(run.model.arch)
+        load_model_weights(tmp_path / final / commit.step_name(step), model)
+        assert_equal(dict(model.state_dict()), weights(run))
+
+    last_save(4)
+    last_save(8)
+    assert (tmp_path / "final_hf.superseded").is_dir()
+    lines.clear()
+    if model_only:  # nothing to resume from: step 8 is trained once more
+        last_save(8)
+        assert names(tmp_path / "final") == ["step-00000004", "step-00000008", "step-00000008.superseded"]
+    else:
+        last_save(8)
+        assert lines[-1] == f"{tmp_path}/final_hf exists already and is kept"
+
+
+def test_a_failed_export_leaves_nothing_and_is_a_failed_save(tmp_path, monkeypatch):
+    run, lines = TinyRun(), []
+    keys = {"last_save_in_hf": True, "write_tokenizer": lambda folder: {}}
+    manager = run.manager(tmp_path / "checkpoint", lines=lines, **keys)
+    run.train(1)
+    no_space = OSError(28, "No space left on device")
+    monkeypatch.setattr(HuggingFaceWriter, "publish", lambda *args: (_ for _ in ()).throw(no_space))
+    manager.save(1, run.train_state(), last=True)
+    monkeypatch.undo()
+    manager.close()
+    assert lines[-1] == f"writing {tmp_path}/final_hf FAILED (OSError: [Errno 28] No space left on device)"
+    assert manager.stats()["failed_saves"] == 1
+    assert not manager.holds(1)
+    assert not (tmp_path / "final_hf").exists()
+    assert commit.list_unfinished(tmp_path) == []
+    manager = run.manager(tmp_path / "checkpoint", **keys)
+    manager.load()
+    manager.save(1, run.train_state(), last=True)
+    assert manager.holds(1)
+    assert (tmp_path / "final_hf").is_dir()
+
+
+def test_leftovers_of_a_last_save_are_removed_too(tmp_path):
+    for name in ("final/.tmp-step-00000002-x", ".tmp-final_hf-y", ".tmp-mine"):
+        (tmp_path / name).mkdir(parents=True)
+    lines: list[str] = []
+    TinyRun().manager(tmp_path / "checkpoint", lines=lines)
+    assert lines == ["removed 2 unfinished checkpoint folders: .tmp-step-00000002-x, .tmp-final_hf-y"]
+    assert names(tmp_path) == [".tmp-mine", "checkpoint", "final"]
+
+
 def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")

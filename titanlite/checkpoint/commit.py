@@ -233,15 +233,21 @@ def list_unfinished(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.startswith(UNFINISHED)) if folder.is_dir() else []
 
 
-def remove_unfinished(folder: Path) -> list[str]:
-    """Delete what `list_unfinished` finds; returns the names of folders."""
-    leftovers = list_unfinished(folder)
-    for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return [path.name for path in leftovers if not path.name.startswith(PROBE)]
+def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> tuple[list[str], list[str]]:
+    """Delete what `list_unfinished` finds, if its name begins with `prefix`.
+
+    Returns:
+        The names of folders that are gone, and one line for what could not be deleted, such as a file that is open on
+        another node. It is in nobody's way: names are never used twice.
+    """
+    gone, kept = [], []
+    for path in (path for path in list_unfinished(folder) if path.name.startswith(prefix)):
+        try:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            gone += [path.name] * (not path.name.startswith(PROBE))
+        except OSError as error:
+            kept.append(f"could not remove the unfinished {path.name}: {error}")
+    return gone, kept
 
 
 def set_aside(path: Path, reason: str = "damaged") -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,10 +65,14 @@ def export_hf(
         write_tokenizer: puts the tokenizer's files into a folder and returns bos_token_id and eos_token_id.
     """
     writer = HuggingFaceWriter(out, source.arch, dtype)
-    token_ids = write_tokenizer(writer.folder)
-    for name in writer.names:
-        writer.add(name, source.read(name))
-    writer.publish(token_ids)
+    try:
+        token_ids = write_tokenizer(writer.folder)
+        for name in writer.names:
+            writer.add(name, source.read(name))
+        writer.publish(token_ids)
+    except BaseException:
+        shutil.rmtree(writer.folder, ignore_errors=True)
+        raise
 
 
 class WeightSource(Protocol):

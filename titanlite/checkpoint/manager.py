@@ -101,9 +101,7 @@ class CheckpointManager:
         self._saver.settle()
         final = self.folder.parent / "final"
         if last and self.config.last_save_model_only:
-            if self._ranks.on_rank0(lambda: (final / commit.step_name(step)).exists()):
-                self._say(f"{final / commit.step_name(step)} exists already and is kept")
-            else:
+            if not self._ranks.on_rank0(lambda: self._keeps(final / commit.step_name(step), step)):
                 tensors = self._live_tensors(optimizer=False)
                 self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
         elif not self.holds(step):
@@ -113,7 +111,8 @@ class CheckpointManager:
         if last and self.config.last_save_in_hf:
             self._saver.settle()
             source = final if self.config.last_save_model_only else self.folder
-            self._ranks.on_rank0(lambda: self._export(source / commit.step_name(step)))
+            if not self._ranks.on_rank0(lambda: self._export(source / commit.step_name(step), step)):
+                self._saver.fail(step)
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
@@ -170,8 +169,13 @@ class CheckpointManager:
     def _start(self) -> str:
         """On rank 0: the folder without leftovers, and in it a file whose name no earlier run has used."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if leftovers := commit.remove_unfinished(self.folder):
-            self._log(f"removed {len(leftovers)} unfinished checkpoint folders: {', '.join(leftovers)}")
+        beside = self.folder.parent
+        places = [(self.folder, ""), (beside / "final", ""), (beside, "final_hf-")]
+        found = [commit.remove_unfinished(folder, commit.UNFINISHED + prefix) for folder, prefix in places]
+        for line in (line for _, kept in found for line in kept):
+            self._log(line)
+        if gone := [name for names, _ in found for name in names]:
+            self._log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
         token = secrets.token_hex(8)
         (self.folder / f"{commit.PROBE}{token}").touch(exist_ok=False)
         return token
@@ -330,16 +334,34 @@ class CheckpointManager:
         else:
             load_model_weights(path, self.model, self._say)
 
-    def _export(self, path: Path) -> None:
-        """On rank 0: write the last checkpoint for transformers. Reads it from the disk, so no rank has to gather."""
+    def _keeps(self, path: Path, step: int) -> bool:
+        """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
+        if not path.exists():
+            return False
+        if step == self._current_step:
+            self._log(f"{path} exists already and is kept")
+            return True
+        self._log(f"{path} is of an earlier run: renamed to {commit.set_aside(path, 'superseded').name}")
+        return False
+
+    def _export(self, path: Path, step: int) -> bool:
+        """On rank 0: write the last checkpoint for transformers. Reads it from the disk, so no rank has to gather.
+
+        Returns:
+            Whether it is there.
+        """
         out = self.folder.parent / "final_hf"
-        if self._write_tokenizer is None or not path.exists():
+        if self._write_tokenizer is None or self._saver.failed_step == step:
             self._log(f"final_hf is not written: {path} could not be saved")
-        elif out.exists():
-            self._log(f"{out} exists already and is kept")
-        else:
-            export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
-            self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
+            return True  # that failure is counted
+        try:
+            if not self._keeps(out, step):
+                export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
+                self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
+        except (OSError, UserError) as error:
+            self._log(f"writing {out} FAILED ({type(error).__name__}: {error})")
+            return False
+        return True
 
     def _say(self, line: str) -> None:
         if self._ranks.rank == 0:
