@@ -427,6 +427,29 @@ def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkey
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
+def test_a_state_that_cannot_be_staged_is_a_failed_save(two_saved, monkeypatch):
+    """As where shared memory is small; on one rank, all would fail."""
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines, async_mode="async")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **keys: (_ for _ in ()).throw(RuntimeError("no memory")))
+    manager.save(6, run.train_state())
+    monkeypatch.undo()
+    assert lines[-1] == "save of step 6 FAILED (OSError: staging: no memory)"
+    manager.save(6, run.train_state())
+    manager.close()
+    assert manager.stats()["failed_saves"] == 1
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_the_process_that_writes_may_open_a_file_for_each_tensor(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    TinyRun().manager(tmp_path, async_mode="process").close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_pinned_memory_without_a_gpu_is_refused(tmp_path):
     with pytest.raises(UserError, match="needs a GPU"):
         TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import resource
 import shutil
 import signal
 import time
@@ -93,6 +94,8 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         mode = config.async_mode
         if mode == "process":  # the process is DCP's, which has no other way to say what it logs
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a tensor in shared memory is an open file
             _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(
                 _serve_saves_quietly
             )
@@ -153,10 +156,18 @@ class Saver:
 
     def _write(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
         """Start writing, or write; the future fails if any rank failed."""
-        if self._stager is not None:
-            staged = self._stager.stage(tensors)
-            return self._writer.submit(lambda: self._save(staged(), writer))
         future: Future[Any] = Future()
+        if self._stager is not None:
+            errors: list[str] = []
+            staged: Callable[[], dict[str, Tensor]] = dict
+            try:
+                staged = self._stager.stage(tensors)
+            except (OSError, RuntimeError) as error:
+                errors = [f"staging: {error}"]
+            if errors := self._ranks.union(errors):  # no rank writes then: it would wait for the others
+                future.set_exception(OSError("; ".join(errors)))
+                return future
+            return self._writer.submit(lambda: self._save(staged(), writer))
         try:
             future.set_result(self._save(tensors, writer))
         except CheckpointException as error:
