@@ -1,6 +1,7 @@
 """Invariants 4 and 5: exact resume, and damage is detected, named and survived."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import resource
@@ -450,6 +451,38 @@ def test_the_process_that_writes_may_open_a_file_for_each_tensor(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_second_run_in_the_same_folder_waits_and_then_gives_up(tmp_path, monkeypatch):
+    hold = f"""
+import time
+from pathlib import Path
+from titanlite.checkpoint import commit
+commit.lock(Path("{tmp_path}/checkpoint"), 0, print)
+print("held", flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "checkpoint" / ".tmp-step-00000002-x").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        monkeypatch.setattr("titanlite.checkpoint.manager.LOCK_PATIENCE", 0.3)
+        lines: list[str] = []
+        with pytest.raises(UserError, match="another run is using it"):
+            TinyRun().manager(tmp_path / "checkpoint", lines=lines)
+        assert lines == [f"{tmp_path}/checkpoint: another run is using it; waiting up to 0 s for its end"]
+        assert names(tmp_path / "checkpoint") == [".tmp-step-00000002-x"]  # its unfinished save is left alone
+        monkeypatch.undo()
+        threading.Timer(0.3, other.kill).start()
+        TinyRun().manager(tmp_path / "checkpoint").close()  # the lock ends with the process
+    assert names(tmp_path / "checkpoint") == []
+
+
+def test_a_file_system_without_locks_is_said_to_have_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    lines: list[str] = []
+    TinyRun().manager(tmp_path, lines=lines).close()
+    assert "its file system has no locks: No locks available" in lines[0]
+
+
 def test_pinned_memory_without_a_gpu_is_refused(tmp_path):
     with pytest.raises(UserError, match="needs a GPU"):
         TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
@@ -607,7 +640,7 @@ def test_leftovers_of_a_last_save_are_removed_too(tmp_path):
     lines: list[str] = []
     TinyRun().manager(tmp_path / "checkpoint", lines=lines)
     assert lines == ["removed 2 unfinished checkpoint folders: .tmp-step-00000002-x, .tmp-final_hf-y"]
-    assert names(tmp_path) == [".tmp-mine", "checkpoint", "final"]
+    assert names(tmp_path) == [".checkpoint.lock", ".tmp-mine", "checkpoint", "final"]
 
 
 def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):

@@ -7,10 +7,13 @@ ever written into a published folder. May import config.errors, and no torch: th
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import IO, Any
 
 import xxhash
 
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, UserError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -226,6 +229,39 @@ def find_good(
             return candidate
         found.append(f"{candidate} is damaged: {'; '.join(damage)}")
     raise CheckpointError("\n".join(found) or f"{path}: no checkpoint here; expected step-... folders, or one of them")
+
+
+def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
+    """Keep other runs out of a folder of checkpoints, until this process ends or closes the returned descriptor.
+
+    The lock is this process's own: what it starts does not inherit it. NFS shows it to other nodes.
+
+    Args:
+        patience: seconds to wait for another run, which may be saving for the last time.
+
+    Returns:
+        None, with a warning, where the file system has no locks.
+
+    Raises:
+        UserError: another run is still there.
+    """
+    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    started = told = time.monotonic()
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                log(f"{folder}: a second run in it would go unnoticed, its file system has no locks: {error.strerror}")
+                os.close(descriptor)
+                return None
+        if time.monotonic() - started > patience:
+            raise UserError(f"{folder}: another run is using it. Stop that one, or choose another job.dump_folder.")
+        if told == started:
+            log(f"{folder}: another run is using it; waiting up to {patience:.0f} s for its end")
+            told = time.monotonic()
+        time.sleep(0.1)
 
 
 def list_unfinished(folder: Path) -> list[Path]:

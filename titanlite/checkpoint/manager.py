@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pickle
 import secrets
 import shutil
@@ -33,6 +34,8 @@ from titanlite.checkpoint.storage import SafeReader, alone
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
+
+LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
 
 
 class CheckpointManager:
@@ -70,6 +73,7 @@ class CheckpointManager:
         self._write_tokenizer = write_tokenizer
         self._ranks = Ranks(config.timeout_seconds)
         self._current_step: int | None = None  # the step that the live state was loaded from
+        self._lock: int | None = None  # on rank 0
         self._excluded = set(config.exclude_from_loading)
         token = self._ranks.on_rank0(self._start)
         self._check_storage(token)
@@ -163,12 +167,16 @@ class CheckpointManager:
         """Wait for the save and the removals under way."""
         self._saver.close()
         self._ranks.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
     # --- what is found at start
 
     def _start(self) -> str:
         """On rank 0: the folder without leftovers, and in it a file whose name no earlier run has used."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # The other ranks wait, too, and no longer than for a save.
+        self._lock = commit.lock(self.folder, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self._log)
         beside = self.folder.parent
         places = [(self.folder, ""), (beside / "final", ""), (beside, "final_hf-")]
         found = [commit.remove_unfinished(folder, commit.UNFINISHED + prefix) for folder, prefix in places]
