@@ -281,6 +281,19 @@ def test_a_finished_run_does_nothing_more(job_file: Path, tmp_path: Path) -> Non
     assert logged(tmp_path / "out") == before
 
 
+def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
+    job_file: Path, tmp_path: Path
+) -> None:
+    seed = "--checkpoint.create_seed_checkpoint"
+    run(job_file, tmp_path / "out", seed)
+    assert [path.name for path in (tmp_path / "out" / "checkpoint").iterdir()] == ["step-00000000"]
+    run(job_file, tmp_path / "out", "--training.steps", "2")
+    assert "the run has come to step 2" in run(job_file, tmp_path / "out", seed, code=2)
+    assert "checkpoint.enable is false" in run(job_file, tmp_path / "no", seed, "--checkpoint.no-enable", code=2)
+    output = run(job_file, tmp_path / "out", "--checkpoint.load_step", "0", "--training.steps", "2")
+    assert "going back to step 0: step-00000002 renamed to step-00000002.superseded" in output
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: Path, ranks: int) -> None:
     """Exit code 3, and the newest checkpoint is from before the damage."""

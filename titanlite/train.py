@@ -198,17 +198,20 @@ class Trainer:
 
         Raises:
             StoppedBySignal: After saving.
-            UserError: The data ends before the first step, or cannot be read.
+            UserError: The data ends before the first step, or cannot be read; or there is no step 0 to save.
             CheckpointError: The last save failed.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
         first_step, finished = self.step, self.step >= job.training.steps
-        if finished:
-            self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
-        elif job.checkpoint.create_seed_checkpoint:
+        if job.checkpoint.create_seed_checkpoint:
+            if self.checkpoints is None or self.step:
+                why = f"the run has come to step {self.step}" if self.step else "checkpoint.enable is false"
+                raise UserError(f"checkpoint.create_seed_checkpoint: {why}, so there is no step 0 to save.")
             self.save()
             return self.finish(Requests(), finished=False)
+        if finished:
+            self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
         gc.collect()
         gc.disable()
         with ProgressBar(job.training.steps, self.step, self.rank) as bar:

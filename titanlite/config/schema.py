@@ -375,7 +375,7 @@ class Checkpoint(Section):
     """Older checkpoints are removed after a save; 0 keeps all."""
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints whose step is a multiple of this are kept for good, beside keep_latest_k. 0: none is."""
-    load_step: AutoInt = -1
+    load_step: Annotated[int, Field(ge=-1)] = -1
     """Go back to this step once; later checkpoints are renamed, and a start with the same value resumes from what was
     saved since. -1: resume from the newest."""
     exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
