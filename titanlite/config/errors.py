@@ -21,7 +21,7 @@ class GuardError(UserError):
 
 
 class CheckpointError(UserError):
-    """No usable checkpoint."""
+    """No usable checkpoint, or none of the last step."""
 
     exit_code = 4
 
