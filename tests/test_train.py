@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import resource
 import signal
@@ -205,6 +206,26 @@ def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_pat
     assert "The save after the last step, 12, FAILED" in err
     output = run(job_file, tmp_path / "out", *options, "--validation.freq", "12")
     assert "saved step 12" in output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (None, 0)])
+def test_a_terminal_that_goes_away_costs_no_save(
+    job_file: Path, tmp_path: Path, number: signal.Signals | None, code: int
+) -> None:
+    ours, theirs = pty.openpty()
+    out, steps = tmp_path / "out", 50 if number is None else 5000
+    command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file), "--job.dump_folder"]
+    process = subprocess.Popen(
+        [*command, str(out), "--training.steps", str(steps)], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    while not (out / "metrics.jsonl").exists() or len(logged(out)) < 8:
+        os.read(ours, 65536)  # a full one would hold the run up
+    os.close(ours)
+    if number is not None:
+        process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    assert (out / "checkpoint" / f"step-{max(logged(out)):08d}").is_dir()
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGINT, 1)])

@@ -8,6 +8,7 @@ titanlite.config.errors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -122,9 +123,10 @@ class Agent(LocalElasticAgent):
                 process.send_signal(number)
         elif self.signal is None:
             self.signal = number
-            os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
             for process in self._running().values():
                 process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+                os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
         elif number == signal.SIGINT:  # a second SIGTERM is a scheduler's impatience: it has SIGKILL for that
             self._kill()
 
@@ -152,8 +154,8 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = 0  # it would end in the same way again
             if self._remaining_restarts > 0:
                 left = self._remaining_restarts - 1
-                print(_why(ends, self, self._folder), file=sys.stderr)
-                print(f"Starting again from the newest checkpoint ({left} restarts left).", file=sys.stderr, flush=True)
+                _say(_why(ends, self, self._folder))
+                _say(f"Starting again from the newest checkpoint ({left} restarts left).")
                 for file in self._folder.glob("*.json"):
                     file.unlink()
         return result
@@ -201,8 +203,13 @@ def run_workers(command: Sequence[str], world: World) -> int:
             return 0
         ends = _ends(agent, Path(folder))
         if text := _why(ends, agent, Path(folder)):
-            print(text, file=sys.stderr)
+            _say(text)
         return explain(ends, agent.signal, agent.killed)[1]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
+        print(text, file=sys.stderr, flush=True)
 
 
 def _rendezvous(world: World) -> RendezvousParameters:

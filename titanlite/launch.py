@@ -7,6 +7,7 @@ titanlite.agent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -125,4 +126,8 @@ def _cores() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # while Python shuts down, a signal that comes late would replace the exit code

@@ -49,6 +49,26 @@ def test_terminal_shows_step_and_status_and_keeps_log_lines_whole():
         assert re.search(rf"\[\d\d:\d\d:\d\d\] {line}", output)
 
 
+def test_a_terminal_that_goes_away_does_not_end_the_run():
+    ours, theirs = pty.openpty()
+    waiting = SCRIPT.replace("    bar.update(12)", '    input()\n    bar.update(12)\n    logger.info("a last line")')
+    said = "sys.stdout.flush(); sys.stderr.write('went on to the end')"
+    environment = {**os.environ, "TERM": "xterm", "LOG_RANK": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", waiting + said, "0"],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)
+    _, errors = process.communicate("\n", timeout=60)
+    assert (process.returncode, errors) == (0, "went on to the end")
+
+
 def test_other_ranks_show_no_bar():
     assert run_in_terminal(rank=1) == ""
 

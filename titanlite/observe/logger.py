@@ -11,7 +11,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import UserError
 
@@ -21,12 +21,29 @@ if TYPE_CHECKING:
 LOGGER_NAME = "titanlite"
 
 
+class _Terminal:
+    """Standard output, and nothing once its terminal is gone (a lost connection): the run goes on and saves."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+
+
 @cache
 def terminal_console() -> Console:
     """The one rich console of the process: log lines and progress bar share it, so that lines print above the bar."""
     from rich.console import Console
 
-    return Console()
+    return Console(file=cast(IO[str], _Terminal(sys.stdout)))
 
 
 def logged_ranks() -> tuple[int, ...]:
