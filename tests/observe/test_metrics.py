@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_per_device", "mfu", "memory", "memory_peak"),
     *("data_time", "step_time", "elapsed", "time", "utilization", "skipped_records", "failed_saves", "save_waits"),
+    "failed_writes",
 ]
 
 
@@ -178,6 +180,32 @@ def test_only_rank_0_writes_and_the_others_still_have_a_line(tmp_path):
     lines = train(recorder(tmp_path, rank=1, tensorboard=True), [1])
     assert "loss 7.9000" in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def full_disk():
+    """What is written beyond 8 kB of a file fails, until the function that it yields makes space."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path, full_disk, caplog, tensorboard):
+    rec = recorder(tmp_path, log_freq=1, total_steps=60, tensorboard=tensorboard)
+    train(rec, range(1, 51))
+    rec.validated(50, {"loss": 7.0})
+    full_disk()
+    train(rec, range(51, 61))
+    rec.close()
+    assert caplog.text.count("Training goes on, but its metrics cannot be written") == 1
+    steps = [entry["step"] for entry in entries(tmp_path)]  # each line is whole
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 60
+    assert entries(tmp_path)[-1]["failed_writes"] > 0
+    assert (tmp_path / "validation.jsonl").read_text() == '{"step": 50, "loss": 7.0}\n'
 
 
 def read_tensorboard(folder, tag):

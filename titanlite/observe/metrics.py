@@ -13,10 +13,12 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -70,6 +72,8 @@ class LoggedStep:
     """Checkpoints that could not be written, since this start."""
     save_waits: int = 0
     """Saves that had to wait for the end of the one before, since this start."""
+    failed_writes: int = 0
+    """Times that metrics could not be written (disk full), since this start."""
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -119,6 +123,7 @@ class MetricsRecorder:
         self._first_step = resumed_step + 1
         self._tokens_before = tokens  # up to the last logged step
         self.latest: LoggedStep | None = None
+        self._failed_writes = 0
 
         self._file = self._validation_file = None
         self._tensorboard = None
@@ -195,9 +200,11 @@ class MetricsRecorder:
             step_time=seconds / steps,
             elapsed=now - self._start_time,
             time=time.time(),
+            failed_writes=self._failed_writes,
             **counters,
         )
-        self._write(self.latest)
+        values = {name: value for name, value in asdict(self.latest).items() if name not in ("step", "time")}
+        self._write(self._file, self.latest.to_json(), "train", values, step)
         self._eta = self._time_left(self.latest, now)
         self._window_tokens, self._data_time = 0, 0.0
         self._window_step, self._window_start = step, now
@@ -205,13 +212,9 @@ class MetricsRecorder:
 
     def validated(self, step: int, score: dict[str, float]) -> None:
         """Note a validation after `step`: a line of validation.jsonl, and TensorBoard's validation/... ."""
-        if self._validation_file is not None:
-            finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
-            self._validation_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-            self._validation_file.flush()
-        if self._tensorboard is not None:
-            for name, value in score.items():
-                self._tensorboard.add_scalar(f"validation/{name}", value, step)
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
+        line = json.dumps({"step": step, **finite}, allow_nan=False)
+        self._write(self._validation_file, line, "validation", score, step)
 
     def status(self) -> str:
         """What the progress bar shows beside the step: loss, tokens/s, time left. Empty before the first log step."""
@@ -225,20 +228,32 @@ class MetricsRecorder:
 
     def close(self) -> None:
         """Flush and close the files."""
-        for file in (self._file, self._validation_file):
-            if file is not None:
-                file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for output in (self._file, self._validation_file, self._tensorboard):
+            if output is not None:
+                with self._tolerating_a_full_disk():
+                    output.close()
 
-    def _write(self, entry: LoggedStep) -> None:
-        if self._file is not None:
-            self._file.write(entry.to_json() + "\n")
-            self._file.flush()  # whoever follows the file sees the line now, and a killed run keeps it
+    def _write(self, file: TextIO | None, line: str, kind: str, values: Mapping[str, float | None], step: int) -> None:
+        if file is not None:
+            with self._tolerating_a_full_disk():  # what did not fit stays in the buffer, for the next try
+                file.write(line + "\n")
+                file.flush()  # whoever follows the file sees the line now, and a killed run keeps it
         if self._tensorboard is not None:
-            for name, value in asdict(entry).items():
-                if value is not None and name not in ("step", "time"):
-                    self._tensorboard.add_scalar(f"train/{name}", value, entry.step)
+            with self._tolerating_a_full_disk():
+                board, self._tensorboard = self._tensorboard, None
+                for name, value in values.items():
+                    if value is not None:
+                        board.add_scalar(f"{kind}/{name}", value, step)
+                self._tensorboard = board  # not after a failure: its thread is dead
+
+    @contextmanager
+    def _tolerating_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._failed_writes == 0:
+                logging.getLogger("titanlite").warning(f"Training goes on, but its metrics cannot be written: {error}")
+            self._failed_writes += 1
 
     def _time_left(self, entry: LoggedStep, now: float) -> timedelta:
         """At the mean pace since the first line, as that one held compilation and warm-up."""
