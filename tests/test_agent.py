@@ -253,6 +253,54 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
         assert outputs == ["0 2 0\n", "1 2 1\n"]
 
 
+RESTARTING = """
+import logging, sys
+logging.disable(logging.ERROR)
+from titanlite.agent import World, run_workers
+from titanlite.config.errors import UserError
+node, port, *worker = sys.argv[1:]
+try:
+    sys.exit(run_workers(worker, World(1, 2, int(node), "localhost", int(port), (0, 1), max_restarts=3)))
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def start_two_nodes(tmp_path: Path, worker: str) -> list["subprocess.Popen[str]"]:
+    """Two launchers that may restart, with a worker each."""
+    (tmp_path / "launcher.py").write_text(RESTARTING)
+    (tmp_path / "worker.py").write_text(worker)
+    port = str(30000 + os.getpid() % 2000 + len(worker))
+    command = [sys.executable, str(tmp_path / "launcher.py")]
+    return [
+        subprocess.Popen(
+            [*command, node, port, str(tmp_path / "worker.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in ("0", "1")
+    ]
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(tmp_path: Path):
+    nodes = start_two_nodes(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
+    workers = [int(node.stdout.readline()) for node in nodes if node.stdout]
+    nodes[1].kill()
+    for worker in reversed(workers):
+        os.kill(worker, signal.SIGKILL)
+    assert nodes[0].stderr is not None
+    while "Starting again" not in nodes[0].stderr.readline():
+        assert nodes[0].poll() is None
+    time.sleep(1)
+    nodes[0].send_signal(signal.SIGTERM)
+    _, said = nodes[0].communicate(timeout=20)
+    nodes[1].communicate()
+    assert (nodes[0].returncode, said) == (128 + signal.SIGTERM, "")
+
+
 # ------------------------------------------------------------------------------------------------------- what is said
 
 

@@ -90,6 +90,13 @@ class Agent(LocalElasticAgent):
         self.ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
         self.killed: set[int] = set()  # ranks that we killed
         self._deadline: float | None = None
+        self._waiting = False  # for other nodes, without workers
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._waiting = True
+        if self.signal is not None:  # it came while the workers before were stopped
+            self._forward(self.signal, None)
+        super()._rendezvous(worker_group)  # type: ignore[call-arg]  # untyped decorator
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.ends, self.killed, self._deadline = {}, set(), None
@@ -101,6 +108,7 @@ class Agent(LocalElasticAgent):
         signal.signal(signal.SIGUSR1, self._forward)
         signal.signal(signal.SIGUSR2, self._forward)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else self._forward)
+        self._waiting = False
         return ids
 
     def _running(self) -> dict[int, Any]:
@@ -118,6 +126,8 @@ class Agent(LocalElasticAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Signal handler. Workers have a session of their own, so that Ctrl-C reaches them through here alone."""
+        if self._waiting and number != signal.SIGUSR2:
+            raise SignalException("stopped between two generations of workers", signal.Signals(number))
         if number == signal.SIGUSR2:  # save and go on
             for process in self._running().values():
                 process.send_signal(number)
@@ -191,7 +201,7 @@ def run_workers(command: Sequence[str], world: World) -> int:
         )
         try:
             result: Any = agent.run()
-        except SignalException as stopped:  # while the workers were being started
+        except SignalException as stopped:  # while there were no workers
             return 128 + stopped.sigval
         except (RendezvousConnectionError, RendezvousTimeoutError) as error:
             where = f"MASTER_ADDR={world.master_addr}, MASTER_PORT={world.master_port}"
