@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -105,6 +106,33 @@ def test_a_wrong_variable_is_named(
         monkeypatch.setenv(name, value)
     assert launch.main([]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_no_late_signal_can_replace_the_exit_code():
+    """The launcher does not shut Python down: its handlers would be gone by then."""
+    run = "runpy.run_module('titanlite.launch', None, '__main__')"
+    program = f"import atexit, runpy; atexit.register(print, 'shut down'); {run}"
+    command = [sys.executable, "-c", program, "--training.steps", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3), (None, 0, 0)])
+def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path: Path):
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    save = "for i in {1..100}; do sleep 0.1; done" if number else ""
+    text = f"#!/bin/bash\ntrap 'sleep 0.5; touch saved; exit {ends}' TERM\necho ready\n{save}\nexit {ends}\n"
+    executable(tmp_path / "run_train.sh", text)
+    environment = {**os.environ, "RANK": "0"}
+    pod = subprocess.Popen([*container["command"], *container["args"]], stdout=subprocess.PIPE, env=environment)
+    assert pod.stdout is not None
+    assert pod.stdout.readline() == b"ready\n"
+    if number:
+        pod.send_signal(number)
+    assert pod.wait(timeout=20) == code
+    assert (tmp_path / "saved").exists() == bool(number)
 
 
 # ------------------------------------------------------------------------------------------------------- GPUs
