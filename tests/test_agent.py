@@ -22,13 +22,21 @@ sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), stop_seconds=float(os
 """
 
 WORKER = """
-import os, signal, sys, time
+import os, resource, shutil, signal, sys, time
 from titanlite.cli import run_quietly, stop_with_launcher
-from titanlite.config.errors import GuardError, StoppedBySignal
+from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
 rank = int(os.environ["RANK"])
 
 def guard():
+    raise GuardError("loss is nan at step 5")
+
+def folder_gone():
+    shutil.rmtree(os.environ[ERROR_FOLDER], ignore_errors=True)
+    raise GuardError("loss is nan at step 5")
+
+def disk_full():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     raise GuardError("loss is nan at step 5")
 
 def guard_on_one():
@@ -106,6 +114,12 @@ def run(command: list[str], how: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_known_end_of_all_ranks_is_said_once(command: list[str]):
     assert run(command, "guard") == (3, "loss is nan at step 5\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["folder_gone", "disk_full"])
+def test_a_known_end_stays_known_where_workers_cannot_report_it(how: str, command: list[str]):
+    assert run(command, how) == (3, 2 * "loss is nan at step 5\n")
 
 
 @pytest.mark.slow

@@ -241,12 +241,12 @@ def _ends(agent: Agent, folder: Path) -> list[End]:
     agent._running()
     ends = []
     for rank, (code, seen) in agent.ends.items():
-        file = folder / f"{rank}.json"
-        if code != 0 and file.exists():
-            record = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            record = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
+            record = {"time": seen - 2 * POLL_SECONDS, "message": None}
+        if code != 0:
             ends.append(End(rank, code, record["time"], record["message"]))
-        elif code != 0:  # it ended up to two polls before it was seen to
-            ends.append(End(rank, code, seen - 2 * POLL_SECONDS, None))
     return sorted(ends, key=lambda end: (end.rank in agent.killed, end.time))
 
 

@@ -6,6 +6,7 @@ titanlite.config.errors; everything else inside the function that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import io
@@ -87,11 +88,13 @@ def run_quietly(command: Callable[[], object]) -> int:
 def _report(message: str, exit_code: int) -> None:
     """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr."""
     folder = os.environ.get(ERROR_FOLDER)
-    if folder is None:
-        print(message, file=sys.stderr)
-        return
     record = {"message": message, "exit_code": exit_code, "time": time.time()}
-    Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
+    with contextlib.suppress(OSError):  # the folder may be gone, its disk full
+        if folder is not None:
+            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
+            return
+    with contextlib.suppress(OSError):  # and so may the terminal
+        print(message, file=sys.stderr)
 
 
 def train(argv: Sequence[str]) -> None:
@@ -190,7 +193,8 @@ def stop_with_launcher() -> None:
 
 if __name__ == "__main__":  # how the launcher starts a rank
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # All is written and closed. A gloo thread that lets go of a tensor while Python shuts down would abort the process.
     os._exit(code)
