@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from titanlite.agent import End, explain
+from titanlite.agent import Agent, End, explain
 
 LAUNCHER = """
 import logging, os, sys
@@ -200,7 +202,7 @@ def test_a_second_interrupt_stops_at_once(command: list[str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_workers_without_anything_to_save_stop_without_a_traceback(number: signal.Signals, command: list[str]):
     launcher = start(command, "early")
     launcher.send_signal(number)
@@ -315,6 +317,25 @@ def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(tmp_path: Path):
     assert (nodes[0].returncode, said) == (128 + signal.SIGTERM, "")
 
 
+@pytest.mark.slow
+def test_a_node_that_another_one_leaves_for_good_says_so(tmp_path: Path):
+    fails = "import os, sys, time; rank = int(os.environ['RANK']); time.sleep(5 * (1 - rank)); sys.exit(1 + rank)"
+    nodes = start_two_nodes(tmp_path, fails)
+    said = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2]
+    assert said[0].endswith("Another node has ended the run; its own output says why.\n")
+    assert "Traceback" not in said[0]
+
+
+def test_workers_that_are_stopped_for_a_node_that_joins_have_the_time_to_save(monkeypatch: pytest.MonkeyPatch):
+    given = []
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, number, timeout: given.append((number, timeout)))
+    stopping = Agent.__new__(Agent)
+    stopping._stop_seconds = 7
+    stopping._stop_workers(WorkerGroup.__new__(WorkerGroup))  # pyright: ignore[reportCallIssue]  # a decorator's
+    assert given == [(signal.SIGTERM, 7)]
+
+
 # ------------------------------------------------------------------------------------------------------- what is said
 
 
@@ -332,6 +353,10 @@ def test_a_worker_that_said_nothing_is_told_by_its_code():
     assert explain([End(3, 7, 1.0, None)], None, set()) == ("Rank 3 failed first: it ended with exit code 7.", 7)
     text, code = explain([End(3, -signal.SIGSEGV, 1.0, None)], None, set())
     assert (text, code) == ("Rank 3 failed first: it ended with SIGSEGV.", 139)
+
+
+def test_a_stop_before_there_is_anything_to_save_is_no_crash():
+    assert explain([End(0, -signal.SIGUSR1, 1.0, None)], signal.SIGUSR1, set()) == ("", 138)
 
 
 def test_a_crash_while_stopping_is_not_hidden():

@@ -117,6 +117,15 @@ def test_no_late_signal_can_replace_the_exit_code():
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
+def test_to_be_told_to_save_and_go_on_too_early_ends_nothing():
+    program = (
+        "import signal, sys; from titanlite.{} import main; main(sys.argv[1:]); signal.raise_signal(signal.SIGUSR2)"
+    )
+    for module, words in (("launch", []), ("cli", ["train"])):
+        command = [sys.executable, "-c", program.format(module), *words, "--training.steps", "0"]
+        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3), (None, 0, 0)])
 def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path: Path):
     yaml = pytest.importorskip("yaml")

@@ -25,7 +25,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
@@ -100,8 +105,11 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.ends, self.killed, self._deadline = {}, set(), None
+        for file in self._folder.glob("*.json"):
+            file.unlink()
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # workers inherit it until they have something to save
         ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-        # Installs handlers that raise, after which workers get 30 s: ours below replace them.
+        # Installs handlers that raise: ours below replace them.
         ids = super()._start_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
         signal.signal(signal.SIGINT, self._forward)
         signal.signal(signal.SIGTERM, self._forward)
@@ -166,16 +174,18 @@ class Agent(LocalElasticAgent):
                 left = self._remaining_restarts - 1
                 _say(_why(ends, self, self._folder))
                 _say(f"Starting again from the newest checkpoint ({left} restarts left).")
-                for file in self._folder.glob("*.json"):
-                    file.unlink()
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0) -> None:
+        """Stop running workers, for a node that joins, say: they take the time that they need to save."""
+        super()._shutdown(death_sig, int(self._stop_seconds))
 
 
 def run_workers(command: Sequence[str], world: World) -> int:
     """Run `python -u COMMAND` once for each worker of this node, print why it ended, and return the exit code.
 
     Raises:
-        UserError: the nodes did not find each other.
+        UserError: the nodes did not find each other, or another one ended the run.
     """
     with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
         os.environ[ERROR_FOLDER] = folder
@@ -203,6 +213,8 @@ def run_workers(command: Sequence[str], world: World) -> int:
             result: Any = agent.run()
         except SignalException as stopped:  # while there were no workers
             return 128 + stopped.sigval
+        except RendezvousClosedError:
+            raise UserError("Another node has ended the run; its own output says why.") from None
         except (RendezvousConnectionError, RendezvousTimeoutError) as error:
             where = f"MASTER_ADDR={world.master_addr}, MASTER_PORT={world.master_port}"
             text = f"{world.nodes} nodes did not meet at {where}: {error}."
@@ -312,7 +324,8 @@ def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tu
                 texts.setdefault(end.message, []).append(end.rank)
         lines = list(texts) if len(texts) == 1 else [f"[{_ranks(ranks)}] {text}" for text, ranks in texts.items()]
         return "\n".join([*lines, *(_short(end, killed) for end in ends if end.code not in KNOWN_EXITS)]), code
-    quiet = (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # a stop before there was anything to save
+    # A stop before there was anything to save.
+    quiet = (130, *(-number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)))
     if stopped_by is not None and all(end.code in quiet for end in ends):
         return "", 128 + stopped_by
     root, *others = ends

@@ -101,6 +101,7 @@ def train(argv: Sequence[str]) -> None:
     """`titanlite train`: check the job for this world, then train. One rank, or one of torchrun's."""
     from titanlite.validate import load_and_check
 
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on": there is nothing to save yet
     if ERROR_FOLDER in os.environ:
         stop_with_launcher()
     job = load_and_check(argv, _world_size())

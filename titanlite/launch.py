@@ -29,6 +29,7 @@ EXPLAINED = {
 def main(argv: Sequence[str]) -> int:
     """Check, launch and wait; returns the exit code of the run."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it, workers too
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on": there is nothing to save yet
     try:
         return launch(argv)
     except UserError as error:
