@@ -195,7 +195,7 @@ def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # inherited: the system refuses to write on
     try:
-        process = start(job_file, tmp_path / "out", *options, "--validation.freq", "12")
+        process = start(job_file, tmp_path / "out", *options, *VALIDATION)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     out, err = process.communicate(timeout=300)
@@ -204,7 +204,7 @@ def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_pat
     assert "save of step 12 FAILED (OSError: [Errno 27] File too large" in out
     assert out.index("save of step 12 FAILED") < out.index("validation after step 12")  # nothing may come in between
     assert "The save after the last step, 12, FAILED" in err
-    output = run(job_file, tmp_path / "out", *options, "--validation.freq", "12")
+    output = run(job_file, tmp_path / "out", *options, *VALIDATION)
     assert "saved step 12" in output
 
 
@@ -359,6 +359,10 @@ def test_when_the_data_ends_all_ranks_save_and_stop_with_0(job_file: Path, tmp_p
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)  # sums in another order
         assert a["bits_per_byte"] == pytest.approx(b["bits_per_byte"], rel=1e-5)
     assert one[-1]["loss"] < one[0]["loss"] - 1
+    last = one[-1]["step"]
+    run(job_file, tmp_path / "due", "--training.steps", "1000", "--validation.freq", str(last))
+    lines = (tmp_path / "due" / "validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, last]
 
 
 def test_data_smaller_than_one_global_batch_is_an_error(job_file: Path, tmp_path: Path) -> None:

@@ -240,9 +240,10 @@ class Trainer:
                     set_timeout(self.training_groups, job.comm.train_timeout_seconds)
                     if self.device.type == "cpu":
                         use_large_pages()
+            validated = not finished and self.step % (job.validation.freq or 1) == 0  # before the data ended
             finished = finished or requests.stop is None
             self.save(last=finished)
-            if requests.stop is None and self.step > first_step:
+            if requests.stop is None and self.step > first_step and not validated:
                 self.validate()
         signals.wait()
         self.finish(requests, finished)

@@ -170,6 +170,28 @@ def test_a_half_written_last_line_is_dropped_and_the_next_starts_afresh(tmp_path
     assert [entry["step"] for entry in entries(tmp_path)] == [1, 3]
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}'])
+def test_a_damaged_line_is_dropped(tmp_path, damage):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}\n' + damage + b"\n")
+    train(recorder(tmp_path, resumed_step=1), [2])
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(("resumed_step", "validated"), [(0, [0]), (5, [0, 5])])
+def test_a_validation_that_is_done_again_stands_there_once(tmp_path, resumed_step, validated):
+    first = recorder(tmp_path, tensorboard=True)
+    for step in (0, 5, 10):
+        first.validated(step, {"loss": 7.0})
+    first.close()
+    again = recorder(tmp_path, tensorboard=True, resumed_step=resumed_step)
+    if resumed_step == 0:
+        again.validated(0, {"loss": 7.0})
+    again.close()
+    lines = map(json.loads, (tmp_path / "validation.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == validated
+    assert [step for step, _ in read_tensorboard(tmp_path, "validation/loss")] == validated
+
+
 def test_a_complete_last_line_without_its_newline_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}')
     train(recorder(tmp_path, resumed_step=1), [2])

@@ -133,12 +133,13 @@ class MetricsRecorder:
             drop_entries_after(path, resumed_step)
             self._file = path.open("a", encoding="utf-8")
             validations = dump_folder / "validation.jsonl"
-            drop_entries_after(validations, resumed_step)
+            drop_entries_after(validations, resumed_step or -1)  # a fresh run validates first
             self._validation_file = validations.open("a", encoding="utf-8")
             if config.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=self._first_step, flush_secs=10)
+                purge = self._first_step if resumed_step else 0
+                self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=purge, flush_secs=10)
 
         self._loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
@@ -279,7 +280,7 @@ def drop_entries_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     lines = text.splitlines()
     kept = [line for line in lines if (entry_step := _step_of(line)) is not None and entry_step <= step]
     content = "".join(line + "\n" for line in kept)
@@ -300,7 +301,7 @@ def drop_entries_after(path: Path, step: int) -> None:
 def _step_of(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
