@@ -5,9 +5,18 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wanted="$1"
 state="$(cksum pyproject.toml) $PWD" # an editable installation holds the path of the folder
-for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes the rest
-    [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && exit 0
-done
+installed() {
+    for stamp in ".venv/installed$wanted" ".venv/installed.[dev]"; do # dev includes the rest
+        [[ -f "$stamp" && "$(<"$stamp")" == "$state" ]] && return
+    done
+    return 1
+}
+installed && exit
+if command -v flock >/dev/null; then # machines that share the folder: one installs, the others wait for it
+    exec 9>>pyproject.toml
+    flock 9
+    installed && exit
+fi
 
 new=""
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then

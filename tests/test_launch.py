@@ -210,6 +210,15 @@ def test_set_up_installs_once_and_again_when_pyproject_changes(clone: Path):
     assert "pip install" in (clone / "installs").read_text()
 
 
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_of_many_nodes_that_share_the_folder_one_installs(clone: Path):
+    slow = PYTHON_OF_VENV.replace('echo "$*"', 'sleep 0.3; echo "$*"')
+    executable(clone / ".venv/bin/python", slow)
+    nodes = [subprocess.Popen([clone / "scripts/setup.sh", "."], stderr=subprocess.DEVNULL) for _ in range(3)]
+    assert [node.wait(timeout=30) for node in nodes] == [0, 0, 0]
+    assert set_up(clone) == (0, 1)
+
+
 def test_an_interrupted_installation_is_done_again(clone: Path):
     (clone / "broken").write_text("")
     assert set_up(clone) == (1, 1)
