@@ -195,7 +195,7 @@ def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # inherited: the system refuses to write on
     try:
-        process = start(job_file, tmp_path / "out", *options, *VALIDATION)
+        process = start(job_file, tmp_path / "out", *options, "--validation.freq", "12", "--validation.holdout", "0.1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     out, err = process.communicate(timeout=300)
@@ -204,7 +204,7 @@ def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_pat
     assert "save of step 12 FAILED (OSError: [Errno 27] File too large" in out
     assert out.index("save of step 12 FAILED") < out.index("validation after step 12")  # nothing may come in between
     assert "The save after the last step, 12, FAILED" in err
-    output = run(job_file, tmp_path / "out", *options, *VALIDATION)
+    output = run(job_file, tmp_path / "out", *options, "--validation.freq", "12", "--validation.holdout", "0.1")
     assert "saved step 12" in output
 
 
