@@ -132,7 +132,8 @@ def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: 
     job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     save = "for i in {1..100}; do sleep 0.1; done" if number else ""
-    text = f"#!/bin/bash\ntrap 'sleep 0.5; touch saved; exit {ends}' TERM\necho ready\n{save}\nexit {ends}\n"
+    ready = "sleep 1; echo ready"  # by when the shell that started it has set its own trap
+    text = f"#!/bin/bash\ntrap 'sleep 0.5; touch saved; exit {ends}' TERM\n{ready}\n{save}\nexit {ends}\n"
     executable(tmp_path / "run_train.sh", text)
     environment = {**os.environ, "RANK": "0"}
     pod = subprocess.Popen([*container["command"], *container["args"]], stdout=subprocess.PIPE, env=environment)
