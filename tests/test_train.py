@@ -215,9 +215,11 @@ def test_a_terminal_that_goes_away_costs_no_save(
     ours, theirs = pty.openpty()
     out, steps = tmp_path / "out", 50 if number is None else 5000
     command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file), "--job.dump_folder"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would hand on that it is ignored
     process = subprocess.Popen(
         [*command, str(out), "--training.steps", str(steps)], stdin=theirs, stdout=theirs, stderr=theirs
     )
+    signal.signal(signal.SIGHUP, before)
     os.close(theirs)
     while not (out / "metrics.jsonl").exists() or len(logged(out)) < 8:
         os.read(ours, 65536)  # a full one would hold the run up
