@@ -108,6 +108,8 @@ def test_a_step_never_waits_for_the_gpu(training: Training, options: tuple[str, 
         trainer.train_step()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            with pytest.raises(RuntimeError, match="synchronizing"):  # it does see one
+                torch.zeros(1, device="cuda").item()
             for _ in range(3):
                 trainer.train_step()
         finally:

@@ -105,7 +105,7 @@ class CheckpointManager:
         self._saver.settle()
         final = self.folder.parent / "final"
         if last and self.config.last_save_model_only:
-            if not self._ranks.on_rank0(lambda: self._keeps(final / commit.step_name(step), step)):
+            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(final / commit.step_name(step), step)):
                 tensors = self._live_tensors(optimizer=False)
                 self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
         elif not self.holds(step):
@@ -342,7 +342,7 @@ class CheckpointManager:
         else:
             load_model_weights(path, self.model, self._say)
 
-    def _keeps(self, path: Path, step: int) -> bool:
+    def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
         if not path.exists():
             return False
@@ -363,7 +363,7 @@ class CheckpointManager:
             self._log(f"final_hf is not written: {path} could not be saved")
             return True  # that failure is counted
         try:
-            if not self._keeps(out, step):
+            if not self._keep_or_supersede(out, step):
                 export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
         except (OSError, UserError) as error:
