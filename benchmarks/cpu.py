@@ -1,10 +1,10 @@
-"""titanlite against a plain PyTorch loop on the same work, in turns: tokens/s, memory, time to the first step.
+"""titanlite against a plain PyTorch loop or torchtitan on the same work, in turns: tokens/s, memory, first step.
 
-    benchmarks/cpu.sh [--pairs 5] [--only NAME ...] [--steps N] [--out benchmarks/results]
+    benchmarks/cpu.sh [--beside torchtitan] [--pairs 5] [--only NAME ...] [--steps N] [--out benchmarks/results]
 
-Each pair is one run of titanlite and one of plain.py, one right after the other, so that what else the machine does
-meets both; every other pair begins with plain.py. Where something is compiled, one more pair goes first: it fills each
-side's cache, and its times are kept as those of a cold start.
+Each pair is one run of titanlite and one of the other, one right after the other, so that what else the machine does
+meets both; every other pair begins with the other. Where something is compiled, one more pair goes first: it fills each
+side's cache, and its times are kept as those of a cold start. torchtitan 0.2.2 and triton must be installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from runs import (
     run_command,
     run_plain,
     run_titanlite,
+    run_torchtitan,
     table,
     write_part,
+    write_text,
 )
 
 LARGE_VOCABULARY = Work(n_layers=2, vocab_size=128256, compile=True, steps=5)
@@ -49,6 +52,12 @@ CASES = {
     "tiny model, FSDP2": TINY,
     "tiny model, FSDP2, 2 ranks": replace(TINY, ranks=2),
 }
+# torchtitan has no FSDP2 on one rank; the tiny model is there to see FSDP2.
+BESIDE_TORCHTITAN = {name: work for name, work in CASES.items() if not work.fsdp} | {
+    "232 million parameters, bf16 compiled": Work(
+        640, 16, 10, 2, 1728, 128256, seq_len=1024, rows=1, dtype="bf16", compile=True, steps=8
+    ),
+}
 START_UP = {"titanlite --help": 0.5, "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0}
 INTRO = """\
 `benchmarks/plain.py` is the yardstick: model and loop in under 150 lines of plain PyTorch, with fused AdamW, clipping
@@ -60,6 +69,13 @@ not, are off; what makes it faster, such as its use of the heap ([training](trai
 threads (the tiny model 1), each of 2 ranks (gloo) has 1. Ratio: titanlite over plain, the median of the ratios of
 {pairs} pairs. **Bold** misses its target.
 """
+INTRO_TORCHTITAN = """\
+torchtitan 0.2.2 by its own trainer, told that its device is a CPU (`benchmarks/cpu_torchtitan.py`), and the same models
+and batches as above; both read the same JSON lines and tokenize them while they train. Activation checkpointing,
+checkpoints and TensorBoard are off, each side's other settings are its defaults, and compiled are blocks and loss. In
+bf16 torchtitan casts on one process by autocast, which keeps the residual stream in fp32; on two ranks FSDP2 casts on
+both sides. Ratio: titanlite over torchtitan, the median of the ratios of {pairs} pairs. **Bold** is behind torchtitan.
+"""
 NOTES = """\
 Tokens/s: median of the steps after the first 3. Memory: largest resident set of a training process; all processes:
 together with launcher and the process that reads the data ahead, shared pages counted once. First step: seconds from
@@ -67,39 +83,71 @@ the command to the end of step 1, where something is compiled with a warm cache;
 """
 
 
+@dataclass(frozen=True)
+class Other:
+    """What titanlite is measured against."""
+
+    name: str
+    results: str
+    """Name of the file of results."""
+    intro: str
+    cases: dict[str, Work]
+    prepare: Callable[[Path], Path]
+    """Makes the data that both sides read."""
+    run: Callable[[Work, Path, Path], Measured]
+    least: Callable[[dict[str, Any]], float]
+    """The ratio that tokens/s must reach, of a case's work."""
+    first_step: float
+    """The ratio that the time to the first step may have."""
+
+
+def least_of_plain(work: dict[str, Any]) -> float:
+    """The tiny model: at most 10% more time a step. The large vocabulary: ahead."""
+    return {64: 1 / 1.1}.get(work["dim"], 1.0 if work["vocab_size"] > 100_000 else 0.98)
+
+
+PLAIN = Other("plain", "cpu", INTRO, CASES, prepare_tokens, run_plain, least_of_plain, 1.3)
+TORCHTITAN = Other(
+    "torchtitan", "cpu_torchtitan", INTRO_TORCHTITAN, BESIDE_TORCHTITAN, write_text, run_torchtitan, lambda _: 1.0, 1.0
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", choices=("plain", "torchtitan"), default="plain")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, help="instead of what each case has")
-    parser.add_argument("--only", action="append", choices=(*CASES, "start-up"), help="may be given several times")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu.json")
+    parser.add_argument("--only", action="append", help="this case; may be given several times")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu.json or cpu_torchtitan.json")
     options = parser.parse_args()
+    other = {"plain": PLAIN, "torchtitan": TORCHTITAN}[options.beside]
+    if unknown := {*(options.only or ())} - {*other.cases, "start-up"}:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {'; '.join(other.cases)}; start-up")
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        shards = prepare_tokens(Path(name))
-        for case in options.only or [*CASES, "start-up"]:
+        data = other.prepare(Path(name))
+        for case in options.only or [*other.cases, *["start-up"] * (other is PLAIN)]:
             if case == "start-up":
                 result = start_up(Path(name), options.pairs)
             else:
-                work = replace(CASES[case], **({"steps": options.steps, "window": 1} if options.steps else {}))
-                result = compare(case, work, shards, Path(name), options.pairs)
-            write_part(options.out, "cpu", case, result)
-    print("\n".join(tables(read_parts(options.out, "cpu"))))
+                work = replace(other.cases[case], **({"steps": options.steps, "window": 1} if options.steps else {}))
+                result = compare(case, work, other, data, Path(name), options.pairs)
+            write_part(options.out, other.results, case, result)
+    print("\n".join(tables(other, read_parts(options.out, other.results))))
 
 
-def compare(case: str, work: Work, shards: Path, folder: Path, pairs: int) -> dict[str, Any]:
+def compare(case: str, work: Work, other: Other, data: Path, folder: Path, pairs: int) -> dict[str, Any]:
     """Measure one case."""
-    sides = {"titanlite": run_titanlite, "plain": run_plain}
-    caches = {
-        side: folder / f"{side}-{list(CASES).index(case)}" for side in sides
-    }  # no blanks: inductor does not quote
+    sides = {"titanlite": run_titanlite, other.name: other.run}
+    number = list(other.cases).index(case)
+    caches = {side: folder / f"{side}-{number}" for side in sides}  # no blanks: inductor does not quote
     cold = None
     if work.compile:
         brief = replace(work, steps=4)
-        cold = {side: run(brief, shards, caches[side]).first_step for side, run in sides.items()}
+        cold = {side: run(brief, data, caches[side]).first_step for side, run in sides.items()}
     runs: dict[str, list[Measured]] = {side: [] for side in sides}
     for pair in range(pairs):
         for side in list(sides)[:: -1 if pair % 2 else 1]:
-            runs[side].append(sides[side](work, shards, caches[side]))
+            runs[side].append(sides[side](work, data, caches[side]))
         rates = [runs[side][-1].tokens_per_second for side in sides]
         print(f"{case}, pair {pair + 1} of {pairs}: {rates[0]:,.0f} / {rates[1]:,.0f} tokens/s", file=sys.stderr)
     values = {
@@ -135,37 +183,35 @@ print(time.perf_counter() - start)
 """
 
 
-def tables(parts: dict[str, Any]) -> list[str]:
+def tables(other: Other, parts: dict[str, Any]) -> list[str]:
     """Markdown: every case beside its targets."""
-    cases = {name: parts[name] for name in CASES if name in parts}
-    lines = [INTRO.format(pairs=" or ".join(sorted({str(part["pairs"]) for part in cases.values()})))]
-    header = ["titanlite", "plain", "ratio", "target"]
-    rows = [[name, *_row(part, "tokens_per_second", 1, ",.0f", at_least=_least(part))] for name, part in cases.items()]
+    cases = {name: parts[name] for name in other.cases if name in parts}
+    lines = [other.intro.format(pairs=" or ".join(sorted({str(part["pairs"]) for part in cases.values()})))]
+    header = ["titanlite", other.name, "ratio", "target"]
+    rows = [
+        [name, *_row(part, "tokens_per_second", 1, ",.0f", at_least=other.least(part["work"]))]
+        for name, part in cases.items()
+    ]
     lines += table(["tokens/s", *header], rows)
     rows = [
         [name, *_row(part, "peak_rss", MIB, ",.0f", at_most=1.0), *_row(part, "total_pss", MIB, ",.0f")[:2]]
         for name, part in cases.items()
     ]
-    lines += table(["memory, MiB", *header, "all processes: titanlite", "plain"], rows)
+    lines += table(["memory, MiB", *header, "all processes: titanlite", other.name], rows)
     rows = [
-        [name, *_row(part, "first_step", 1, ".1f", at_most=1.3)]
-        + [f"{part['cold_first_step'][side]:.1f}" if part["cold_first_step"] else "" for side in ("titanlite", "plain")]
+        [name, *_row(part, "first_step", 1, ".1f", at_most=other.first_step)]
+        + ([f"{cold:.1f}" for cold in (part["cold_first_step"] or {}).values()] or ["", ""])
         for name, part in cases.items()
     ]
-    lines += [*table(["first step, s", *header, "cold: titanlite", "plain"], rows), NOTES]
+    lines += [*table(["first step, s", *header, "cold: titanlite", other.name], rows), NOTES]
     if "start-up" in parts:
         rows = []
         for name, target in START_UP.items():
             value = parts["start-up"]["seconds"][name]
             rows.append([f"`{name}`", f"{value:.2f}" if value < target else f"**{value:.2f}**", f"under {target}"])
         lines += table(["start-up", "seconds", "target"], rows)
-    missing = [name for name in (*CASES, "start-up") if name not in parts]
+    missing = [name for name in other.cases if name not in parts]
     return [*lines, f"Not measured yet: {'; '.join(missing)}.", ""] if missing else lines
-
-
-def _least(part: dict[str, Any]) -> float:
-    """What tokens/s must reach of plain's. The tiny model: 10% more time a step."""
-    return {64: 1 / 1.1}.get(part["work"]["dim"], 1.0 if part["work"]["vocab_size"] > 100_000 else 0.98)
 
 
 def _row(
@@ -173,7 +219,7 @@ def _row(
 ) -> list[str]:
     """Both medians, their ratio and its target."""
     ratio = part["ratios"][name]
-    medians = [format(statistics.median(part["runs"][name][side]) / unit, form) for side in ("titanlite", "plain")]
+    medians = [format(statistics.median(values) / unit, form) for values in part["runs"][name].values()]
     target = f"at least {at_least:.2f}" if at_least else f"at most {at_most:.2f}"
     return [*medians, f"{ratio:.3f}" if at_least <= ratio <= at_most else f"**{ratio:.3f}**", target]
 

@@ -28,7 +28,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -40,7 +39,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from runs import RESULTS, ROOT, read_parts
+from runs import RESULTS, ROOT, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_manager_gpu.py")
 RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
@@ -177,7 +176,7 @@ class Part:
         self.path, self.log = self.out / f"gpu_{name}.json", self.out / f"gpu_{name}.txt"
         self.cases = read_parts(self.out, self.path.stem)
         self.about = about(self.cpu)
-        self.text = write_text(work_folder / "text")
+        self.text = write_text(work_folder).parent
         self.failed: list[str] = []
 
     def measure(self, case: str, run: Callable[[dict[str, Any]], None]) -> None:
@@ -263,16 +262,6 @@ def about(cpu: bool) -> str:
             versions.append(f"{package} {version(package)}")
     command = shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
     return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, `{command}`"
-
-
-def write_text(folder: Path) -> Path:
-    """The standard library as JSON lines, which both frameworks read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "stdlib.jsonl").open("w") as file:
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-            if "-packages" not in str(path):
-                file.write(json.dumps({"text": path.read_text(errors="replace")}) + "\n")
-    return folder
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ python benchmarks/report.py [--results benchmarks/results] [--out docs/performan
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,13 @@ def gpu_tables(cases: dict[str, Any]) -> list[str]:
 
 
 SECTIONS = (
-    ("A step beside a plain PyTorch loop", "benchmarks/cpu.sh", "cpu", cpu.tables),
+    ("A step beside a plain PyTorch loop", "benchmarks/cpu.sh", "cpu", partial(cpu.tables, cpu.PLAIN)),
+    (
+        "A step beside torchtitan",
+        "benchmarks/cpu.sh --beside torchtitan",
+        "cpu_torchtitan",
+        partial(cpu.tables, cpu.TORCHTITAN),
+    ),
     ("Output projection and loss", "python benchmarks/loss.py", "loss", loss.tables),
     ("How cost grows", "python benchmarks/growth.py", "growth", growth.tables),
     ("On one GPU", "benchmarks/gpu.sh titanlite", "gpu_titanlite", gpu_tables),

@@ -1,7 +1,7 @@
-"""Runs of titanlite and of plain.py as a user starts them, and what they took; used by the benchmarks beside it.
+"""Runs of titanlite, plain.py and torchtitan as a user starts them, and what they took; used by the benchmarks here.
 
 Times and memory come from outside of a run, or from what titanlite writes for every user (metrics.jsonl): nothing is
-measured by a hook. One process is `titanlite train` or `python plain.py`; two are titanlite's launcher or torchrun.
+measured by a hook. One process is `titanlite train` or `python PROGRAM`; two are titanlite's launcher or torchrun.
 """
 
 from __future__ import annotations
@@ -9,17 +9,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from titanlite.model.flavors import Architecture
+from titanlite.observe.flops import num_params
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,6 +60,7 @@ class Work:
 
 
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+MATMULS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,29 @@ def prepare_tokens(folder: Path) -> Path:
     return folder / "shards"
 
 
-def run_titanlite(work: Work, shards: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
-    """Train with titanlite's own command. `cache` keeps what the compiler made, from run to run."""
+def write_text(folder: Path) -> Path:
+    """The standard library as JSON lines, which both frameworks read; returns the file, the only one of its folder."""
+    path = folder / "text" / "stdlib.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for source in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+            if "-packages" not in str(source):
+                file.write(json.dumps({"text": source.read_text(errors="replace")}) + "\n")
+    return path
+
+
+def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = ()) -> Measured:
+    """Train with titanlite's own command, on shards or on JSON lines. `cache` keeps what the compiler made, from run to
+    run."""
     settings: dict[str, object] = {f"model.{name}": getattr(work, name) for name in SHAPE}
     settings |= {
         "training.seq_len": work.seq_len,
         "training.local_batch_size": work.rows // (work.ranks * work.accumulate),
         "training.global_batch_size": work.rows,
         "training.steps": work.steps,
-        "training.mixed_precision_param": {"fp32": "float32", "bf16": "bfloat16"}[work.dtype],
-        "dataset.source": "shards",
-        "dataset.path": shards,
+        "training.mixed_precision_param": MATMULS[work.dtype],
+        "dataset.source": "jsonl" if data.suffix == ".jsonl" else "shards",
+        "dataset.path": data,
         "activation_checkpoint.mode": "none",
         "metrics.log_freq": work.window,
     }
@@ -120,6 +139,47 @@ def run_plain(work: Work, shards: Path, cache: Path) -> Measured:
     return _measured(work, times, peak, total, ends[1] - launched, {"loss": report["losses"][-1]})
 
 
+def run_torchtitan(work: Work, text: Path, cache: Path) -> Measured:
+    """The same work by torchtitan's own trainer, on the JSON lines beside `text`.
+
+    Raises:
+        RuntimeError: it failed, or its model has another number of parameters.
+    """
+    assert work.accumulate == 1
+    settings: dict[str, object] = {
+        "model.name": "llama3",
+        "model.flavor": "measured",
+        "model.hf_assets_path": ROOT / "assets/tokenizer",
+        "training.dataset": "c4_test",  # the name of a loader of local files
+        "training.dataset_path": text.parent,
+        "training.seq_len": work.seq_len,
+        "training.local_batch_size": work.rows // work.ranks,
+        "training.steps": work.steps,
+        "training.mixed_precision_param": MATMULS[work.dtype],
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": work.window,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    words += ["--metrics.disable_color_printing", *["--compile.enable"] * work.compile]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={work.ranks}"]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    variables = environment(work, cache) | {"MODEL": json.dumps({name: getattr(work, name) for name in SHAPE})}
+    variables |= {} if work.ranks > 1 else alone
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as name:
+        program = [*(torchrun if work.ranks > 1 else ()), ROOT / "benchmarks" / "cpu_torchtitan.py"]
+        command = [sys.executable, *program, *words, "--job.dump_folder", name]
+        launched, peak, total, log = run_command(command, variables, Path(name))
+    (size,) = set(re.findall(r"size: ([\d,]+) total parameters", log))
+    shape = Architecture(**{name: getattr(work, name) for name in SHAPE})
+    if int(size.replace(",", "")) != num_params(shape):
+        raise RuntimeError(f"torchtitan trains {size} parameters, titanlite {num_params(shape):,}")
+    steps = re.findall(r"^\[titan\] (\S+ [\d:]+,\d+) .* step: *\d+ +loss: *(\S+)", log, re.MULTILINE)
+    ends = [datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp() for time, _ in steps[:: work.ranks]]
+    ends = [launched, *ends]
+    times = [(end - start) / work.window for start, end in pairwise(ends)]
+    return _measured(work, times, peak, total, ends[1] - launched, {"loss": float(steps[-1][1])})
+
+
 def _measured(
     work: Work, times: list[float], peak: int, total: int, first_step: float, last: dict[str, float]
 ) -> Measured:
@@ -142,7 +202,8 @@ def run_command(
     Raises:
         RuntimeError: it failed.
     """
-    words, variables = [str(word) for word in command], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    words, variables = [str(word) for word in command], {**os.environ, "PYTHONPATH": path, **variables}
     out, err = folder / "stdout.txt", folder / "stderr.txt"
     with out.open("w") as output, err.open("w") as errors:
         launched = time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import growth  # noqa: E402  # pyright: ignore[reportMissingImports]
 import report  # noqa: E402  # pyright: ignore[reportMissingImports]
-from runs import RESULTS, Work, run_plain, run_titanlite  # noqa: E402  # pyright: ignore[reportMissingImports]
+from runs import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    RESULTS,
+    Work,
+    run_plain,
+    run_titanlite,
+    run_torchtitan,
+    write_text,
+)
 
 
 def run(script: str, *words: object) -> str:
@@ -88,3 +96,16 @@ def test_cpu_compares_and_makes_its_table(case: str, tmp_path: Path):
     printed = run("cpu.py", "--only", case, "--pairs", 1, "--steps", 5, "--out", tmp_path)
     assert f"| {case} |" in printed
     assert "at least" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path: Path):
+    for package in ("triton", "torchtitan"):
+        pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
+    text, work = write_text(tmp_path), replace(TINY, ranks=ranks)
+    ours, theirs = (run(work, text, tmp_path) for run in (run_titanlite, run_torchtitan))
+    assert theirs.loss == pytest.approx(ours.loss, rel=0.1)  # as above
+    assert theirs.tokens_per_second > 0
+    assert theirs.peak_rss > 0
+    assert theirs.first_step > 0

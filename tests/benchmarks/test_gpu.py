@@ -148,7 +148,7 @@ def test_both_run_in_turns_and_are_compared_after_each_pair(part: script.Part, m
 @pytest.mark.slow
 def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
     work = replace(script.WORKS["8b bf16 eager"], flavor="debugmodel", tiny=True, rows=2, seq_len=64, steps=100)
-    out, trace, text = tmp_path / "out.json", tmp_path / "trace.json.gz", script.write_text(tmp_path / "text")
+    out, trace, text = tmp_path / "out.json", tmp_path / "trace.json.gz", script.write_text(tmp_path).parent
     options = script.titanlite_options(work, tmp_path / "run", text, own=True)
     command = [sys.executable, str(ROOT / "benchmarks/gpu_profile.py"), str(out), str(trace), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,48 @@
+"""torchtitan 0.2.2 on CPUs, which it has no word for; arguments as its own, the model's shape in the variable MODEL.
+
+It asks "cuda" for its device where there is no accelerator: here it is told of `torch.cpu`, and what that lacks.
+"""
+
+import json
+import os
+import resource
+from types import SimpleNamespace
+
+import torch
+from torch import _utils
+from torch.distributed.fsdp import FSDPModule
+
+LIKE_A_GPU = {
+    **vars(torch.cpu),
+    "get_device_name": lambda _: "CPU",
+    "get_device_properties": lambda _: SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * 4096),
+    "memory_stats": lambda _: {"reserved_bytes.all.peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024},
+    "reset_peak_memory_stats": lambda: None,
+    "empty_cache": lambda: None,
+}
+
+of_torch = _utils._get_available_device_type, _utils._get_device_module
+_utils._get_available_device_type = lambda: "cpu"
+_utils._get_device_module = lambda _: SimpleNamespace(**LIKE_A_GPU)
+import torchtitan.tools.utils  # pyright: ignore[reportMissingImports]  # noqa: E402, F401
+
+_utils._get_available_device_type, _utils._get_device_module = of_torch
+from torchtitan.distributed import utils  # pyright: ignore[reportMissingImports]  # noqa: E402
+from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # pyright: ignore  # noqa: E402
+from torchtitan.train import Trainer, main  # pyright: ignore[reportMissingImports]  # noqa: E402
+
+
+def sum_gradients(self: FSDPModule, factor: float) -> None:
+    """Its factor of 1 asks for an operation that gloo lacks; a sum is the same."""
+    assert factor == 1.0
+    self.set_force_sum_reduction_for_comms(True)
+
+
+shape = json.loads(os.environ["MODEL"])
+# The width of the feed-forward layers is a tiny share of the dimension, rounded up to a multiple of what it shall be.
+shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.01}
+llama3_args["measured"] = TransformerModelArgs(**shape)
+utils.set_pg_timeouts = lambda **_: None  # its barrier names devices, which gloo refuses
+FSDPModule.set_gradient_divide_factor = sum_gradients
+os.environ["LOCAL_RANK"] = "0"  # there is one CPU
+main(Trainer)
