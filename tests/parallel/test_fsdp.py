@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import JobConfig
+from titanlite.model.llama import Llama
 from titanlite.parallel import fsdp
-from titanlite.parallel.fsdp import _InPlace
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 
@@ -29,74 +29,112 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def gradients(device: str, training: dict[str, str], microbatches: int = 1) -> list[Tensor]:
-    """What is left on the shards of a model each of whose blocks is a group."""
+def build(device: str, training: dict[str, str]) -> Llama:
+    """A model each of whose blocks is a group."""
     job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": {"fsdp_min_num_params": 0}})
-    model = build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
-    for row in range(microbatches):
-        model(torch.arange(row, row + 8, device=device)[None]).float().square().mean().backward()
-    grads = [parameter.grad for parameter in model.parameters()]
-    return [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+    return build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
+
+
+def backward(model: Llama, row: int) -> None:
+    tokens = torch.arange(row, row + 8, device=next(model.parameters()).device)[None]
+    model(tokens).float().square().mean().backward()
+
+
+def shards(model: Llama) -> list[Tensor]:
+    return [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+
+
+def gradients(model: Llama) -> list[Tensor]:
+    """What is left on the shards."""
+    return [parameter.grad.to_local() for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_single_rank_reduces_its_gradients_in_place(monkeypatch: pytest.MonkeyPatch, device: str, dtype: str) -> None:
-    allocate, buffers = _InPlace.allocate, []
+def test_a_single_rank_keeps_its_gradients_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
+) -> None:
+    take, given = fsdp._take_gradient, []
 
-    def recorded(*args: Any, **kwargs: Any) -> Tensor:
-        buffers.append(allocate(*args, **kwargs))
-        return buffers[-1]
+    def recorded(group: Any, parameter: Any) -> None:
+        given.append(parameter.unsharded_param.grad.data_ptr())
+        take(group, parameter)
 
-    monkeypatch.setattr(_InPlace, "allocate", recorded)
-    grads = gradients(device, {"mixed_precision_param": dtype, "mixed_precision_reduce": "float32"})
-    inputs, outputs = buffers[::2], buffers[1::2]
-    assert len(inputs) == 3 + 2  # blocks, the embedding, and norm with output
-    assert all(given is taken for given, taken in zip(inputs, outputs, strict=True))
-    storages = [{tensor.untyped_storage().data_ptr() for tensor in tensors} for tensors in (grads, inputs)]
-    assert storages[0] == storages[1]
+    monkeypatch.setattr(fsdp, "_take_gradient", recorded)
+    model = build(device, {"dtype": dtype, "mixed_precision_param": dtype})
+    backward(model, 0)
+    assert {gradient.data_ptr() for gradient in gradients(model)} == set(given)
+    assert len(given) == 3 * 9 + 3
 
 
+@pytest.mark.parametrize("reduce_each", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_in_place_they_are_the_same(monkeypatch: pytest.MonkeyPatch, device: str, dtype: str) -> None:
-    training = {"dtype": dtype, "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
-    in_place = gradients(device, training, microbatches=3)
-    monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda *_: None)
-    copied = gradients(device, training, microbatches=3)
-    assert len(in_place) == len(copied) == 3 * 9 + 3
-    for ours, theirs in zip(in_place, copied, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+def test_they_are_those_that_fsdp2_would_make(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, reduce_each: bool
+) -> None:
+    def of_three_microbatches() -> list[Tensor]:
+        model = build(device, {"dtype": dtype, "mixed_precision_param": "bfloat16"})
+        for row in range(3):
+            fsdp.set_gradient_sync(model, reduce=reduce_each or row == 2, last_microbatch=row == 2)
+            backward(model, row)
+        return gradients(model)
+
+    ours = of_three_microbatches()
+    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
+    theirs = of_three_microbatches()
+    assert len(ours) == len(theirs) == 3 * 9 + 3
+    for mine, copied in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, copied, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_of_a_single_rank_compute_on_its_shards(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
+    monkeypatch: pytest.MonkeyPatch, device: str, dtypes: tuple[str, str]
 ) -> None:
     def train() -> tuple[list[Tensor], bool]:
         """Weights after three steps, and whether those that a block computes with are the shards."""
-        training = {"dtype": dtype, "mixed_precision_param": dtype}
-        parallelism = {"fsdp_min_num_params": 0}
-        job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": parallelism})
-        model = build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
-        shards = {parameter.to_local().data_ptr() for parameter in model.parameters()}  # pyright: ignore
+        model = build(device, {"dtype": dtypes[0], "mixed_precision_param": dtypes[1]})
+        places = {shard.data_ptr() for shard in shards(model)}
         used: set[int] = set()
 
         def watch(module: torch.nn.Module, *_: Any) -> None:
             used.update(parameter.data_ptr() for parameter in module.parameters())
+            assert {str(parameter.dtype) for parameter in module.parameters()} == {f"torch.{dtypes[1]}"}
 
         model.layers["0"].register_forward_hook(watch, prepend=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         for row in range(3):
-            model(torch.arange(row, row + 8, device=device)[None]).float().square().mean().backward()
+            backward(model, row)
             optimizer.step()
             optimizer.zero_grad()
-        weights = [parameter.to_local().clone() for parameter in model.parameters()]  # pyright: ignore
-        return weights, used <= shards
+        return [shard.clone() for shard in shards(model)], used <= places
 
     ours, shared = train()
-    monkeypatch.setattr(fsdp, "_compute_on_shards", lambda _: None)
+    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
     theirs, copied = train()
-    assert (shared, copied) == (True, False)
+    assert (shared, copied) == (dtypes[0] == dtypes[1], False)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_gathering_converts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 converts the shard, then copies what came of that."""
+
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+            return func(*args, **(kwargs or {}))
+
+    def copies() -> int:
+        model = build("cpu", {"mixed_precision_param": "bfloat16"})
+        backward(model, 0)
+        with Copies() as found, torch.no_grad():
+            model(torch.arange(8)[None])
+        return found.count
+
+    ours = copies()
+    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
+    assert copies() - ours == 3 * 9 + 3

@@ -6,7 +6,7 @@ process is a world of size one on the same path. May import torch, model and con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
@@ -28,13 +27,9 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     about a millisecond a group and step on CPU, is then much of a step.
     """
     training = job.training
-    alone_as_stored = mesh.size() == 1 and training.mixed_precision_param == training.dtype
-    reduce_dtype = training.mixed_precision_reduce
-    if alone_as_stored and training.global_batch_size in (-1, training.local_batch_size):
-        reduce_dtype = training.dtype  # the sum of one gradient is itself: to convert it and back changes nothing
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, reduce_dtype),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # activations are born in the compute dtype; the rotary table must stay fp32
     )
     offload = (
@@ -68,57 +63,60 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1 and not little))
     shard(model, reshard == "always")
 
-    in_place = _InPlace()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if alone_as_stored and not training.enable_cpu_offload:
-            _compute_on_shards(module)
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-        else:  # divided by a factor, the gradients of a single rank would be copied once more
-            module.set_custom_reduce_scatter(in_place)
+        elif not training.enable_cpu_offload:
+            _copy_nothing(module, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
         module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
 
 
-def _compute_on_shards(module: FSDPModule) -> None:
-    """Give blocks the shards of a single rank, which are whole, in place of copies that FSDP2 makes before each use:
-    "gathered" is then the same tensor, which is never freed. What FP8 all-gather casts stays a copy."""
+def _copy_nothing(module: FSDPModule, dtype: torch.dtype | None) -> None:
+    """A single rank's shards are whole parameters, which FSDP2 gathers and reduces all the same, by copies. Let blocks
+    compute on the shards, which "gathered" are never freed, or on what one conversion to `dtype` makes of them; and
+    make gradients the shards' as they are. What FP8 all-gather casts stays a copy."""
     group: Any = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group else ():
-        if not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        parameter.accumulate_unsharded_grad_if_needed = partial(_take_gradient, group, parameter)
+        if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            continue
+        if dtype is None:
             parameter.init_all_gather_outputs = partial(_alias, parameter)
             parameter.free_unsharded_param = lambda: None
+        else:
+            parameter.init_all_gather_outputs = partial(_convert, parameter, dtype)
 
 
 def _alias(parameter: Any, *_: object, **__: object) -> None:
     parameter.all_gather_outputs = [parameter._sharded_param_data]
 
 
-class _InPlace(ReduceScatter):
-    """The reduction of a single rank, which FSDP2 makes by copying its input into its output: both are one tensor."""
+def _convert(parameter: Any, dtype: torch.dtype, *_: object, **__: object) -> None:
+    if not parameter.all_gather_outputs:
+        data = parameter._sharded_param_data
+        parameter.all_gather_outputs = [torch.empty(data.numel(), dtype=dtype, device=data.device)]
+    parameter.param_dtype = None  # from now on the copy into the output converts
 
-    def __init__(self) -> None:
-        self.input: torch.Tensor | None = None
-        self.stream: torch.cuda.Stream | None = None
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Called for the input, then for the output, then for the next group's input."""
-        if self.input is None:
-            if self.stream is not None:  # it may still read what this memory held: the gradients of the group before
-                torch.cuda.current_stream(device).wait_stream(self.stream)
-            self.input = torch.empty(*size, dtype=dtype, device=device)
-            return self.input
-        output, self.input = self.input, None
-        assert (tuple(output.shape), output.dtype) == (tuple(size), dtype)
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("A single rank has nobody to communicate with.")
+def _take_gradient(group: Any, parameter: Any) -> None:
+    """Called once the gradient of a microbatch is there; leaves nothing to reduce."""
+    type(parameter).accumulate_unsharded_grad_if_needed(parameter)
+    if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
+        return
+    if parameter.unsharded_accumulated_grad is not None:
+        gradient = parameter.unsharded_accumulated_grad_data
+    elif parameter.unsharded_param.grad is not None:
+        gradient = parameter.unsharded_grad_data
+    else:
+        return
+    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+    shard, gradient = parameter.sharded_param, parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype))
+    shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
