@@ -54,6 +54,7 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_checks_put_the_loss_beside_a_materialised_one(tmp_path: Path):
     case = gpu(tmp_path, "checks", "--only", "loss")["loss"]
     assert "error" not in case

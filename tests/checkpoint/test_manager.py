@@ -711,7 +711,7 @@ def train_ranks(ranks: int, folder: Path, first: int, last: int, layout: str = "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "process"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("process", marks=pytest.mark.long)])
 def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
     straight = train_ranks(2, tmp_path / "straight", 0, 6)
     assert train_ranks(2, tmp_path / mode, 0, 4, async_mode=mode) == straight[:4]

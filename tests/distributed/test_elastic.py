@@ -87,7 +87,9 @@ def test_the_curve_does_not_depend_on_the_layout(tmp_path):
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "straight"), abs=1e-5)
 
 
-@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[pytest.mark.long] * (name != "Interleaved1F1B")) for name in PIPELINES]
+)
 def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path, schedule):
     job, straight, resumed = tmp_path / "job.toml", tmp_path / "straight", tmp_path / "resumed"
     job.write_text(JOB)

@@ -24,16 +24,15 @@ from titanlite.model.flavors import architecture
 from titanlite.parallel.constraints import Problem, layout_problems
 
 SAMPLE = (
-    *("fsdp2", "replicate2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
+    *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
     *(
-        "accumulation 4",
         "fsdp2, accumulation 4, each reduced",
         "fsdp2, float8 all-gather",
         "fsdp2, bf16",
         "tp2, float8 tensorwise",
     ),
     "pp2 1F1B, bf16 weights, stochastic rounding",
-    *("fsdp2 x tp2", "pp2 x fsdp2", "tp2, compile", "tp2, compile, AC full", "tp2, compile, AC memory budget"),
+    *("fsdp2 x tp2", "pp2 x fsdp2", "tp2, compile, AC full"),
 )
 ROWS = {row.name: row for row in all_rows()}
 SAMPLE = tuple(name for name in SAMPLE if name in ROWS or "ZBV" not in name)  # not with every torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_mishaps import JOB
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 

@@ -174,7 +174,7 @@ def test_float8_says_what_it_converted(results: dict[int, dict[str, Any]]) -> No
     assert "12 kept (3 attention.wq, 3 attention.wk, 3 attention.wv, 3 attention.wo)" in note
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, ranks: int) -> None:
     compiled = run(COMPILED_VARIANTS, ranks, tmp_path)
     reference = compiled.pop("fp32")["losses"]
