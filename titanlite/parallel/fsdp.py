@@ -115,7 +115,8 @@ def _take_gradient(group: Any, parameter: Any) -> None:
     else:
         return
     parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-    shard, gradient = parameter.sharded_param, parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype))
+    gradient = parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype).contiguous())
+    shard = parameter.sharded_param
     shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
 
 
