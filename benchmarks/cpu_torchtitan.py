@@ -39,8 +39,8 @@ def sum_gradients(self: FSDPModule, factor: float) -> None:
 
 
 shape = json.loads(os.environ["MODEL"])
-# The width of the feed-forward layers is a tiny share of the dimension, rounded up to a multiple of what it shall be.
-shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.01}
+# The width of the feed-forward layers is a quarter of the dimension, rounded up to a multiple of what it shall be.
+shape |= {"multiple_of": shape.pop("ffn_dim"), "ffn_dim_multiplier": 0.1}
 llama3_args["measured"] = TransformerModelArgs(**shape)
 utils.set_pg_timeouts = lambda **_: None  # its barrier names devices, which gloo refuses
 FSDPModule.set_gradient_divide_factor = sum_gradients
