@@ -4,7 +4,7 @@
 
 Each pair is one run of titanlite and one of the other, one right after the other, so that what else the machine does
 meets both; every other pair begins with the other. Where something is compiled, one more pair goes first: it fills each
-side's cache, and its times are kept as those of a cold start. torchtitan 0.2.2 and triton must be installed.
+side's cache, and its times are kept as those of a cold start. Beside torchtitan, 0.2.2 and triton must be installed.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Other:
     """The ratio that tokens/s must reach, of a case's work."""
     first_step: float
     """The ratio that the time to the first step may have."""
+    beside_cases: tuple[str, ...] = ()
+    """What else is measured."""
 
 
 def least_of_plain(work: dict[str, Any]) -> float:
@@ -106,7 +108,7 @@ def least_of_plain(work: dict[str, Any]) -> float:
     return {64: 1 / 1.1}.get(work["dim"], 1.0 if work["vocab_size"] > 100_000 else 0.98)
 
 
-PLAIN = Other("plain", "cpu", INTRO, CASES, prepare_tokens, run_plain, least_of_plain, 1.3)
+PLAIN = Other("plain", "cpu", INTRO, CASES, prepare_tokens, run_plain, least_of_plain, 1.3, ("start-up",))
 TORCHTITAN = Other(
     "torchtitan", "cpu_torchtitan", INTRO_TORCHTITAN, BESIDE_TORCHTITAN, write_text, run_torchtitan, lambda _: 1.0, 1.0
 )
@@ -121,11 +123,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of cpu.json or cpu_torchtitan.json")
     options = parser.parse_args()
     other = {"plain": PLAIN, "torchtitan": TORCHTITAN}[options.beside]
-    if unknown := {*(options.only or ())} - {*other.cases, "start-up"}:
-        parser.error(f"no such case: {', '.join(unknown)}; there are {'; '.join(other.cases)}; start-up")
+    every = [*other.cases, *other.beside_cases]
+    if unknown := {*(options.only or ())} - {*every}:
+        parser.error(f"no such case: {'; '.join(unknown)}. There are: {'; '.join(every)}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         data = other.prepare(Path(name))
-        for case in options.only or [*other.cases, *["start-up"] * (other is PLAIN)]:
+        for case in options.only or every:
             if case == "start-up":
                 result = start_up(Path(name), options.pairs)
             else:
@@ -210,7 +213,7 @@ def tables(other: Other, parts: dict[str, Any]) -> list[str]:
             value = parts["start-up"]["seconds"][name]
             rows.append([f"`{name}`", f"{value:.2f}" if value < target else f"**{value:.2f}**", f"under {target}"])
         lines += table(["start-up", "seconds", "target"], rows)
-    missing = [name for name in other.cases if name not in parts]
+    missing = [name for name in (*other.cases, *other.beside_cases) if name not in parts]
     return [*lines, f"Not measured yet: {'; '.join(missing)}.", ""] if missing else lines
 
 

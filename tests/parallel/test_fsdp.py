@@ -81,7 +81,7 @@ def test_they_are_those_that_fsdp2_would_make(
         return gradients(model)
 
     ours = of_three_microbatches()
-    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
+    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
     theirs = of_three_microbatches()
     assert len(ours) == len(theirs) == 3 * 9 + 3
     for mine, copied in zip(ours, theirs, strict=True):
@@ -112,7 +112,7 @@ def test_blocks_of_a_single_rank_compute_on_its_shards(
         return [shard.clone() for shard in shards(model)], used <= places
 
     ours, shared = train()
-    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
+    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
     theirs, copied = train()
     assert (shared, copied) == (dtypes[0] == dtypes[1], False)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -136,5 +136,5 @@ def test_gathering_converts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.count
 
     ours = copies()
-    monkeypatch.setattr(fsdp, "_copy_nothing", lambda *_: None)
+    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
     assert copies() - ours == 3 * 9 + 3

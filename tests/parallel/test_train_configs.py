@@ -116,10 +116,8 @@ def test_every_job_file_is_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [
-        *((name, 0) for name in WORLD),
-        pytest.param("llama_405b", 511, marks=pytest.mark.long),
-    ],  # the first and the last pipeline stages
+    # The first and the last pipeline stages.
+    [*((name, 0) for name in WORLD), pytest.param("llama_405b", 511, marks=pytest.mark.long)],
 )
 def test_job_file_steps_at_its_full_size(name: str, rank: int) -> None:
     started = time.perf_counter()

@@ -69,14 +69,14 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
         elif not training.enable_cpu_offload:
-            _copy_nothing(module, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
+            _spare_copies(module, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
         module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
 
 
-def _copy_nothing(module: FSDPModule, dtype: torch.dtype | None) -> None:
+def _spare_copies(module: FSDPModule, dtype: torch.dtype | None) -> None:
     """A single rank's shards are whole parameters, which FSDP2 gathers and reduces all the same, by copies. Let blocks
     compute on the shards, which "gathered" are never freed, or on what one conversion to `dtype` makes of them; and
     make gradients the shards' as they are. What FP8 all-gather casts stays a copy."""
