@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from titanlite import train
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.observe.flops import num_params
-from titanlite.parallel.world import process_group
+from titanlite.runtime.world import process_group
 from titanlite.train import Trainer
 from titanlite.validate import load_and_check
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
-from titanlite.parallel.world import keep_freed_memory, use_large_pages
+from titanlite.runtime.world import keep_freed_memory, use_large_pages
 
 TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
 TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too

@@ -24,6 +24,10 @@ from titanlite.config.errors import ERROR_FOLDER, UserError
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
+    "launch": (
+        "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
+        "titanlite.launch.launcher:command",
+    ),
     "check": ("Check a job file, for --world-size N ranks, without starting anything.", "titanlite.cli:check"),
     "prepare": (
         "Tokenize the data of a job file once, into shards that training maps into memory.",

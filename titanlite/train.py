@@ -42,12 +42,12 @@ from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.memory import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.signals import Requests, Signals
 from titanlite.parallel.step import LossFunction, build_step
 from titanlite.parallel.tensor import vocab_parallel
-from titanlite.parallel.watch import HangWatch, all_hosts, process_groups, set_timeout
-from titanlite.parallel.world import process_group, use_large_pages
 from titanlite.portable import write_tokenizer
+from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
+from titanlite.runtime.signals import Requests, Signals
+from titanlite.runtime.world import process_group, use_large_pages
 
 
 def main(job: JobConfig) -> None:

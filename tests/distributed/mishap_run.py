@@ -32,7 +32,7 @@ def stuck_or_killed(loader: Loader) -> Any:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        from titanlite.agent import World, run_workers
+        from titanlite.launch.agent import World, run_workers
 
         ranks, restarts, *rest = sys.argv[2:]
         sys.exit(run_workers([__file__, *rest], World(int(ranks), max_restarts=int(restarts))))

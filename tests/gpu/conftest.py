@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.parallel.world import process_group
+from titanlite.runtime.world import process_group
 from titanlite.train import Trainer
 from titanlite.validate import load_and_check
 

@@ -18,7 +18,7 @@ def run(code: str) -> list[int]:
     """The numbers that `code` prints, after the heap was told to keep what is freed."""
     start = """
         import resource, torch
-        from titanlite.parallel.world import keep_freed_memory, use_large_pages
+        from titanlite.runtime.world import keep_freed_memory, use_large_pages
         keep_freed_memory()
     """
     words = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)]

@@ -2,7 +2,7 @@
 
 Invariant: a wrong job ends here, in a fraction of a second, before torch is imported or a process is started. May
 import titanlite.config, titanlite.validate and titanlite.observe.logger, none of which has torch; after the check also
-titanlite.agent.
+titanlite.launch.agent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from titanlite.config.errors import UserError
 
@@ -37,6 +38,15 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:  # before there were workers
         return 130
+
+
+def command(argv: Sequence[str]) -> NoReturn:
+    """Run `main` and end this process with its exit code."""
+    code = main(argv)
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # while Python shuts down, a signal that comes late would replace the exit code
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -78,7 +88,7 @@ def launch(argv: Sequence[str]) -> int:
 
         logging.disable(logging.ERROR)
 
-    from titanlite.agent import World, run_workers
+    from titanlite.launch.agent import World, run_workers
 
     restarts = _number("MAX_RESTARTS", 0) or 0
     addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
@@ -124,11 +134,3 @@ def _number(name: str, minimum: int) -> int | None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # while Python shuts down, a signal that comes late would replace the exit code

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import agent, launch
 from titanlite.config.errors import UserError
 from titanlite.config.load import REPOSITORY
+from titanlite.launch import agent, launcher
 
 VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "CUDA_VISIBLE_DEVICES")
 
@@ -34,7 +34,7 @@ def executable(file: Path, text: str) -> None:
 def launch_in_new_process(*argv: str) -> subprocess.CompletedProcess[str]:
     """The launcher, then the names of the heavy modules that it imported."""
     program = (
-        "import sys; from titanlite.launch import main; code = main(sys.argv[1:]);"
+        "import sys; from titanlite.launch.launcher import main; code = main(sys.argv[1:]);"
         "print([name for name in ('torch', 'datasets', 'torchao') if name in sys.modules]); sys.exit(code)"
     )
     command = [sys.executable, "-c", program, *argv]
@@ -73,7 +73,7 @@ def test_the_job_is_checked_for_all_ranks_of_all_nodes(monkeypatch: pytest.Monke
     monkeypatch.setenv("NNODES", "3")
     monkeypatch.setenv("MASTER_ADDR", "here")
     with pytest.raises(UserError, match=r"data-parallel\s+degree = 6"):
-        launch.launch(["--training.global_batch_size", "8"])
+        launcher.launch(["--training.global_batch_size", "8"])
 
 
 def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPatch):
@@ -83,7 +83,7 @@ def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPa
     for name in ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCHINDUCTOR_CACHE_DIR", "LOGLEVEL"):
         monkeypatch.setenv(name, "1")  # the launcher leaves them, and the state of this process, as they are
     worlds: list[agent.World] = []
-    assert launch.launch(["--comm.preemption_seconds", "7"]) == 0
+    assert launcher.launch(["--comm.preemption_seconds", "7"]) == 0
     (world,) = worlds
     assert (world.stop_seconds, world.max_restarts, world.node_rank) == (7, 4, 1)
 
@@ -104,7 +104,7 @@ def test_a_wrong_variable_is_named(
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launch.main([]) == 2
+    assert launcher.main([]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_to_be_told_to_save_and_go_on_too_early_ends_nothing():
     program = (
         "import signal, sys; from titanlite.{} import main; main(sys.argv[1:]); signal.raise_signal(signal.SIGUSR2)"
     )
-    for module, words in (("launch", []), ("cli", ["train"])):
+    for module, words in (("launch.launcher", []), ("cli", ["train"])):
         command = [sys.executable, "-c", program.format(module), *words, "--training.steps", "0"]
         assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
@@ -159,21 +159,21 @@ def test_gpus_are_those_that_a_process_would_see(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.count_gpus() == count
+    assert launcher.count_gpus() == count
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 2)
     monkeypatch.setenv("NGPU", "3")
     with pytest.raises(UserError, match="NGPU=3: this machine has 2"):
-        launch.launch([])
+        launcher.launch([])
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch.count_gpus() == 0
+    assert launcher.count_gpus() == 0
     executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert launch.count_gpus() == 0
+    assert launcher.count_gpus() == 0
 
 
 # ------------------------------------------------------------------------------------------------------- set-up

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
-from titanlite.parallel.watch import record_collectives
+from titanlite.runtime.hang_report import record_collectives
 
 
 def keep_freed_memory() -> None:

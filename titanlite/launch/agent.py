@@ -2,7 +2,7 @@
 
 Invariant: a worker that stops for a known reason (an exit code of `titanlite.config.errors`) ends the launcher with
 the same code and without a traceback; of a crash the root cause is printed first, and once. A signal reaches each
-worker once, and the worker takes the time that it needs to save. May import torch, titanlite.parallel.watch and
+worker once, and the worker takes the time that it needs to save. May import torch, titanlite.runtime.hang_report and
 titanlite.config.errors.
 """
 
@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.parallel.watch import address_towards
+from titanlite.runtime.hang_report import address_towards
 
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 
@@ -274,7 +274,7 @@ def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
     """Which rank was late, and in what the others waited for it.
 
     Args:
-        hangs: What `titanlite.parallel.watch.HangWatch` wrote for each rank of this machine.
+        hangs: What `titanlite.runtime.hang_report.HangWatch` wrote for each rank of this machine.
         killed: Ranks that did not end by themselves.
     """
     if not hangs:

@@ -14,12 +14,12 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from titanlite.agent import Agent, End, explain
+from titanlite.launch.agent import Agent, End, explain
 
 LAUNCHER = """
 import logging, os, sys
 logging.disable(logging.ERROR)
-from titanlite.agent import World, run_workers
+from titanlite.launch.agent import World, run_workers
 sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), stop_seconds=float(os.environ.get("STOP_SECONDS", "60")))))
 """
 
@@ -250,7 +250,7 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
     launcher = """
         import logging, sys
         logging.disable(logging.ERROR)
-        from titanlite.agent import World, run_workers
+        from titanlite.launch.agent import World, run_workers
         node = None if sys.argv[2] == "None" else int(sys.argv[2])
         sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", int(sys.argv[3]), (0, 1))))
     """
@@ -272,7 +272,7 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
 RESTARTING = """
 import logging, sys
 logging.disable(logging.ERROR)
-from titanlite.agent import World, run_workers
+from titanlite.launch.agent import World, run_workers
 from titanlite.config.errors import UserError
 node, port, *worker = sys.argv[1:]
 try:

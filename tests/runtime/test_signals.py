@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titanlite.parallel.signals import SAVE, STOP, Requests, Signals
+from titanlite.runtime.signals import SAVE, STOP, Requests, Signals
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""A process among processes: the world of ranks, signals, and where a rank stands when it hangs."""
