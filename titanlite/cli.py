@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.cli:data"),
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
-    "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.portable:export"),
-    "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.portable:import_"),
+    "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
+    "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
 }
 
@@ -79,6 +79,8 @@ def run_quietly(command: Callable[[], object]) -> int:
     except UserError as error:
         _report(str(error), error.exit_code)
         return error.exit_code
+    except SystemExit as end:  # tyro's, after a help or a message
+        return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `titanlite train --help | head`

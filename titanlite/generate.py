@@ -6,18 +6,16 @@ a token (one position instead of all), not the token. One process. May import ev
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -25,6 +23,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.manager import load_model_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.load import load_job, resolve_path
+from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.model.attention import LayerCache
@@ -36,21 +35,20 @@ from titanlite.observe.flops import num_params
 PREFILL_CHUNK = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+class Generate(Options):
     """Let a checkpoint complete a text: prompt and completion go to standard output, all else to standard error."""
 
-    checkpoint: Path
+    checkpoint: OptionPath
     """A step folder (.../step-00000100), the folder of all, or a run's output folder; of several steps the newest."""
     prompt: str = ""
     """Text to go on from. Empty: the beginning of a new document."""
-    max_new_tokens: int = 100
+    max_new_tokens: PositiveInt = 100
     """Longest completion, in tokens. It ends earlier where the model ends the document or reaches its max_seq_len."""
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
     """0 takes the likeliest token each time; 1 samples from what the model believes; more is more random."""
-    top_k: int = 50
+    top_k: NonNegativeInt = 50
     """Sample from the k likeliest tokens only; 0 takes all."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of the sampling."""
 
 
@@ -61,10 +59,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: a wrong option, no such folder, or a prompt that does not fit the model.
         CheckpointError: no usable checkpoint.
     """
-    import tyro
-
-    options = tyro.cli(Options, args=list(argv), prog="titanlite generate", description=Options.__doc__)
-    check_options(options)
+    options = parse(Generate, argv, "generate")
     step_folder = find_step(options.checkpoint)
     job = job_of(step_folder)
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
@@ -104,24 +99,6 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_options(options: Options) -> None:
-    """Raises UserError: all wrong values at once."""
-    rules = (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
-        (
-            "--temperature",
-            options.temperature,
-            options.temperature >= 0 and math.isfinite(options.temperature),
-            "at least 0, which always takes the likeliest token",
-        ),
-        ("--top-k", options.top_k, options.top_k >= 0, "at least 1, or 0 for all tokens"),
-        ("--seed", options.seed, 0 <= options.seed < 2**64, "a number from 0 to 2^64 - 1"),
-    )
-    wrong = [f"{name} {value}: must be {allowed}." for name, value, good, allowed in rules if not good]
-    if wrong:
-        raise UserError("\n".join(wrong))
-
-
 # ------------------------------------------------------------------------------------------------------- what to load
 
 
@@ -132,7 +109,6 @@ def find_step(folder: Path) -> Path:
         UserError: there is no such folder.
         CheckpointError: there is no good checkpoint in it.
     """
-    folder = Path(os.path.expanduser(folder))
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, takes a name of any length
         problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise UserError(

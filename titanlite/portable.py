@@ -1,21 +1,15 @@
-"""`titanlite export` and `titanlite import`: from and to the formats that others read, with the tokenizer.
+"""What export and import share: the folder that they make, and the tokenizer in the format that others read.
 
-Invariant: what is exported computes what was trained, and what is imported computes what its origin does; anything
-else is refused. May import checkpoint, data and config.
+Invariant: the converted tokenizer gives the same ids as the original.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import path_name, resolve_path, shown
-from titanlite.model.flavors import Architecture
 
 
 def make_folder(path: Path) -> Path:
@@ -25,81 +19,6 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be made: {error.strerror}. Choose another folder.") from None
     return path
-
-
-def export(argv: Sequence[str]) -> None:
-    """`titanlite export --checkpoint CKPT --out DIR`: a folder that transformers loads with nothing else.
-
-    Raises:
-        UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).
-    """
-    from titanlite.checkpoint.commit import folder_size
-    from titanlite.checkpoint.export import CheckpointTensors, export_hf
-
-    parser = argparse.ArgumentParser(prog="titanlite export", description="Write a checkpoint as a Hugging Face model.")
-    parser.add_argument("--checkpoint", type=path_name, required=True, help="one step folder, or the folder of all")
-    parser.add_argument("--out", type=path_name, required=True, help="the folder to create")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of the weights"
-    )
-    parser.add_argument("--tokenizer", type=path_name, help="tokenizer file; by default that of the training job")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    options = parser.parse_args(argv)
-    source = CheckpointTensors(options.checkpoint)
-    path = source.path
-    job = source.info["job"]
-    tokenizer = options.tokenizer or (resolve_path(job["tokenizer"]["path"]) if job else None)
-    if tokenizer is None:
-        raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
-    length = source.arch.max_seq_len
-    make_folder(options.out.parent)
-    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
-    size = folder_size(options.out)
-    report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
-    if options.json:
-        print(json.dumps(report))
-    else:
-        print(f"Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with")
-        print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')
-
-
-def import_(argv: Sequence[str]) -> None:
-    """`titanlite import --hf DIR | --meta DIR --out CKPT`: weights of others as a checkpoint to start from.
-
-    Raises:
-        UserError: there is no Llama that this model computes exactly.
-    """
-    from titanlite.checkpoint.export import import_weights
-    from titanlite.checkpoint.huggingface import HuggingFaceReader
-    from titanlite.checkpoint.meta import MetaReader
-    from titanlite.model.huggingface import parameter_shapes
-
-    parser = argparse.ArgumentParser(prog="titanlite import", description="Make a checkpoint from published weights.")
-    origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--hf", type=path_name, help="Hugging Face folder: config.json and .safetensors files")
-    origin.add_argument("--meta", type=path_name, help="Meta's folder: params.json and consolidated.*.pth files")
-    parser.add_argument(
-        "--out", type=path_name, required=True, help="folder of checkpoints; step-00000000 appears in it"
-    )
-    options = parser.parse_args(argv)
-    if options.meta:
-        meta = MetaReader(options.meta)
-        arch, path = meta.arch, import_weights(make_folder(options.out), meta, str(options.meta))
-    else:
-        with HuggingFaceReader(options.hf) as reader:
-            arch, path = reader.arch, import_weights(make_folder(options.out), reader, str(options.hf))
-    print(f"Wrote {path}: {len(parameter_shapes(arch))} tensors. A job that starts from it needs\n")
-    print(job_tables(arch, path, options.hf or options.meta))
-
-
-def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
-    """The part of a job file that fits imported weights."""
-    keys = {key: json.dumps(value) for key, value in dataclasses.asdict(arch).items()}  # as TOML writes them, too
-    lines = ["[model]", *(f"{key} = {value}" for key, value in keys.items())]
-    tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
-    if tokenizers:
-        lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"]
-    return "\n".join([*lines, "", "[checkpoint]", f"initial_load_path = {shown(str(path))}"])
 
 
 def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:

@@ -1,19 +1,29 @@
 """`titanlite verify DIR`: read every byte of the checkpoints in a folder and say which ones are good.
 
-Invariant: it changes nothing on the disk, and needs neither torch nor the job file. May import commit and config.
+Invariant: it changes nothing on the disk, and needs neither torch nor the job file.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from titanlite.checkpoint import commit
 from titanlite.config.errors import CheckpointError
-from titanlite.config.load import path_name
+from titanlite.config.options import OptionPath, Options, parse
+
+
+class Verify(Options):
+    """Read every byte of the checkpoints in a folder and say which ones are good."""
+
+    dir: Annotated[OptionPath, tyro.conf.Positional]
+    """One step folder, or the folder of all checkpoints."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,12 +32,9 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         CheckpointError: nothing to verify, or a checkpoint is damaged or unreadable; the report is printed before.
     """
-    parser = argparse.ArgumentParser(prog="titanlite verify", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("dir", type=path_name, metavar="DIR", help="one step folder, or the folder of all checkpoints")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    options = parser.parse_args(argv)
+    options = parse(Verify, argv, "verify")
     report = verify(options.dir)
-    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    print(json.dumps(report, indent=2) if options.as_json else as_text(report))
     bad = [row["name"] for row in report["checkpoints"] if row["state"] != "good"]
     if bad:
         raise CheckpointError(

@@ -23,7 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import JobConfig, Section, usable_path
+from titanlite.config.schema import JobConfig, Section
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_JOB_FILE = "debug_model.toml"
@@ -334,16 +334,15 @@ def _validate(raw: dict[str, dict[str, Any]], origins: dict[str, str]) -> tuple[
                 key = ".".join(path.split(".")[:2])
                 wrong.add(key)
                 origin = origins.get(key, name)
-                errors.append(block(origin, f"{path} = {shown(error['input'])}", _explain(name, error)))
+                errors.append(block(origin, f"{path} = {shown(error['input'])}", explain(SECTIONS[name], error)))
             valid = {key: value for key, value in table.items() if f"{name}.{key}" not in wrong and name not in wrong}
             sections[name] = SECTIONS[name].model_validate(valid)
             invalid |= wrong
     return JobConfig(**sections), frozenset(invalid), errors  # type: ignore[arg-type]
 
 
-def _explain(section: str, error: Any) -> str:
-    """What is allowed at the place of a pydantic error, which may be in a table within the section."""
-    model: type[BaseModel] = SECTIONS[section]
+def explain(model: type[BaseModel], error: Any) -> str:
+    """What is allowed at the place of a pydantic error, which may be in a table within `model`."""
     name = str(error["loc"][0])
     for part in error["loc"][1:]:
         inner = _table_within(model.model_fields[name].annotation) if name in model.model_fields else None
@@ -408,8 +407,3 @@ def resolve_path(path: str) -> Path:
     """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
     here = Path(os.path.expanduser(path))
     return here if here.is_absolute() or here.exists() else REPOSITORY / here
-
-
-def path_name(text: str) -> Path:
-    """An option that names a file or a folder. Raises ValueError, which argparse reports."""
-    return Path(usable_path(text))

@@ -1,0 +1,60 @@
+"""`titanlite export`: a checkpoint in Hugging Face's format.
+
+Invariant: what is exported computes what was trained; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import tyro
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import resolve_path
+from titanlite.config.options import OptionPath, Options, parse
+from titanlite.portable import make_folder, write_tokenizer
+
+
+class Export(Options):
+    """Write a checkpoint as a Hugging Face model, which transformers loads with nothing else."""
+
+    checkpoint: OptionPath
+    """One step folder, or the folder of all."""
+    out: OptionPath
+    """The folder to create."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights."""
+    tokenizer: OptionPath | None = None
+    """Tokenizer file; left out, that of the training job."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object and nothing else."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """`titanlite export --checkpoint CKPT --out DIR`: a folder that transformers loads with nothing else.
+
+    Raises:
+        UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).
+    """
+    options = parse(Export, argv, "export")
+    from titanlite.checkpoint.commit import folder_size
+    from titanlite.checkpoint.export import CheckpointTensors, export_hf
+
+    source = CheckpointTensors(options.checkpoint)
+    path = source.path
+    job = source.info["job"]
+    tokenizer = options.tokenizer or (resolve_path(job["tokenizer"]["path"]) if job else None)
+    if tokenizer is None:
+        raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
+    length = source.arch.max_seq_len
+    make_folder(options.out.parent)
+    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
+    size = folder_size(options.out)
+    report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
+    if options.as_json:
+        print(json.dumps(report))
+    else:
+        print(f"Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with")
+        print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')

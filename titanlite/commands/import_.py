@@ -1,0 +1,64 @@
+"""`titanlite import`: weights of others as a checkpoint to start from.
+
+Invariant: what is imported computes what its origin does; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titanlite.config.load import shown
+from titanlite.config.options import OptionPath, Options, parse
+from titanlite.model.flavors import Architecture
+from titanlite.portable import make_folder
+
+_ORIGIN = tyro.conf.create_mutex_group(required=True)
+
+
+class Import(Options):
+    """Make a checkpoint from published weights."""
+
+    out: OptionPath
+    """Folder of checkpoints; step-00000000 appears in it."""
+    hf: Annotated[OptionPath | None, _ORIGIN] = None
+    """Hugging Face folder: config.json and .safetensors files."""
+    meta: Annotated[OptionPath | None, _ORIGIN] = None
+    """Meta's folder: params.json and consolidated.*.pth files."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """`titanlite import --hf DIR | --meta DIR --out CKPT`: weights of others as a checkpoint to start from.
+
+    Raises:
+        UserError: there is no Llama that this model computes exactly.
+    """
+    options = parse(Import, argv, "import")
+    from titanlite.checkpoint.export import import_weights
+    from titanlite.checkpoint.huggingface import HuggingFaceReader
+    from titanlite.checkpoint.meta import MetaReader
+    from titanlite.model.huggingface import parameter_shapes
+
+    origin = options.meta or options.hf
+    assert origin is not None
+    with contextlib.ExitStack() as files:
+        reader = MetaReader(origin) if options.meta else files.enter_context(HuggingFaceReader(origin))
+        arch, path = reader.arch, import_weights(make_folder(options.out), reader, str(origin))
+    print(f"Wrote {path}: {len(parameter_shapes(arch))} tensors. A job that starts from it needs\n")
+    print(job_tables(arch, path, origin))
+
+
+def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
+    """The part of a job file that fits imported weights."""
+    keys = {key: json.dumps(value) for key, value in dataclasses.asdict(arch).items()}  # as TOML writes them, too
+    lines = ["[model]", *(f"{key} = {value}" for key, value in keys.items())]
+    tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
+    if tokenizers:
+        lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"]
+    return "\n".join([*lines, "", "[checkpoint]", f"initial_load_path = {shown(str(path))}"])

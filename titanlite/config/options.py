@@ -1,0 +1,67 @@
+"""The options of a command, declared as a class: a field is an option, its docstring the help, its type the rule.
+
+Invariant: a wrong option is a UserError or tyro's own message, and in either case exit code 2. Only a command that runs
+imports this module, because tyro and pydantic take a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+import tyro
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from titanlite.config.errors import UserError
+from titanlite.config.load import explain, shown
+from titanlite.config.schema import Section, usable_path
+
+JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."
+
+# A file or a folder: a leading ~ is expanded, and a name that the system cannot take is refused.
+OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(usable_path(str(path))))]
+
+
+class Options(Section):
+    """Base of the options of a command.
+
+    Raises:
+        UserError: wrong values, all of them in one message.
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(values)
+        except ValidationError as failure:
+            raise UserError("\n".join(_mistake(cls, error) for error in failure.errors(include_url=False))) from None
+
+
+def _mistake(options: type[Section], error: Any) -> str:
+    flag = str(error["loc"][0]).replace("_", "-")
+    return f"--{flag} {shown(error['input'])}: {explain(options, error)}"
+
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOptions:
+    """The options of `titanlite COMMAND`; exits after printing the help when `argv` asks for it.
+
+    Raises:
+        UserError: a value that is not allowed.
+        SystemExit: 2 after a message about an unknown, a missing or a malformed option.
+    """
+    return tyro.cli(options, args=list(argv), prog=f"titanlite {command}", config=_STYLE)
+
+
+def parse_beside_job(options: type[AnyOptions], argv: Sequence[str], command: str) -> tuple[AnyOptions, list[str]]:
+    """As `parse`, for a command that takes the keys of a job, too: its own options, and all other words."""
+    described = f"{options.__doc__}\n\n{JOB_KEYS}"
+    name = f"titanlite {command}"
+    return tyro.cli(options, args=list(argv), prog=name, description=described, config=_STYLE, return_unknown_args=True)
+
+
+_STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
