@@ -54,15 +54,40 @@ def test_any_number_of_processes_writes_the_same_bytes(dataset, shards, tmp_path
     prepare(job_of(dataset), tmp_path / "out", 3)
     assert contents(tmp_path / "out") == contents(shards)
     names = sorted(file.name for file in shards.iterdir())
-    assert names[:3] == ["manifest.json", "shard-00000.bin", "shard-00000.idx"]
+    assert names[:4] == ["manifest.json", "shard-00000.bin", "shard-00000.hash", "shard-00000.idx"]
     assert len(names) > 7
 
 
-def test_rows_from_shards_equal_rows_from_the_text(dataset, shards):
-    text, tokens = Ranks(dataset, 1), Ranks(Dataset(source="shards", path=str(shards), num_workers=0), 2)
+@pytest.mark.parametrize("holdout", [0.0, 0.3])
+def test_rows_from_shards_equal_rows_from_the_text(dataset, shards, holdout):
+    text = Ranks(dataset, 1, holdout=holdout)
+    tokens = Ranks(Dataset(source="shards", path=str(shards), num_workers=0), 2, holdout=holdout)
     assert "3,000 documents, " in tokens.loaders[0].describe()
     for _ in range(5):
         assert torch.equal(text.batch(), tokens.batch())
+
+
+def test_rows_from_shards_equal_rows_from_the_text_where_records_are_skipped(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])
+    path.write_text(path.read_text().replace("\n", '\n{"text": null}\n', 3))
+    text = Dataset(source="jsonl", path=str(path), num_workers=0, on_bad_record="skip")
+    prepare(job_of(text), tmp_path / "out", 1)
+    shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
+    for holdout in (0.0, 0.3):
+        assert torch.equal(Ranks(text, 1, holdout=holdout).batch(), Ranks(shards, 1, holdout=holdout).batch())
+
+
+def test_shards_of_format_1_are_read_as_before_but_not_with_a_holdout(shards, tmp_path):
+    dataset = copy(shards, tmp_path / "old")
+    manifest = tmp_path / "old" / "manifest.json"
+    value = json.loads(manifest.read_text()) | {"format": 1}
+    for entry in value["shards"]:
+        del entry["hash_checksum"]
+        (tmp_path / "old" / f"{entry['name']}.hash").unlink()
+    manifest.write_text(json.dumps(value))
+    assert torch.equal(Ranks(dataset, 1).batch(), Ranks(Dataset(source="shards", path=str(shards)), 1).batch())
+    with pytest.raises(UserError, match=r"older titanlite.*Remove the folder and run titanlite prepare again"):
+        Ranks(dataset, 1, holdout=0.1)
 
 
 @pytest.mark.slow
@@ -183,12 +208,37 @@ def test_damaged_shards_are_refused_by_name(shards, tmp_path):
     index.write_bytes(b"\1" + index.read_bytes()[1:])
     with pytest.raises(UserError, match=r"shard-00000\.idx is altered"):
         read(dataset)
+    dataset = copy(shards, tmp_path / "d")
+    hashes = tmp_path / "d" / "shard-00000.hash"
+    hashes.write_bytes(b"\1" + hashes.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"shard-00000\.hash is altered"):
+        Ranks(dataset, 1, holdout=0.1).batch()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: "{",
+        lambda value: "[" * 10_000,
+        lambda value: json.dumps({**value, "shards": None}),
+        lambda value: json.dumps({key: value[key] for key in value if key != "dtype"}),
+        lambda value: json.dumps({**value, "dtype": "float64"}),
+        lambda value: json.dumps({**value, "vocab_size": -1}),
+        lambda value: json.dumps({**value, "shards": [{**value["shards"][0], "name": "../../etc/passwd"}]}),
+        lambda value: json.dumps({**value, "shards": [{**value["shards"][0], "documents": "7"}]}),
+    ],
+)
+def test_a_damaged_manifest_is_named(shards, tmp_path, change):
     dataset = copy(shards, tmp_path / "c")
-    (tmp_path / "c" / "manifest.json").write_text("{")
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_text(change(json.loads(manifest.read_text())))
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        read(dataset)
+        Ranks(dataset, 1)
+
+
+def test_a_folder_without_a_manifest_is_no_shards(tmp_path):
     with pytest.raises(UserError, match="is not a folder made by titanlite prepare"):
-        read(Dataset(source="shards", path=str(tmp_path)))
+        Ranks(Dataset(source="shards", path=str(tmp_path)), 1)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(shards, tmp_path):
@@ -216,5 +266,5 @@ def test_bad_records_end_it_or_are_counted(tmp_path):
         prepare(job_of(dataset), tmp_path / "one", 1)
     prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), tmp_path / "two", 1)
     (shard,) = json.loads((tmp_path / "two" / "manifest.json").read_text())["shards"]
-    assert (shard["documents"], shard["skipped"]) == (50, 1)
+    assert (shard["documents"], shard["skipped"]) == (51, 1)  # the skipped one is there without a token
     assert not os.path.exists(tmp_path / "two" / "prepare.json")

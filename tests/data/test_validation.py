@@ -73,17 +73,19 @@ def test_held_out_documents_are_never_trained_on_and_all_others_are(dataset):
     assert 40 < len(held) < 120  # 80 are expected of 400; five standard deviations are 40
 
 
-def test_shards_hold_out_documents_too(dataset, tmp_path):
+def test_shards_hold_out_the_documents_that_the_text_does(dataset, tmp_path):
     from test_prepare import job_of
 
     prepare(job_of(dataset), tmp_path / "out", 1)
     shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
-    held = documents_of(rows([make_set(Validation(sequences=10_000, holdout=0.2), shards)])[0])
+    validation = Validation(sequences=10_000, holdout=0.2)
+    (text, _), (tokens, _) = rows([make_set(validation, dataset)]), rows([make_set(validation, shards)])
+    assert len(text) > 10
+    assert torch.equal(torch.stack(text), torch.stack(tokens))
     ranks = Ranks(shards, 1, holdout=0.2)
     trained = documents_of([row for _ in range(10) for row in ranks.batch()])
-    assert not set(held) & set(trained)
-    assert held
     assert trained
+    assert not set(documents_of(text)) & set(trained)
 
 
 def test_too_few_held_out_documents_are_an_error(tmp_path):

@@ -10,7 +10,6 @@ a part is read from its front in windows of neighbours, and each window is shuff
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.data.order import EpochOrder, Permutation
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, text_hash
 from titanlite.data.tokenizer import Tokenizer
 
 MAX_STREAMS = 64
@@ -92,18 +91,21 @@ class Encoder:
         self._end = np.array([self.tokenizer.eos_id], dtype=np.int32)
 
     def fetch(self, source: RandomAccess, index: int) -> np.ndarray:
-        """Tokens of document `index`."""
-        try:
-            return self.encode(source[index])
-        except BadRecord as error:
-            return self.encode(error)
-
-    def encode(self, record: str | np.ndarray | BadRecord) -> np.ndarray:
-        """bos, text, eos; tokens as they are; nothing for what is held out or skipped.
+        """Tokens of document `index`: bos, text, eos; none if it is held out or skipped.
 
         Raises:
-            BadRecord: the record is one, and such records are not skipped.
+            BadRecord: it cannot be read, and such records are not skipped.
         """
+        try:
+            record = source[index]
+        except BadRecord as error:
+            return self.encode(error)
+        if isinstance(record, str):
+            return self.encode(record)
+        return record if not self.holdout or self._reads(source.text_hash(index)) else self._end[:0]
+
+    def encode(self, record: str | BadRecord) -> np.ndarray:
+        """As `fetch`, for a record that has been read already."""
         if isinstance(record, BadRecord):
             if not self.skip_bad:
                 raise record
@@ -111,15 +113,13 @@ class Encoder:
             if self.skipped <= 5:
                 logging.getLogger("titanlite").warning("skipped a record: %s", record)
             return self._end[:0]
-        if self.holdout and self._is_held_out(record) != self.held_out:
+        if self.holdout and not self._reads(text_hash(record)):
             return self._end[:0]
-        if isinstance(record, np.ndarray):
-            return record
         return np.concatenate([self._begin, self.tokenizer.encode_array(record).view(np.int32), self._end])
 
-    def _is_held_out(self, record: str | np.ndarray) -> bool:
-        raw = record.encode("utf-8", "surrogatepass") if isinstance(record, str) else record.astype("<u4").tobytes()
-        return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) < self.holdout * 2**64
+    def _reads(self, hash_of_text: int) -> bool:
+        """Whether a document is on the side, training or validation, that this encoder is for."""
+        return (hash_of_text < self.holdout * 2**64) == self.held_out
 
 
 class Documents(ABC):

@@ -77,7 +77,7 @@ class Loader:
         self.sources = [open_source(spec) for spec in source_specs(dataset)]
         for source in self.sources:
             if isinstance(source, Shards):
-                source.check_tokenizer(tokenizer)
+                source.check(tokenizer, holdout)
             check_enough(source, replace(self._encoder), seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
         self._cursors = start_cursors(dataset, self.sources, holdout)

@@ -30,8 +30,8 @@ from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import source_specs
-from titanlite.data.shards import FORMAT, Shards, block_checksums
-from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, open_source
+from titanlite.data.shards import FORMAT, Header, Shards, block_checksums
+from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, open_source, text_hash
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerProcess, receive, send
 
@@ -76,16 +76,16 @@ def prepare(job: JobConfig, out: Path, workers: int) -> list[Path]:
 
 
 def _prepare_source(source: Source, folder: Path, tokenizer: Tokenizer, workers: int, skip_bad: bool) -> None:
-    header = {
-        "format": FORMAT,
-        "source": source.name,
-        "source_fingerprint": source.fingerprint,
-        "tokenizer": tokenizer.fingerprint,
-        "tokenizer_path": tokenizer.path.name,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        "on_bad_record": "skip" if skip_bad else "error",
-    }
+    header = Header(
+        format=FORMAT,
+        source=source.name,
+        source_fingerprint=source.fingerprint,
+        tokenizer=tokenizer.fingerprint,
+        tokenizer_path=tokenizer.path.name,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        on_bad_record="skip" if skip_bad else "error",
+    ).model_dump()
     shards = _resume(folder, header)
     if shards is None:
         print(f"{folder}: complete already, {Shards(source.name, folder).describe()}")
@@ -164,6 +164,10 @@ def _units(source: Source, start: list[int]) -> Iterator[_Unit]:
             yield _Unit(0, 0, records, [part + 1, 0], done)
 
 
+_Result = tuple[_Unit, bytes, np.ndarray, np.ndarray, int]
+"""A unit, its tokens, the lengths of its documents, the hashes of their texts, and how many records were skipped."""
+
+
 class _Pool:
     """Processes that tokenize units, each driven by a thread."""
 
@@ -183,10 +187,9 @@ class _Pool:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
 
-    def run(self, units: Iterator[_Unit]) -> Iterator[tuple[_Unit, bytes, np.ndarray, int]]:
-        """Each unit with its tokens, the lengths of its documents and the records skipped, in order. At most twice as
-        many units as processes are in memory."""
-        waiting: deque[Future[tuple[_Unit, bytes, np.ndarray, int]]] = deque()
+    def run(self, units: Iterator[_Unit]) -> Iterator[_Result]:
+        """The units in order. At most twice as many as there are processes are in memory."""
+        waiting: deque[Future[_Result]] = deque()
         for unit in units:
             waiting.append(self._threads.submit(self._tokenize, unit))
             if len(waiting) >= 2 * len(self._processes):
@@ -194,7 +197,7 @@ class _Pool:
         while waiting:
             yield waiting.popleft().result()
 
-    def _tokenize(self, unit: _Unit) -> tuple[_Unit, bytes, np.ndarray, int]:
+    def _tokenize(self, unit: _Unit) -> _Result:
         process = self._idle.popleft()
         try:
             send(process.connection, (unit.start, unit.end, unit.records))
@@ -212,11 +215,13 @@ def _write_shard(folder: Path, number: int, results: Iterator[Any], progress: _P
     name = f"shard-{number:05d}"
     temporary = folder / f"{name}.bin.tmp"
     lengths: list[np.ndarray] = []
+    hashes: list[np.ndarray] = []
     skipped, following = 0, None
     with temporary.open("wb") as file:
-        for count, (unit, tokens, sizes, bad) in enumerate(results, 1):
+        for count, (unit, tokens, sizes, text_hashes, bad) in enumerate(results, 1):
             file.write(tokens)
             lengths.append(sizes)
+            hashes.append(text_hashes)
             skipped, following = skipped + bad, unit.next
             progress.add(int(sizes.sum()), unit.done)
             if count == _UNITS_PER_SHARD:
@@ -229,16 +234,19 @@ def _write_shard(folder: Path, number: int, results: Iterator[Any], progress: _P
     ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64).astype("<u8")
     raw = temporary.read_bytes()
     index = ends.tobytes() + block_checksums(raw).tobytes()
+    all_hashes = np.concatenate(hashes).astype("<u8").tobytes()
     entry = {
         "name": name,
         "documents": len(ends),
         "tokens": int(ends[-1]) if len(ends) else 0,
         "skipped": skipped,
         "index_checksum": xxhash.xxh3_64_hexdigest(index),
+        "hash_checksum": xxhash.xxh3_64_hexdigest(all_hashes),
         "next": following,
     }
     temporary.rename(folder / f"{name}.bin")
     _write_atomically(folder / f"{name}.idx", index)
+    _write_atomically(folder / f"{name}.hash", all_hashes)
     _write_atomically(folder / f"{name}.json", json.dumps(entry).encode())
     return entry
 
@@ -288,24 +296,33 @@ class _Progress:
 
 
 def work(connection: Connection) -> None:
-    """A background process: answer each unit with tokens, document lengths and the number of records skipped."""
+    """A background process: answer each unit with tokens, document lengths, text hashes and the number of records
+    skipped."""
     source, path, skip_bad, dtype = receive(connection)
     tokenizer = load_tokenizer(path)
     while True:
         start, end, records = receive(connection)
         encoder = Encoder(tokenizer, skip_bad=skip_bad)
+        if records is None:
+            records = [_record(source, i) for i in range(start, end)]
         try:
-            if records is None:
-                tokens = [encoder.fetch(source, i) for i in range(start, end)]
-            else:
-                tokens = [encoder.encode(record) for record in records]
+            tokens = [encoder.encode(record) for record in records]
         except UserError as error:
             send(connection, error)
             continue
-        kept = [part for part in tokens if len(part)]
-        sizes = np.array([len(part) for part in kept], dtype=np.int64)
-        raw = np.concatenate([*kept, np.empty(0, dtype=np.int32)]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-        send(connection, (raw, sizes, encoder.skipped))
+        sizes = np.array([len(part) for part in tokens], dtype=np.int64)
+        hashes = np.array([text_hash(r) if isinstance(r, str) else 0 for r in records], dtype=np.uint64)
+        raw = np.concatenate([*tokens, np.empty(0, dtype=np.int32)]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+        send(connection, (raw, sizes, hashes, encoder.skipped))
+
+
+def _record(source: RandomAccess, index: int) -> str | BadRecord:
+    try:
+        text = source[index]
+    except BadRecord as error:
+        return error
+    assert isinstance(text, str)
+    return text
 
 
 if __name__ == "__main__":

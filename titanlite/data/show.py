@@ -89,14 +89,14 @@ def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> s
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+    holdout = job.validation.holdout if job.validation.freq else 0.0
     sources = [open_source(spec) for spec in source_specs(dataset)]
     for source in sources:
         if isinstance(source, Shards):
-            source.check_tokenizer(tokenizer)
+            source.check(tokenizer, holdout)
     schedule = Schedule(dataset, size)
     for _ in range(step - 1):
         schedule.next_batch()
-    holdout = job.validation.holdout if job.validation.freq else 0.0
     encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
     seed = training.seed if dataset.seed is None else dataset.seed
     cursors = start_cursors(dataset, sources, holdout)

@@ -7,6 +7,7 @@ when the documents do. May import titanlite.config; other sources are imported w
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import sysconfig
@@ -72,6 +73,18 @@ class RandomAccess(Source):
     def __len__(self) -> int:
         assert self.num_documents is not None
         return self.num_documents
+
+    def text_hash(self, index: int) -> int:
+        """`text_hash` of the text of document `index`."""
+        text = self[index]
+        assert isinstance(text, str)
+        return text_hash(text)
+
+
+def text_hash(text: str) -> int:
+    """A number below 2**64 that depends on the text alone. It says whether a document is held out for validation, so
+    that changing it would move documents from one side to the other."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 class Sequential(Source):

@@ -59,7 +59,7 @@ class ValidationSet:
         encoder = Encoder(tokenizer, validation.holdout, held_out, chosen.on_bad_record == "skip")
         for source in sources:
             if isinstance(source, Shards):
-                source.check_tokenizer(tokenizer)
+                source.check(tokenizer, validation.holdout)
             check_enough(source, replace(encoder), seq_len)
         self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
         self._name = " + ".join(source.name for source in sources)
