@@ -147,12 +147,15 @@ def rewrite_config(folder: Path, **changes: object) -> None:
     ("changes", "message"),
     [
         ({"model_type": "qwen2"}, "model_type is 'qwen2', expected \"llama\""),
-        ({"attention_bias": True, "hidden_act": "gelu"}, "attention_bias is True.*hidden_act is 'gelu'"),
-        ({"head_dim": 16}, "head_dim is 16, expected 8.0"),
+        (
+            {"attention_bias": True, "hidden_act": "gelu"},
+            "hidden_act is 'gelu', expected 'silu' or 'swish'.*attention_bias is True, expected False",
+        ),
+        ({"head_dim": 16}, "head_dim is 16, expected hidden_size / num_attention_heads = 8.0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
-        ({"num_attention_heads": 0}, "no num_attention_heads"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "does not describe a Llama: KeyError.'factor'"),
-        ({"rope_scaling": "x"}, "does not describe a Llama"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected greater than 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": "x"}, "rope_scaling is 'x', expected an object"),
         ({"vocab_size": 132}, r"embed_tokens.weight: shape \(131, 48\), expected \(132, 48\)"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight: not part of this architecture"),
         ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight: missing"),
@@ -169,7 +172,7 @@ def test_a_folder_that_is_no_model_or_half_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="Expected a Hugging Face model folder"):
         HuggingFaceReader(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="does not describe a Llama"):
+    with pytest.raises(UserError, match="expected an object"):
         HuggingFaceReader(tmp_path)
     write_hf(tmp_path / "hf", build(PLAIN), shard_bytes=20_000)
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]

@@ -1,7 +1,7 @@
 """Hugging Face model folders: write one tensor by tensor, read one slice by slice.
 
-Invariant: at any time about one tensor is held in memory, and a folder appears under its name only when it is whole.
-May import config, torch, safetensors, model.huggingface and commit.
+Invariant: at any time about one tensor is held in memory, a folder appears under its name only when it is whole, and
+nothing outside of a folder is opened that a file in it names.
 """
 
 from __future__ import annotations
@@ -11,17 +11,31 @@ import os
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Annotated, Any, Self
 
 import torch
+from pydantic import Field, RootModel
 from torch import Tensor
 
 from titanlite.checkpoint import commit
 from titanlite.config.errors import UserError
+from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
 from titanlite.model.flavors import Architecture
-from titanlite.model.huggingface import architecture_from_hf, hf_config, hf_name, parameter_shapes, tensor_differences
+from titanlite.model.huggingface import (
+    HF_EMBEDDING,
+    HF_OUTPUT,
+    architecture_from_hf,
+    hf_config,
+    hf_name,
+    parameter_shapes,
+    tensor_differences,
+)
 
 _DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
+_DTYPE_OF = dict(_DTYPES.values())
+_SINGLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+_MOST_JSON = 1 << 24  # bytes; the index of Llama 405B has a tenth of a megabyte
+_COMPARED_NUMBERS = 1 << 24  # of a matrix at a time
 SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
 
 
@@ -78,14 +92,14 @@ class HuggingFaceWriter:
             total = sum(torch.Size(shape).numel() for shape in shapes.values()) * _DTYPES[self._dtype][1].itemsize
             weight_map = {hf_name(n): self._shard_name(i) for i, names in enumerate(self._shards) for n in names}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            self._write_json("model.safetensors.index.json", index)
+            self._write_json(_INDEX, index)
         commit.flush_folder(self.folder)
         self.folder.rename(self._out)
         commit.flush_folder(self._out.parent)
 
     def _shard_name(self, shard: int) -> str:
         if len(self._shards) == 1:
-            return "model.safetensors"
+            return _SINGLE
         return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
 
     def _header(self, shard: int) -> bytes:
@@ -121,35 +135,63 @@ class HuggingFaceReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        config = folder / "config.json"
+        if exists(folder / _ADAPTER):
+            raise UserError(
+                f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it into the model first."
+            )
+        if not exists(folder / "config.json"):
+            raise UserError(f"{folder} has no config.json. Expected a Hugging Face model folder.")
+        path = file_inside(folder, "config.json")
+        config = parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root
         try:
-            self.arch = architecture_from_hf(json.loads(config.read_text()))
-        except OSError as error:
-            raise UserError(f"{config}: {error.strerror}. Expected a Hugging Face model folder.") from None
+            self.arch = architecture_from_hf(config)
         except ValueError as error:
-            raise UserError(f"{config}: this Llama cannot be imported: {error}") from None
-        except (LookupError, TypeError, AttributeError) as error:  # a value of another kind than its key should have
-            raise UserError(f"{config} does not describe a Llama: {error!r}") from None
+            raise UserError(f"{path}: this Llama cannot be imported: {error}.") from None
         self._folder = folder
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # Hugging Face tensor name -> open file
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:  # closes what is open already if anything is refused
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
 
-        paths = self._paths()
-        for path in paths:
+        for path in self._paths():
+            with path.open("rb") as file:
+                header = int.from_bytes(file.read(8), "little")
+            if header > _MOST_JSON:
+                raise UserError(f"{path} cannot be read: a header of {header:,} bytes, which no such file has.")
             try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError, ValueError) as error:
                 raise UserError(f"{path} cannot be read: {error}") from None
+            if twice := self._files.keys() & file.keys():
+                raise UserError(f"{path}: {min(twice)} is in another file of the folder, too.")
             self._files |= dict.fromkeys(file.keys(), file)
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
-        if differences := tensor_differences(self.arch, shapes):
+        parts = {name: file.get_slice(name) for name, file in self._files.items()}
+        if differences := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
             listed = "\n  ".join(differences[:20])
             more = f"\n  ... and {len(differences) - 20} more" if len(differences) > 20 else ""
             raise UserError(f"{self._folder}: its tensors are not those of its config.json:\n  {listed}{more}")
-        return self
+        for name in parameter_shapes(self.arch):
+            if (code := parts[hf_name(name)].get_dtype()) not in _DTYPE_OF:
+                raise UserError(f"{self._folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported.")
+        if self.arch.tied_embeddings and HF_OUTPUT in parts and not self._tied(parts[HF_EMBEDDING], parts[HF_OUTPUT]):
+            raise UserError(
+                f"{self._folder}: config.json ties the embeddings (tie_word_embeddings), but {HF_OUTPUT} differs from "
+                f"{HF_EMBEDDING}. Set tie_word_embeddings to false to keep both, or remove {HF_OUTPUT}."
+            )
+
+    def _tied(self, embedding: Any, output: Any) -> bool:
+        rows, width = self.arch.vocab_size, self.arch.dim
+        if output.get_shape() != [rows, width] or output.get_dtype() != embedding.get_dtype():
+            return False
+        step = max(1, _COMPARED_NUMBERS // width)
+        return all(torch.equal(embedding[i : i + step], output[i : i + step]) for i in range(0, rows, step))
 
     def __exit__(self, *args: object) -> None:
         self._stack.close()
@@ -163,20 +205,24 @@ class HuggingFaceReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor by our name."""
-        code = self._files[hf_name(name)].get_slice(hf_name(name)).get_dtype()
-        for known, dtype in _DTYPES.values():
-            if code == known:
-                return dtype
-        raise UserError(f"{self._folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported")
+        return _DTYPE_OF[self._files[hf_name(name)].get_slice(hf_name(name)).get_dtype()]
 
     def _paths(self) -> list[Path]:
-        index = self._folder / "model.safetensors.index.json"
-        if index.is_file():
-            return sorted({self._folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        paths = sorted(self._folder.glob("*.safetensors"))
-        if not paths:
-            raise UserError(f"{self._folder} holds no .safetensors file. Pickled .bin weights are not read.")
-        return paths
+        """The files that transformers would read: one, or those of the index."""
+        if exists(self._folder / _SINGLE):
+            return [file_inside(self._folder, _SINGLE)]
+        if not exists(self._folder / _INDEX):
+            raise UserError(f"{self._folder} has no {_SINGLE} and no {_INDEX}. Pickled .bin weights are not read.")
+        index = file_inside(self._folder, _INDEX)
+        names = parse_json(index, read_file(index, _MOST_JSON), _Index).weight_map.values()
+        return [file_inside(self._folder, name) for name in sorted(set(names))]
+
+
+class _Index(FileModel):
+    """model.safetensors.index.json."""
+
+    metadata: Any = None
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
 def _split(shapes: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> list[list[str]]:

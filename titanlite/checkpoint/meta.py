@@ -1,21 +1,22 @@
 """Meta's original Llama files: params.json and consolidated.*.pth, split for tensor parallelism.
 
-Invariant: nothing in the files is executed, and about one tensor is held in memory. May import config, torch and
-model.huggingface.
+Invariant: nothing in the files is executed, and about one tensor is held in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import pickle
+import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from titanlite.config.errors import UserError
-from titanlite.model.huggingface import architecture_from_meta, from_meta_rotary, parameter_shapes
+from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.model.huggingface import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
+
+_MOST_PARAMS, _MOST_PICKLE = 1 << 20, 1 << 24  # bytes; those of Llama 405B have 300 and 200,000
 
 
 class MetaReader:
@@ -26,40 +27,57 @@ class MetaReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("consolidated.*.pth"))
-        try:
-            params = json.loads((folder / "params.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder / 'params.json'}: {error}") from None
-        if not paths:
+        if not exists(folder / "params.json"):
+            raise UserError(f"{folder} has no params.json. Expected Meta's files of a Llama.")
+        path = file_inside(folder, "params.json")
+        params = parse_json(path, read_file(path, _MOST_PARAMS), MetaParams)
+        names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
+        if not names:
             raise UserError(f"{folder} holds no consolidated.*.pth file")
-        self._shards = [_load(path) for path in paths]
-        for shard in self._shards:
-            shard.pop("rope.freqs", None)  # computed, not learned
+        self._shards = [_load(file_inside(folder, name)) for name in names]
         first = self._shards[0]
         embedding, w1 = first.get("tok_embeddings.weight"), first.get("layers.0.feed_forward.w1.weight")
-        if embedding is None or w1 is None:
-            raise UserError(f"{paths[0]} holds no Llama: no tok_embeddings.weight, or no feed-forward network")
-        by_rows = embedding.shape[1] == params["dim"]  # Llama 3 splits the vocabulary, Llama 2 the width
-        vocab_size = embedding.shape[0] * (len(paths) if by_rows else 1)
-        self.arch = architecture_from_meta(params, vocab_size, w1.shape[0] * len(paths))
+        if embedding is None or w1 is None or embedding.ndim != 2 or w1.ndim != 2:
+            raise UserError(f"{folder / names[0]} holds no Llama: no tok_embeddings.weight, or no feed-forward network")
+        by_rows = embedding.shape[1] == params.dim  # Llama 3 splits the vocabulary, Llama 2 the width
+        vocab_size = embedding.shape[0] * (len(names) if by_rows else 1)
+        if params.vocab_size not in (-1, vocab_size):
+            raise UserError(
+                f"{path}: vocab_size is {params.vocab_size}, but tok_embeddings.weight has {vocab_size} rows"
+            )
+        self.arch = architecture_from_meta(params, vocab_size, w1.shape[0] * len(names))
         if "output.weight" in first and all(_is_tied(shard) for shard in self._shards):
             self.arch = dataclasses.replace(self.arch, tied_embeddings=True)
         self._shapes = parameter_shapes(self.arch)
-        found = first.keys() - ({"output.weight"} if self.arch.tied_embeddings else set())
-        if odd := sorted(found ^ self._shapes.keys()):
-            raise UserError(f"{folder}: tensors that are missing or not part of this architecture: {', '.join(odd)}")
+        expected = self._shapes.keys() | ({"output.weight"} if self.arch.tied_embeddings else set())
+        for name, shard in zip(names, self._shards, strict=True):
+            if odd := sorted(shard.keys() ^ expected):
+                more = f" and {len(odd) - 20} more" if len(odd) > 20 else ""
+                raise UserError(
+                    f"{folder / name}: tensors that are missing or not part of this architecture: "
+                    f"{', '.join(odd[:20])}{more}"
+                )
+        self._cuts = {name: self._cut(name) for name in self._shapes}
+
+    def _cut(self, name: str) -> int | None:
+        """The dimension along which a tensor is split; None if each file holds all of it.
+
+        Raises:
+            UserError: the parts do not make the tensor.
+        """
+        expected, parts = self._shapes[name], [tuple(shard[name].shape) for shard in self._shards]
+        if all(part == expected for part in parts):
+            return None
+        for dim, size in enumerate(expected):
+            share = (*expected[:dim], size // len(parts), *expected[dim + 1 :])
+            if size % len(parts) == 0 and all(part == share for part in parts):
+                return dim
+        raise UserError(f"{name}: parts of shapes {parts[:8]} do not make {expected}")
 
     def read(self, name: str) -> Tensor:
         """A whole tensor in this model's layout."""
-        parts = [shard[name] for shard in self._shards]
-        expected = self._shapes[name]
-        whole = parts[0]
-        if tuple(whole.shape) != expected:
-            dim = next(d for d in range(whole.ndim) if whole.shape[d] != expected[d])
-            whole = torch.cat(parts, dim)
-        if tuple(whole.shape) != expected:
-            raise UserError(f"{name}: {len(parts)} parts make {tuple(whole.shape)}, expected {expected}")
+        dim = self._cuts[name]
+        whole = self._shards[0][name] if dim is None else torch.cat([shard[name] for shard in self._shards], dim)
         if name.endswith(("attention.wq.weight", "attention.wk.weight")):
             whole = from_meta_rotary(whole, self.arch.head_dim)
         return whole
@@ -70,11 +88,37 @@ class MetaReader:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, mapped into memory.
+
+    Raises:
+        UserError: it is damaged or holds anything else than plain tensors.
+    """
     try:
-        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, OSError) as error:
-        raise UserError(f"{path} is damaged, or more than tensors: {str(error).splitlines()[0]}") from None
+        with zipfile.ZipFile(path) as archive:  # torch would unpack compressed parts into memory, however large
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its parts are compressed")
+            if any(e.filename.endswith("data.pkl") and e.file_size > _MOST_PICKLE for e in archive.infolist()):
+                raise ValueError("its list of tensors is too long")
+        loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # of a damaged file torch's reader raises whatever its bytes lead to
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise UserError(f"{path} is damaged, or more than tensors: {reason}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds no table of tensors")
+    loaded.pop("rope.freqs", None)  # computed, not learned
+    for name, tensor in loaded.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
+            raise UserError(f"{path}: {name!r} is no tensor of float32, bfloat16 or float16 numbers")
+    return loaded
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """A strided view could claim to be larger than the file is, and would fill the memory when it is copied."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return tensor.device.type == "cpu" and tensor.dtype in dtypes and tensor.is_contiguous()
 
 
 def _is_tied(shard: dict[str, Tensor]) -> bool:
+    if "output.weight" not in shard or "tok_embeddings.weight" not in shard:
+        return False
     return torch.equal(shard["output.weight"], shard["tok_embeddings.weight"])

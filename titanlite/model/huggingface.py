@@ -1,23 +1,25 @@
 """Llama in the words of others: Hugging Face's config.json and tensor names, Meta's params.json and rotary order.
 
-Invariant: a mapping that would not be exact is refused. Plain values and tensors in, plain values and tensors out; no
-files. May import model.flavors and torch.
+Invariant: a mapping that would not be exact is refused: each key of a file is mapped, or known to change nothing, or
+has the one value that this model computes; any other key is refused by its name. No files are read here.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 from torch import Tensor
 
+from titanlite.config.files import FileModel, explain
 from titanlite.model.flavors import Architecture
 
-_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+MOST_LAYERS = 10_000  # lists of tensors are made of this number before any tensor is seen
+
+HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
 _BLOCK_NAMES = {
     "attention.wq.weight": "self_attn.q_proj.weight",
     "attention.wk.weight": "self_attn.k_proj.weight",
@@ -100,48 +102,149 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
 
 
 def architecture_from_hf(config: dict[str, Any]) -> Architecture:
-    """The architecture that a config.json describes.
+    """The architecture that a config.json describes, as transformers reads it.
 
     Raises:
         ValueError: it is no Llama that this model computes exactly; names every key that is in the way.
     """
-    if config.get("model_type") != "llama":
-        raise ValueError(f'model_type is {config.get("model_type")!r}, expected "llama"')
-    missing = [
-        key
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if not isinstance(config.get(key), int) or config[key] < 1
-    ]
-    if missing:
-        raise ValueError(f"no {', '.join(missing)}")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    rope = config.get("rope_parameters") or {}  # transformers 5 gathers the rotary keys here
-    scaling = (rope if rope.get("rope_type", "default") != "default" else None) or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    expected = {
-        "attention_bias": (config.get("attention_bias", False), False),
-        "mlp_bias": (config.get("mlp_bias", False), False),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "head_dim": (config.get("head_dim") or width // heads, width / heads),
-        "pretraining_tp": (config.get("pretraining_tp", 1), 1),
-        "rope_scaling.rope_type": (kind, "llama3" if kind == "llama3" else "default"),
-    }
-    wrong = [f"{key} is {found!r}, expected {value!r}" for key, (found, value) in expected.items() if found != value]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    if (kind := config.get("model_type")) != "llama":
+        raise ValueError(f'model_type is {kind!r}, expected "llama"')
+    try:
+        parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
+    except ValidationError as failure:
+        raise ValueError(explain(failure)) from None
+    heads, width = parsed.num_attention_heads, parsed.hidden_size
+    kv_heads, head_dim = parsed.num_key_value_heads or heads, parsed.head_dim or width // heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads = {heads}")
+    if head_dim * heads != width or head_dim % 2:
+        share = f"hidden_size / num_attention_heads = {width / heads}"
+        raise ValueError(f"head_dim is {head_dim}, expected {share}, an even number")
     return Architecture(
         dim=width,
-        n_layers=config["num_hidden_layers"],
+        n_layers=parsed.num_hidden_layers,
         n_heads=heads,
-        n_kv_heads=config.get("num_key_value_heads") or heads,
-        ffn_dim=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_seq_len=config.get("max_position_embeddings", 2048),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        **_llama3_scaling(scaling if kind == "llama3" else {}),
+        n_kv_heads=kv_heads,
+        ffn_dim=parsed.intermediate_size,
+        vocab_size=parsed.vocab_size,
+        max_seq_len=parsed.max_position_embeddings,
+        norm_eps=parsed.rms_norm_eps,
+        tied_embeddings=parsed.tie_word_embeddings,
+        **_rotary(parsed),
     )
+
+
+class _Rotary(FileModel):
+    """`rope_scaling`, or `rope_parameters` as transformers 5 calls it. `type` is the old word for rope_type."""
+
+    rope_type: Literal["default", "llama3"] = "default"
+    type: str = "default"
+    rope_theta: PositiveFloat | None = None
+    factor: Annotated[float, Field(ge=1.0)] | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: Literal[1] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_word(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "type" in values and "rope_type" not in values:
+            return {**values, "rope_type": values["type"]}
+        return values
+
+    @model_validator(mode="after")
+    def _belongs_to_its_type(self) -> Self:
+        scaling = {key: getattr(self, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        if self.rope_type == "default":
+            given = [key for key, value in scaling.items() if value is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)} without rope_type: is it llama3?")
+        elif missing := [key for key, value in scaling.items() if value is None]:
+            raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
+        elif scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            raise ValueError("high_freq_factor must be greater than low_freq_factor")
+        return self
+
+
+_RotaryTable = Annotated[_Rotary | None, BeforeValidator(lambda table: table or None)]  # {} is as good as none
+
+
+class _Config(FileModel):
+    """config.json of a Llama, with the defaults of transformers' LlamaConfig. A key with a single allowed value is
+    one whose other values this model does not compute."""
+
+    model_type: Literal["llama"]
+    vocab_size: Size = 32000
+    hidden_size: Size = 4096
+    intermediate_size: Size = 11008
+    num_hidden_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
+    num_attention_heads: Size = 32
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size = 2048
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: _RotaryTable = None
+    rope_parameters: _RotaryTable = None
+    hidden_act: Literal["silu", "swish"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    attention_dropout: Literal[0] | None = None
+    partial_rotary_factor: Literal[1] | None = None
+    rope_interleaved: Literal[False] = False
+    sliding_window: None = None
+    layer_types: None = None
+    is_causal: Literal[True] = True
+    add_cross_attention: Literal[False] = False
+    is_encoder_decoder: Literal[False] = False
+    quantization_config: None = None
+    per_layer_config: None = None
+    pruned_heads: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+
+# Keys that change nothing of what a causal Llama computes from its weights: descriptions, the dtype that the weights
+# are held in, heads for other tasks, how attention is computed, and defaults of generate().
+_WITHOUT_EFFECT = frozenset(
+    """
+    architectures transformers_version transformers.js_config _name_or_path name_or_path _commit_hash
+    is_llama_config unsloth_version unsloth_fixed dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
+    initializer_range use_cache pretraining_tp chunk_size_feed_forward is_decoder cross_attention_hidden_size
+    tie_encoder_decoder max_sequence_length pad_token_id bos_token_id eos_token_id sep_token_id
+    decoder_start_token_id tokenizer_class prefix return_dict output_attentions output_hidden_states
+    tie_last_hidden_states _attn_implementation_autoset finetuning_task task_specific_params problem_type
+    id2label label2id num_labels max_length max_new_tokens min_length min_new_tokens do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff
+    eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    """.split()  # noqa: SIM905
+)
+
+
+def _rotary(config: _Config) -> dict[str, Any]:
+    """The rotary fields of Architecture.
+
+    Raises:
+        ValueError: rope_scaling and rope_parameters differ: what is computed would hang on the version of transformers.
+    """
+    found = [_rotary_of(table, config) for table in (config.rope_scaling, config.rope_parameters) if table is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        raise ValueError("rope_scaling and rope_parameters say different things. Remove the one that is wrong")
+    return found[0] if found else _rotary_of(_Rotary(), config)
+
+
+def _rotary_of(table: _Rotary, config: _Config) -> dict[str, Any]:
+    theta = {"rope_theta": float(table.rope_theta or config.rope_theta)}
+    if table.rope_type == "default" or table.factor == 1.0:
+        return theta
+    return theta | {
+        "rope_scaling_factor": table.factor,
+        "rope_low_freq_factor": table.low_freq_factor,
+        "rope_high_freq_factor": table.high_freq_factor,
+        "rope_original_max_seq_len": table.original_max_position_embeddings or config.max_position_embeddings,
+    }
 
 
 def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) -> list[str]:
@@ -156,34 +259,61 @@ def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) ->
         if name not in found:
             lines.append(f"{name}: missing")
         elif name not in expected:
-            if not _DERIVED.fullmatch(name) and not (arch.tied_embeddings and name == "lm_head.weight"):
+            if not _DERIVED.fullmatch(name) and not (arch.tied_embeddings and name == HF_OUTPUT):
                 lines.append(f"{name}: not part of this architecture")
         elif expected[name] != tuple(found[name]):
             lines.append(f"{name}: shape {tuple(found[name])}, expected {expected[name]}")
     return lines
 
 
-def architecture_from_meta(params: dict[str, Any], vocab_size: int, ffn_dim: int) -> Architecture:
-    """The architecture of Meta's params.json. It leaves out two sizes, which the tensors tell.
+class MetaParams(FileModel):
+    """Meta's params.json. It leaves out the vocabulary (-1) and the feed-forward width, which the tensors tell."""
+
+    dim: Size
+    n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+    n_heads: Size
+    n_kv_heads: Size | None = None
+    vocab_size: Size | Literal[-1] = -1
+    norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10000.0
+    use_scaled_rope: bool = False
+    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
+    high_freq_factor: Annotated[float, Field(gt=1.0)] = 4.0
+    multiple_of: int | None = None
+    ffn_dim_multiplier: float | None = None
+    max_seq_len: int | None = None
+    max_batch_size: int | None = None
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim = {self.dim} must be a multiple of 2 * n_heads = {2 * self.n_heads}")
+        if self.n_heads % (self.n_kv_heads or self.n_heads):
+            raise ValueError(f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}")
+        return self
+
+
+def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) -> Architecture:
+    """The architecture of Meta's params.json and of the two sizes that the tensors tell.
 
     `use_scaled_rope` stands for the scaling of Llama 3.1, or that of 3.2 for its small models, as in Meta's
     llama-models repository.
     """
-    scaling = {}
-    if params.get("use_scaled_rope", False):
-        factor = params.get("rope_scaling_factor") or (32.0 if params["dim"] in (2048, 3072) else 8.0)
-        scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": params.get("high_freq_factor", 4.0)}
+    scaling: dict[str, Any] = {}
+    if params.use_scaled_rope:
+        factor = params.rope_scaling_factor or (32.0 if params.dim in (2048, 3072) else 8.0)
+        scaling = {"rope_scaling_factor": factor, "rope_high_freq_factor": params.high_freq_factor}
     return Architecture(
-        dim=params["dim"],
-        n_layers=params["n_layers"],
-        n_heads=params["n_heads"],
-        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        dim=params.dim,
+        n_layers=params.n_layers,
+        n_heads=params.n_heads,
+        n_kv_heads=params.n_kv_heads or params.n_heads,
         ffn_dim=ffn_dim,
         vocab_size=vocab_size,
         max_seq_len=131072 if scaling else 8192,
-        norm_eps=params.get("norm_eps", 1e-5),
-        rope_theta=float(params.get("rope_theta", 10000.0)),
-        **_llama3_scaling(scaling),
+        norm_eps=params.norm_eps,
+        rope_theta=float(params.rope_theta),
+        **scaling,
     )
 
 
@@ -191,14 +321,3 @@ def from_meta_rotary(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of Meta's wq or wk, (H * D, C): Meta pairs channels 2i and 2i + 1, we pair i and i + D / 2."""
     heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
     return heads.transpose(1, 2).reshape(weight.shape)
-
-
-def _llama3_scaling(scaling: dict[str, Any]) -> dict[str, Any]:
-    if not scaling:
-        return {}
-    return {
-        "rope_scaling_factor": float(scaling["factor"]),
-        "rope_low_freq_factor": float(scaling["low_freq_factor"]),
-        "rope_high_freq_factor": float(scaling["high_freq_factor"]),
-        "rope_original_max_seq_len": int(scaling.get("original_max_position_embeddings", 8192)),
-    }
