@@ -88,7 +88,7 @@ def _line(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{_short(where)} is unknown"
     kinds = {"model_type": "expected an object", "dict_type": "expected an object"}
-    message: str = kinds.get(error["type"], text.replace("Input should be", "expected"))
+    message = kinds.get(error["type"]) or text.replace("Input should be", "expected")
     if isinstance(error["input"], dict | list) and error["type"] not in kinds:
         return f"{_short(where)}: {message}" if where else message
     return f"{_short(where) or 'the value'} is {_short(repr(error['input']))}, {message}"
