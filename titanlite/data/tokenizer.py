@@ -21,7 +21,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +66,7 @@ _KNOWN_PATTERNS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
 _HARMLESS_CHARS, _PATTERN_SIGNS = 32, frozenset("*+?{|(")  # a short text without these repeats nothing
-_TRIED_CHARS = 1 << 14
+_TRIED_CHARS = 1 << 13
 
 # Longer texts are encoded in pieces: the regex engines keep a stack that grows with the longest match.
 _PIECE_CHARS = 1 << 18
@@ -354,11 +354,12 @@ def _texts(part: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
+@lru_cache(maxsize=1)  # one start asks for the size of the vocabulary more than once
 def _try_out(path: Path, raw: bytes, characters: str) -> None:
     """Let another process load a tokenizer.json and encode long texts, because a pattern can take time without end.
 
     Args:
-        characters: of which texts are made, too: those of the patterns.
+        characters: of which texts are made, too: those of its patterns.
 
     Raises:
         UserError: it ended in an error, or took more than a second.
