@@ -224,8 +224,8 @@ def test_the_tokenizer_is_compared_with_the_model_in_either_format():
     ("config", "said"),
     [
         ("{", "not valid JSON"),
-        ('{"eos_token": ["<s>"]}', "eos_token is ['<s>'], which tokenizer.json does not hold"),
-        ('{"eos_token": 7}', "eos_token is 7, which"),
+        ('{"eos_token": ["<s>"]}', "eos_token: expected a valid string"),
+        ('{"eos_token": 7}', "eos_token is 7, expected a valid string"),
         ('{"bos_token": "<s>"}', "bos_token is '<s>', which"),
     ],
 )

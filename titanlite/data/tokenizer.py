@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file
@@ -300,15 +300,17 @@ class _TokenizerFile(BaseModel):
     decoder: Any = None
 
 
-class _NamedToken(BaseModel):
-    content: str
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 class _TokenizerConfig(BaseModel):
-    """What is read of a tokenizer_config.json."""
+    """What is read of a tokenizer_config.json. A token is a text, or an object that has the text as its content."""
 
-    bos_token: str | _NamedToken | None = None
-    eos_token: str | _NamedToken | None = None
+    model_config = ConfigDict(strict=True)
+
+    bos_token: Annotated[str | None, BeforeValidator(_content)] = None
+    eos_token: Annotated[str | None, BeforeValidator(_content)] = None
 
 
 def _json_ids(path: Path, raw: bytes) -> tuple[int, int | None, int, dict[str, int]]:
@@ -335,8 +337,7 @@ def _json_ids(path: Path, raw: bytes) -> tuple[int, int | None, int, dict[str, i
 def _special(path: Path, ids: dict[str, int], key: str, names: Sequence[str]) -> int | None:
     if exists(path.with_name("tokenizer_config.json")):
         config = file_inside(path.parent, "tokenizer_config.json")
-        value = getattr(parse_json(config, read_file(config, _MOST_BYTES), _TokenizerConfig), key)
-        name = value.content if isinstance(value, _NamedToken) else value
+        name = getattr(parse_json(config, read_file(config, _MOST_BYTES), _TokenizerConfig), key)
         if name is not None:
             if name not in ids:
                 raise UserError(f"{config}: {key} is {name!r}, which {path.name} does not hold")
