@@ -123,9 +123,11 @@ def test_a_worker_reports_to_its_launcher_instead(
 ):
     monkeypatch.setenv(cli.ERROR_FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "5")
-    assert cli.run_quietly(raising(GuardError("why"))) == 3
+    error = GuardError("why")
+    error.add_note("how to go on")
+    assert cli.run_quietly(raising(error)) == 3
     record = json.loads((tmp_path / "5.json").read_text())
-    assert (record["message"], record["exit_code"]) == ("why", 3)
+    assert (record["message"], record["closing"]) == ("why", "how to go on")
     assert abs(record["time"] - time.time()) < 60
     assert capsys.readouterr() == ("", "")
 

@@ -152,6 +152,13 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     last = max(logged(tmp_path / "stopped"))
     assert f"Stopped by SIGINT after step {last}: saved." in out + err
     assert (tmp_path / "stopped" / "checkpoint" / f"step-{last:08d}").is_dir()
+    command = f"--job.config_file {job_file} --job.dump_folder {tmp_path}/stopped --training.steps 500"
+    closing = f"The last good step is {last}, saved in {tmp_path}/stopped/checkpoint/step-{last:08d}. "
+    closing += f"To go on after it: NGPU=1 titanlite launch {command}\n"
+    assert err.endswith(closing)
+    log = (tmp_path / "stopped" / "train.log").read_text()
+    assert log.endswith(closing)
+    assert log.count(f"Stopped by SIGINT after step {last}: saved.") == 1
     output = run(job_file, tmp_path / "stopped", "--training.steps", str(last + 2))
     assert f"Resumed after step {last}" in output
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
@@ -304,6 +311,77 @@ def test_a_finished_run_does_nothing_more(job_file: Path, tmp_path: Path) -> Non
     assert logged(tmp_path / "out") == before
 
 
+def measured(folder: Path) -> dict[str, str]:
+    """All lines that a run has measured, and its configuration, wherever they are now."""
+    return {path.name: path.read_text() for name in MEASURED for path in sorted(folder.glob(f"{name}*"))}
+
+
+MEASURED = ("metrics.jsonl", "validation.jsonl", "config.toml", "environment.json")
+
+
+def test_a_second_run_in_the_folder_sets_aside_what_the_first_has_measured(job_file: Path, tmp_path: Path) -> None:
+    """And the first one, resumed after that, continues its own files."""
+    out, options = tmp_path / "out", ["--validation.freq", "2", "--validation.holdout", "0.1"]
+    options += ["--validation.sequences", "2", "--lr_scheduler.decay_ratio", "0"]
+    run(job_file, out, *options, "--training.steps", "4")
+    first, log = measured(out), (out / "train.log").read_text()
+    output = run(job_file, out, *options, "--checkpoint.no-enable", "--training.steps", "2")
+    assert "of an earlier run, which this one does not continue, renamed to ....superseded" in output
+    assert {name.removesuffix(".superseded"): text for name, text in measured(out).items() if "supers" in name} == first
+    assert (out / "train.log.superseded").read_text() == log
+    assert sorted(logged(out)) == [1, 2]
+    run(job_file, out, *options, "--training.steps", "6")
+    assert sorted(logged(out)) == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["step"] for line in (out / "validation.jsonl").read_text().splitlines()] == [0, 2, 4, 6]
+    assert len((out / "metrics.jsonl.superseded-2").read_text().splitlines()) == 2
+
+
+def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_file: Path, tmp_path: Path) -> None:
+    """Nor does it set aside what is being written, whether it would save or not."""
+    process = start(job_file, tmp_path / "out", "--training.steps", "5000")
+    wait_for_step(process, 6)
+    options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2", "--checkpoint.no-enable"]
+    output = run(job_file, tmp_path / "out", *options, code=2)
+    assert "another run is using it; waiting up to 1 s" in output
+    assert "Stop that one, or choose another job.dump_folder" in output
+    assert "To go on" not in output
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert "another run" not in (tmp_path / "out" / "train.log").read_text()
+    assert not list((tmp_path / "out").glob("*.superseded*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Path, tmp_path: Path, ranks: int) -> None:
+    """A resume that is refused, a worker that the system kills, and an error of ours with its traceback."""
+    out = tmp_path / "out"
+    run(job_file, out, "--training.steps", "5", ranks=ranks)
+    refused = run(job_file, out, "--training.seed", "7", ranks=ranks, code=4)
+    log = (out / "train.log").read_text()
+    assert log.endswith(refused[refused.index(f"{out}/checkpoint/step-00000005 cannot be resumed") :])
+    assert "To go on" not in refused  # the same command would be refused again
+    process = start(job_file, out, "--training.steps", "5000", ranks=ranks)
+    wait_for_step(process, 8)
+    os.kill(worker_of(process, ranks - 1), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137
+    reason = err[err.index(f"Rank {ranks - 1} failed first: it was killed (SIGKILL)") :]
+    assert "The last good step is 5, saved in" in reason
+    assert f"To go on after it: NGPU={ranks} titanlite launch --job.config_file" in reason.splitlines()[-1]
+    assert (out / "train.log").read_text().endswith(reason)
+    (tmp_path / "broken.py").write_text(
+        "import titanlite.train as t, sys\n"
+        "from titanlite.cli import main\n"
+        "t.Trainer.validate = lambda self: 1 / 0\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, tmp_path / "broken.py", "train", "--job.config_file", job_file, "--job.dump_folder", out]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    assert "ZeroDivisionError: division by zero\nThe last good step is 12" in ended.stderr
+    assert (out / "train.log").read_text().endswith(ended.stderr[ended.stderr.index("Traceback") :])
+
+
 def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
     job_file: Path, tmp_path: Path
 ) -> None:
@@ -325,6 +403,10 @@ def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: P
     assert "Traceback" not in output
     assert "Step 5:" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
+    log = (tmp_path / "out" / "train.log").read_text()
+    assert log.count("ERROR: Step 5:") == 1
+    assert "Nothing is saved. To start again: NGPU=" in log
+    assert log.rpartition("ERROR: ")[2] == output[output.index("Step 5:") :]  # what the terminal says, too
 
 
 def test_a_guard_lets_the_save_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:

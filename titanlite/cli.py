@@ -77,30 +77,38 @@ def run_quietly(command: Callable[[], object]) -> int:
         sys.stdout.flush()
         return 0
     except UserError as error:
-        _report(str(error), error.exit_code)
+        _report(str(error), error)
         return error.exit_code
-    except SystemExit as end:  # tyro's, after a help or a message
-        return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
+        from titanlite.observe.logger import note_end
+
+        note_end("Interrupted: ended at once, without a save.")
         return 130
     except BrokenPipeError:  # `titanlite train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception:
-        _report(traceback.format_exc().rstrip(), 1)
+    except Exception as error:
+        _report(traceback.format_exc(), error)
         return 1
 
 
-def _report(message: str, exit_code: int) -> None:
-    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr."""
+def _report(message: str, error: Exception) -> None:
+    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr. Notes
+    on the error, which say how to go on, come last."""
+    from titanlite.observe.logger import note_end
+
+    closing = "\n".join(getattr(error, "__notes__", ()))
+    message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
+    text = "\n".join(filter(None, (message, closing)))
+    note_end(text)
     folder = os.environ.get(ERROR_FOLDER)
-    record = {"message": message, "exit_code": exit_code, "time": time.time()}
+    record = {"message": message, "closing": closing, "time": time.time()}
     with contextlib.suppress(OSError):  # the folder may be gone, its disk full
         if folder is not None:
             Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
             return
     with contextlib.suppress(OSError):  # and so may the terminal
-        print(message, file=sys.stderr)
+        print(text, file=sys.stderr)
 
 
 def train(argv: Sequence[str]) -> None:
@@ -115,7 +123,7 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.train import main as train_job
 
     gc.freeze()
-    train_job(job)
+    train_job(job, argv)
 
 
 def check(argv: Sequence[str]) -> None:

@@ -7,21 +7,28 @@ May import every room.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
+import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.go_on import how_to_go_on
+from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
+from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.config.load import resolve_path
+from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
@@ -32,7 +39,7 @@ from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
 from titanlite.observe.logger import setup_logging
 from titanlite.observe.metrics import MetricsRecorder
-from titanlite.observe.outputs import write_outputs
+from titanlite.observe.outputs import LOG_FILE, OutputFolder, describe_environment
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
@@ -50,18 +57,25 @@ from titanlite.runtime.signals import Requests, Signals
 from titanlite.runtime.world import process_group, use_large_pages
 
 
-def main(job: JobConfig) -> None:
+def main(job: JobConfig, argv: Sequence[str] = ()) -> None:
     """Run the training job in this rank's process; torchrun's environment says which rank it is, if there are many.
+
+    Args:
+        argv: The command line of `job`, for the last lines of a run that ends early.
 
     Raises:
         UserError: Something that a person can mend; its `exit_code` is the program's.
     """
     with process_group(job) as device:
-        trainer = Trainer(job, device)
+        trainer = None
         try:
+            trainer = Trainer(job, device)
             trainer.train()
-        except GuardError:  # on all ranks together
-            trainer.close()  # a save under way is of an earlier step, and good
+        except Exception as error:
+            if trainer is not None and isinstance(error, GuardError):  # on all ranks together
+                trainer.close()  # a save under way is of an earlier step, and good
+            if trainer is not None or not isinstance(error, UserError):
+                error.add_note(how_to_go_on(job, argv))
             raise
 
 
@@ -80,22 +94,45 @@ class Trainer:
         self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
         set_timeout(self.training_groups, job.comm.init_timeout_seconds)
         self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds, all_hosts())
-        self.log = setup_logging(self.rank, Path(job.job.dump_folder) / "train.log").info
+        self.log = setup_logging(self.rank, None).info
+        self.open_folder()
         self.build_data()
         self.loader.start()  # its processes get ready while the model is built; a resume starts them anew
         sharded = build_model(job, self.mesh, device, self.log)
         self.model = sharded.whole
         self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
         self.optimizer = build_optimizer(self.model, job.optimizer, self.compiles("optimizer"))
-        self.step, tokens_seen = 0, 0
+        self.step = 0
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
-        if job.checkpoint.enable:
-            tokens_seen = self.resume()
+        state = self.resume() if job.checkpoint.enable else None
         if job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
         self.loader.start()
-        self.metrics = self.start_metrics(tokens_seen)
+        self.metrics = self.start_metrics(state)
+
+    def open_folder(self) -> None:
+        """Keep other runs out of the output folder, then let the log write there: never into that of another run.
+
+        Raises:
+            UserError: Another run is using the folder, or it cannot be written to.
+        """
+        folder, seconds = Path(self.job.job.dump_folder), self.job.comm.init_timeout_seconds
+        self.lock: int | None = None  # on rank 0
+
+        def lock() -> str:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = commit.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), self.log)
+            return secrets.token_hex(8)
+
+        ranks = Ranks(seconds)
+        self.run = ranks.on_rank0(lock)  # the identity of a run that begins here
+        ranks.close()
+        if self.rank == 0:
+            self.folder = OutputFolder(folder, self.log)
+            setup_logging(0, folder / LOG_FILE)
+            if error_folder := os.environ.get(ERROR_FOLDER):  # the launcher adds there why a worker ended
+                Path(error_folder, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
 
     def build_data(self) -> None:
         """Open tokenizer, training data and validation data; log what is trained, and on what."""
@@ -151,13 +188,13 @@ class Trainer:
         loss = partial(linear_cross_entropy_sum, z_loss=self.job.training.z_loss, softmax=softmax)
         return loss if self.mesh.tensor is None else vocab_parallel(loss, self.mesh.tensor)
 
-    def resume(self) -> int:
-        """Open the checkpoint folder and load the newest checkpoint, if there is one; returns the tokens seen."""
+    def resume(self) -> dict[str, Any] | None:
+        """Open the checkpoint folder and load the newest checkpoint; returns what it holds, if there is one."""
         job = self.job
         path, length = resolve_path(job.tokenizer.path), architecture(job.model).max_seq_len
         self.checkpoints = CheckpointManager(
             job.checkpoint,
-            Path(job.job.dump_folder) / job.checkpoint.folder,
+            self.checkpoint_folder,
             self.model,
             self.optimizer,
             log=self.log,
@@ -167,21 +204,28 @@ class Trainer:
         )
         state = self.checkpoints.load()
         if state is None:
-            return 0
+            return None
         if "data" in state:
             self.loader.load_state_dict(state["data"])
-        self.step = state["step"]
+        self.step, self.run = state["step"], state.get("run", self.run)
         self.log(f"Resumed after step {self.step}: {state['tokens']:,} tokens seen")
-        return state["tokens"]
+        return state
 
-    def start_metrics(self, tokens_seen: int) -> MetricsRecorder:
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the step folders lie."""
+        return Path(self.job.job.dump_folder) / self.job.checkpoint.folder
+
+    def start_metrics(self, state: dict[str, Any] | None) -> MetricsRecorder:
         """Write what the run is beside its outputs, and open its metrics at the current step."""
-        job, dump_folder = self.job, Path(self.job.job.dump_folder)
+        job = self.job
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
+        layout = asdict(self.mesh.degrees)
+        environment = describe_environment(device_name, self.run, layout)
         if self.rank == 0:
-            write_outputs(dump_folder, job, device_name)
-        return MetricsRecorder(
-            dump_folder,
+            self.folder.start(job, environment, None if state is None else self.step)
+        metrics = MetricsRecorder(
+            Path(job.job.dump_folder),
             job.metrics,
             self.rank,
             flops_per_token(architecture(job.model), job.training.seq_len),
@@ -190,8 +234,11 @@ class Trainer:
             self.device,
             job.training.steps,
             self.step,
-            tokens_seen,
+            0 if state is None else state["tokens"],
         )
+        texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
+        metrics.add_texts({"job": dump_config(job), **texts})
+        return metrics
 
     def train(self) -> None:
         """Loop until the last step, the end of the data, or a signal; then save.
@@ -295,7 +342,7 @@ class Trainer:
             check_finite(0.0, self.grad_norm.item(), self.step)
         if self.checkpoints is not None:
             state = {"step": self.step, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
-            self.checkpoints.save(self.step, state, last=last)
+            self.checkpoints.save(self.step, {**state, "run": self.run}, last=last)
 
     def finish(self, requests: Requests, finished: bool) -> None:
         """Close everything, and say by an exception that the run is to go on where it is, or that it is not saved."""
@@ -304,7 +351,7 @@ class Trainer:
         if requests.stop and (failed or not finished):
             saved = "nothing saved, as checkpoint.enable is false" if self.checkpoints is None else "saved"
             saved = "the save of this step FAILED" if failed else saved
-            raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}. Start again to go on.")
+            raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}.")
         if failed:
             raise CheckpointError(
                 f"The save after the last step, {self.step}, FAILED; the log says why. Once that is mended, start "
@@ -318,3 +365,5 @@ class Trainer:
             self.checkpoints.close()
         self.loader.close()
         self.metrics.close()
+        if self.lock is not None:
+            os.close(self.lock)

@@ -152,51 +152,13 @@ def test_non_finite_numbers_are_valid_json(tmp_path, value, name):
     assert str(rec.latest.loss) == name  # guards see it as it is
 
 
-def test_a_resumed_run_continues_the_file_without_repeating_steps(tmp_path):
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
     first = recorder(tmp_path)
-    train(first, range(1, 22))
+    train(first, range(1, 13))
     first.close()
-    tokens = next(entry for entry in entries(tmp_path) if entry["step"] == 10)["tokens"]
-    resumed = recorder(tmp_path, resumed_step=12, tokens=tokens + 2000)
-    train(resumed, range(13, 26))
+    train(recorder(tmp_path, resumed_step=12, tokens=12_000), range(13, 26))
     assert [entry["step"] for entry in entries(tmp_path)] == [1, 10, 13, 20, 25]
     assert [entry["tokens"] for entry in entries(tmp_path)] == [1000, 10_000, 13_000, 20_000, 25_000]
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_half_written_last_line_is_dropped_and_the_next_starts_afresh(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 8.0}\n{"step": 2, "lo')
-    train(recorder(tmp_path, resumed_step=2), [3])
-    assert [entry["step"] for entry in entries(tmp_path)] == [1, 3]
-
-
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}'])
-def test_a_damaged_line_is_dropped(tmp_path, damage):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}\n' + damage + b"\n")
-    train(recorder(tmp_path, resumed_step=1), [2])
-    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2]
-
-
-@pytest.mark.parametrize(("resumed_step", "validated"), [(0, [0]), (5, [0, 5])])
-def test_a_validation_that_is_done_again_stands_there_once(tmp_path, resumed_step, validated):
-    first = recorder(tmp_path, tensorboard=True)
-    for step in (0, 5, 10):
-        first.validated(step, {"loss": 7.0})
-    first.close()
-    again = recorder(tmp_path, tensorboard=True, resumed_step=resumed_step)
-    if resumed_step == 0:
-        again.validated(0, {"loss": 7.0})
-    again.close()
-    lines = map(json.loads, (tmp_path / "validation.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines] == validated
-    assert [step for step, _ in read_tensorboard(tmp_path, "validation/loss")] == validated
-
-
-def test_a_complete_last_line_without_its_newline_is_kept(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}')
-    train(recorder(tmp_path, resumed_step=1), [2])
-    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2]
 
 
 def test_only_rank_0_writes_and_the_others_still_have_a_line(tmp_path):
@@ -234,12 +196,16 @@ def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path, full_disk, monkeypa
     assert (tmp_path / "validation.jsonl").read_text() == '{"step": 50, "loss": 7.0}\n'
 
 
-def read_tensorboard(folder, tag):
+def accumulated(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder / "tb"))
     accumulator.Reload()
-    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+    return accumulator
+
+
+def read_tensorboard(folder, tag):
+    return [(event.step, event.value) for event in accumulated(folder).Scalars(tag)]
 
 
 def test_tensorboard_has_the_same_numbers_and_hides_what_a_crash_left(tmp_path):
@@ -249,6 +215,29 @@ def test_tensorboard_has_the_same_numbers_and_hides_what_a_crash_left(tmp_path):
     resumed = recorder(tmp_path, tensorboard=True, resumed_step=12)
     train(resumed, range(13, 26))
     resumed.close()
-    events = read_tensorboard(tmp_path, "train/loss")
+    events = read_tensorboard(tmp_path, "1_loss/train")
     assert [step for step, _ in events] == [1, 10, 13, 20, 25]
-    assert [value for _, value in events] == pytest.approx([entry["loss"] for entry in entries(tmp_path)])
+    assert [value for _, value in events] == pytest.approx([7.9, 7.0, 6.7, 6.0, 5.5])
+
+
+def test_tensorboard_shows_groups_in_the_order_of_what_matters_with_units(tmp_path):
+    rec = recorder(tmp_path, tensorboard=True, peak_flops=1e11)
+    rec.add_texts({"job": "[training]\nsteps = 25", "layout": "shard = 2"})
+    rec.validated(0, {"loss": 8.0, "perplexity": 2981.0, "bits_per_byte": 2.0})
+    train(rec, [1])
+    rec.close()
+    board = accumulated(tmp_path)
+    tags = sorted(board.Tags()["scalars"])  # as TensorBoard sorts them
+    assert tags[:4] == ["1_loss/train", "1_loss/validation", "2_optimizer/gradient_norm", "2_optimizer/learning_rate"]
+    groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
+    assert groups == ["1_loss", "2_optimizer", "3_speed", "4_memory", "5_validation", "6_progress", "7_counters"]
+    assert {tag.split("/")[1] for tag in tags if tag.startswith("7_")} == {
+        *("skipped_records", "failed_saves", "save_waits", "failed_writes"),
+    }
+    descriptions = {tag: board.SummaryMetadata(tag).summary_description for tag in tags}
+    assert all(descriptions.values())
+    assert "GiB" in descriptions["4_memory/memory"]
+    assert "nats" in descriptions["1_loss/validation"]
+    texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
+    assert "    steps = 25" in texts["job/text_summary"]  # four spaces: shown as it is written
+    assert "    shard = 2" in texts["layout/text_summary"]

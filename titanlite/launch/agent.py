@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.observe.logger import note_end
+from titanlite.observe.outputs import LOG_FILE
 from titanlite.runtime.hang_report import address_towards
 
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
@@ -57,16 +59,19 @@ class World:
     stop_seconds: float = 3600.0  # for the workers to save, once a signal has reached them
     max_restarts: int = 0  # after crashes, from the newest checkpoint
     min_nodes: int | None = None  # with so many the run goes on when machines are lost; None: with all
+    how_to_go_on: Callable[[], str] = str  # the last lines after a crash of workers that could say none themselves
 
 
 @dataclass(frozen=True)
 class End:
-    """How a worker ended: its exit code (minus the signal's number if one killed it), when, and what it reported."""
+    """How a worker ended: its exit code (minus the signal's number if one killed it), when, what it reported, and what
+    it said last: how to go on."""
 
     rank: int
     code: int
     time: float
     message: str | None
+    closing: str = ""
 
 
 class _Logs(DefaultLogsSpecs):
@@ -172,7 +177,7 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = 0  # it would end in the same way again
             if self._remaining_restarts > 0:
                 left = self._remaining_restarts - 1
-                _say(_why(ends, self, self._folder))
+                _say_end(_why(ends, self, self._folder), ends, self._folder)
                 _say(f"Starting again from the newest checkpoint ({left} restarts left).")
         return result
 
@@ -225,8 +230,19 @@ def run_workers(command: Sequence[str], world: World) -> int:
             return 0
         ends = _ends(agent, Path(folder))
         if text := _why(ends, agent, Path(folder)):
-            _say(text)
+            closing = next((end.closing for end in ends if end.closing), "")
+            if not closing and ends[0].code not in KNOWN_EXITS and Path(folder, LOG_FILE).exists():
+                closing = world.how_to_go_on()
+            _say_end("\n".join(filter(None, (text, closing))), ends, Path(folder))
         return explain(ends, agent.signal, agent.killed)[1]
+
+
+def _say_end(text: str, ends: Sequence[End], folder: Path) -> None:
+    """Why the workers ended: on the terminal, and in train.log, unless rank 0 has written that there itself."""
+    _say(text)
+    if text and not any(end.rank == 0 and end.message and end.message == ends[0].message for end in ends):
+        with contextlib.suppress(OSError):  # no worker of this node had opened it
+            note_end(text, Path((folder / LOG_FILE).read_text(encoding="utf-8")))
 
 
 def _say(text: str) -> None:
@@ -256,9 +272,9 @@ def _ends(agent: Agent, folder: Path) -> list[End]:
         try:
             record = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
-            record = {"time": seen - 2 * POLL_SECONDS, "message": None}
+            record = {"time": seen - 2 * POLL_SECONDS, "message": None, "closing": ""}
         if code != 0:
-            ends.append(End(rank, code, record["time"], record["message"]))
+            ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
     return sorted(ends, key=lambda end: (end.rank in agent.killed, end.time))
 
 

@@ -88,11 +88,23 @@ def launch(argv: Sequence[str]) -> int:
 
         logging.disable(logging.ERROR)
 
+    from titanlite.checkpoint.go_on import how_to_go_on
     from titanlite.launch.agent import World, run_workers
 
     restarts = _number("MAX_RESTARTS", 0) or 0
     addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
-    world = World(workers, nodes, node_rank, addr, port, shown_ranks, job.comm.preemption_seconds, restarts, least)
+    world = World(
+        workers,
+        nodes,
+        node_rank,
+        addr,
+        port,
+        shown_ranks,
+        job.comm.preemption_seconds,
+        restarts,
+        least,
+        how_to_go_on=lambda: how_to_go_on(job, argv),
+    )
     return run_workers(["-P", "-m", "titanlite.cli", "train", *argv], world)
 
 

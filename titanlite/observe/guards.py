@@ -25,7 +25,7 @@ def check_finite(loss: float, grad_norm: float, step: int) -> None:
     if not wrong:
         return
     raise GuardError(
-        f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved; starting again "
-        "resumes from the newest checkpoint, which is older. First lower optimizer.lr or training.max_norm, or raise "
-        "lr_scheduler.warmup_steps. If it happens at the same step whatever you set, look at the data of that step."
+        f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved. "
+        "Before you start again, lower optimizer.lr or training.max_norm, or raise lr_scheduler.warmup_steps. "
+        "If it happens at the same step whatever you set, look at the data of that step."
     )

@@ -7,6 +7,7 @@ Rank 0 alone writes the file. May import `titanlite.config.errors` and rich.
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import sys
 from functools import cache
@@ -74,7 +75,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     handlers = [_terminal_handler(prefix) if rank in ranks else _error_handler(prefix)]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_plain(logging.FileHandler(log_file, encoding="utf-8"), prefix, "%Y-%m-%d %H:%M:%S"))
+        handlers.append(_file_handler(log_file, prefix))
 
     logging.captureWarnings(True)  # otherwise the other ranks' warnings land on the terminal, once a rank
     logger = logging.getLogger(LOGGER_NAME)
@@ -91,6 +92,23 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
         if theirs is not None and rank not in ranks:
             theirs.setLevel(logging.ERROR)
     return logger
+
+
+def note_end(message: str, log_file: Path | None = None) -> None:
+    """Write why a run ended to its train.log only: somebody else says it on the terminal.
+
+    Args:
+        log_file: None takes that of this process's `setup_logging`, if it has one.
+    """
+    found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, logging.FileHandler)]
+    for handler in found if log_file is None else [_file_handler(log_file, "")]:
+        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, message, None, None))
+
+
+def _file_handler(log_file: Path, prefix: str) -> logging.Handler:
+    """It goes on in a new file where the old one is renamed."""
+    handler = logging.handlers.WatchedFileHandler(log_file, encoding="utf-8")
+    return _plain(handler, prefix, "%Y-%m-%d %H:%M:%S")
 
 
 def _terminal_handler(prefix: str) -> logging.Handler:

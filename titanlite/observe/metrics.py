@@ -1,7 +1,7 @@
 """What a run measures: metrics.jsonl, TensorBoard, and the console line of a logged step.
 
 Invariant (no host sync in the step): `record` keeps device tensors and never reads them; only `log`, on a log step,
-does, all of them in one transfer. Only rank 0 writes files. May import `titanlite.config.schema` and torch.
+does, all of them in one transfer. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,6 +27,14 @@ from torch import Tensor
 from titanlite.config.schema import Metrics
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How TensorBoard shows a number: it sorts groups, and the tags in a group, by name."""
+
+    tag: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -38,42 +47,71 @@ class LoggedStep:
 
     step: int
     """Optimizer steps done, from 1."""
-    loss: float
-    """Mean cross entropy over the valid tokens of this step's global batch, nats."""
-    grad_norm: float
-    """L2 norm of this step's gradient before clipping."""
-    lr: float
-    """Learning rate of this step."""
-    tokens: int
-    """Tokens trained on since step 1, whatever the number of restarts."""
-    tps: float
-    """Tokens a second of the whole world."""
-    tps_per_device: float
-    """Tokens a second of one device."""
-    mfu: float | None
-    """Model FLOP/s as a share of the peak dense bfloat16 FLOP/s; null where that is unknown, as on a CPU."""
-    memory: float
-    """GiB. GPU: peak reserved by the allocator since the previous line. CPU: resident set of this process."""
-    memory_peak: float
-    """GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far."""
-    data_time: float
-    """Seconds that a step waited for its data, mean."""
-    step_time: float
-    """Seconds that a step took, mean."""
-    elapsed: float
-    """Seconds since this start of the program began to train."""
+    loss: Annotated[float, Curve("1_loss/train", "Mean cross entropy of a token of this step's global batch, nats.")]
+    grad_norm: Annotated[float, Curve("2_optimizer/gradient_norm", "L2 norm of this step's gradient before clipping.")]
+    lr: Annotated[float, Curve("2_optimizer/learning_rate", "Learning rate of this step.")]
+    tokens: Annotated[
+        int, Curve("6_progress/tokens", "Tokens trained on since step 1, whatever the number of restarts.")
+    ]
+    tps: Annotated[float, Curve("3_speed/1_tokens_per_second", "Tokens per second of the whole world.")]
+    tps_per_device: Annotated[
+        float, Curve("3_speed/2_tokens_per_second_per_device", "Tokens per second of one device.")
+    ]
+    mfu: Annotated[
+        float | None,
+        Curve(
+            "3_speed/3_mfu",
+            "Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices; there is none where "
+            "that is unknown, as on a CPU.",
+        ),
+    ]
+    memory: Annotated[
+        float,
+        Curve(
+            "4_memory/memory",
+            "GiB. GPU: peak reserved by the allocator since the previous line. CPU: resident set of this process.",
+        ),
+    ]
+    memory_peak: Annotated[
+        float,
+        Curve(
+            "4_memory/memory_peak",
+            "GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far.",
+        ),
+    ]
+    data_time: Annotated[
+        float, Curve("3_speed/5_data_time", "Seconds that a step waited for its data, mean since the previous line.")
+    ]
+    step_time: Annotated[float, Curve("3_speed/4_step_time", "Seconds that a step took, mean since the previous line.")]
+    elapsed: Annotated[float, Curve("6_progress/elapsed", "Seconds since this start of the program began to train.")]
     time: float
     """Unix time."""
-    utilization: float = 1.0
-    """Share of the positions of all rows so far that a loss was computed for; packing and masks leave some out."""
-    skipped_records: int = 0
-    """Records of the data that could not be read, on rank 0, since this start (dataset.on_bad_record = "skip")."""
-    failed_saves: int = 0
-    """Checkpoints that could not be written, since this start."""
-    save_waits: int = 0
-    """Saves that had to wait for the end of the one before, since this start."""
-    failed_writes: int = 0
-    """Times that metrics could not be written (disk full), since this start."""
+    utilization: Annotated[
+        float,
+        Curve(
+            "6_progress/utilization",
+            "Share (0 to 1) of the positions of all rows so far that a loss was computed for; packing and masks leave "
+            "some out.",
+        ),
+    ] = 1.0
+    skipped_records: Annotated[
+        int,
+        Curve(
+            "7_counters/skipped_records",
+            'Records of the data that rank 0 could not read since this start (dataset.on_bad_record = "skip").',
+        ),
+    ] = 0
+    failed_saves: Annotated[
+        int, Curve("7_counters/failed_saves", "Checkpoints that could not be written since this start.")
+    ] = 0
+    save_waits: Annotated[
+        int,
+        Curve("7_counters/save_waits", "Saves that had to wait for the end of the one before, since this start."),
+    ] = 0
+    failed_writes: Annotated[
+        int,
+        Curve("7_counters/failed_writes", "Times that metrics could not be written (disk full), since this start."),
+    ] = 0
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -84,11 +122,26 @@ class LoggedStep:
         return json.dumps(values, allow_nan=False)
 
 
+def _curves(names: Mapping[str, Any]) -> dict[str, Curve]:
+    """The curves in a class's annotations, by field."""
+    found = {name: [mark for mark in get_args(hint) if isinstance(mark, Curve)] for name, hint in names.items()}
+    return {name: marks[0] for name, marks in found.items() if marks}
+
+
+CURVES = _curves(get_type_hints(LoggedStep, include_extras=True))
+# The fields of a validation's score.
+VALIDATION_CURVES = {
+    "loss": Curve("1_loss/validation", "Mean cross entropy of a token of the validation data, nats."),
+    "perplexity": Curve("5_validation/perplexity", "exp(loss)."),
+    "bits_per_byte": Curve("5_validation/bits_per_byte", "Cross entropy in bits per byte of text, not per token."),
+}
+
+
 class MetricsRecorder:
     """Collects on the device, reads on log steps.
 
     Args:
-        dump_folder: metrics.jsonl and tb/ are written there; a resumed run continues them.
+        dump_folder: the files of `titanlite.observe.outputs` are continued there, after its `OutputFolder.start`.
         config: the job file's [metrics].
         rank: files are written by rank 0 alone; the other ranks may log for their console line.
         flops_per_token: training FLOPs of one token (`flops.flops_per_token`).
@@ -96,8 +149,7 @@ class MetricsRecorder:
         world_size: number of devices.
         device: where the recorded tensors live and whose memory is reported.
         total_steps: steps of the whole run.
-        resumed_step: last step of the checkpoint that was loaded; 0 for a fresh start. Entries of later steps, left
-            by a run that crashed after its last save, are dropped from metrics.jsonl and hidden in TensorBoard.
+        resumed_step: last step of the checkpoint that was loaded; 0 for a fresh start. TensorBoard hides later ones.
         tokens: tokens trained on up to `resumed_step`.
     """
 
@@ -129,12 +181,8 @@ class MetricsRecorder:
         self._tensorboard = None
         if rank == 0:
             dump_folder.mkdir(parents=True, exist_ok=True)
-            path = dump_folder / "metrics.jsonl"
-            drop_entries_after(path, resumed_step)
-            self._file = path.open("a", encoding="utf-8")
-            validations = dump_folder / "validation.jsonl"
-            drop_entries_after(validations, resumed_step or -1)  # a fresh run validates first
-            self._validation_file = validations.open("a", encoding="utf-8")
+            self._file = (dump_folder / "metrics.jsonl").open("a", encoding="utf-8")
+            self._validation_file = (dump_folder / "validation.jsonl").open("a", encoding="utf-8")
             if config.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -204,8 +252,7 @@ class MetricsRecorder:
             failed_writes=self._failed_writes,
             **counters,
         )
-        values = {name: value for name, value in asdict(self.latest).items() if name not in ("step", "time")}
-        self._write(self._file, self.latest.to_json(), "train", values, step)
+        self._write(self._file, self.latest.to_json(), CURVES, asdict(self.latest), step)
         self._eta = self._time_left(self.latest, now)
         self._window_tokens, self._data_time = 0, 0.0
         self._window_step, self._window_start = step, now
@@ -215,7 +262,14 @@ class MetricsRecorder:
         """Note a validation after `step`: a line of validation.jsonl, and TensorBoard's validation/... ."""
         finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False)
-        self._write(self._validation_file, line, "validation", score, step)
+        self._write(self._validation_file, line, VALIDATION_CURVES, score, step)
+
+    def add_texts(self, texts: Mapping[str, str]) -> None:
+        """Show texts in TensorBoard, by name, as they are written."""
+        if self._tensorboard is not None:
+            with self._tolerating_a_full_disk():
+                for name, text in texts.items():
+                    self._tensorboard.add_text(name, textwrap.indent(text, "    "), self._first_step - 1)
 
     def status(self) -> str:
         """What the progress bar shows beside the step: loss, tokens/s, time left. Empty before the first log step."""
@@ -234,17 +288,34 @@ class MetricsRecorder:
                 with self._tolerating_a_full_disk():
                     output.close()
 
-    def _write(self, file: TextIO | None, line: str, kind: str, values: Mapping[str, float | None], step: int) -> None:
+    def _write(
+        self,
+        file: TextIO | None,
+        line: str,
+        curves: Mapping[str, Curve],
+        values: Mapping[str, float | None],
+        step: int,
+    ) -> None:
         if file is not None:
             with self._tolerating_a_full_disk():  # what did not fit stays in the buffer, for the next try
                 file.write(line + "\n")
                 file.flush()  # whoever follows the file sees the line now, and a killed run keeps it
         if self._tensorboard is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+
+            points = [
+                Summary.Value(
+                    tag=curve.tag,
+                    simple_value=value,
+                    metadata=SummaryMetadata(summary_description=curve.description),
+                )
+                for name, curve in curves.items()
+                if (value := values[name]) is not None
+            ]
             with self._tolerating_a_full_disk():
                 board, self._tensorboard = self._tensorboard, None
-                for name, value in values.items():
-                    if value is not None:
-                        board.add_scalar(f"{kind}/{name}", value, step)
+                assert board.file_writer is not None
+                board.file_writer.add_summary(Summary(value=points), step)  # add_scalar has no place for a description
                 self._tensorboard = board  # not after a failure: its thread is dead
 
     @contextmanager
@@ -271,38 +342,6 @@ class MetricsRecorder:
             f"step {entry.step:>{width}}/{self._total_steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
             f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  eta {self._eta}"
         )
-
-
-def drop_entries_after(path: Path, step: int) -> None:
-    """Remove from a metrics.jsonl what lies after `step`, and lines that a crash left incomplete, atomically.
-
-    Says in the log how many entries went.
-    """
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    kept = [line for line in lines if (entry_step := _step_of(line)) is not None and entry_step <= step]
-    content = "".join(line + "\n" for line in kept)
-    if content == text:
-        return
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    logging.getLogger("titanlite").info(
-        f"{path.name}: dropped {len(lines) - len(kept)} entries of an earlier run after step {step}; "
-        "these steps are trained again."
-    )
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
 
 
 def _memory_gib(device: torch.device) -> tuple[float, float]:

@@ -1,0 +1,193 @@
+"""What a start does to the files of earlier ones: continued or renamed, never deleted or overwritten."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.errors import UserError
+from titanlite.config.schema import Checkpoint, JobConfig, Training
+from titanlite.observe.logger import setup_logging
+from titanlite.observe.outputs import OutputFolder
+
+
+def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10, load_step: int = -1) -> str:
+    """One start of a run, as the trainer does it; returns what it logged."""
+    output = OutputFolder(folder, lambda line: lines.append(line))
+    log, lines = setup_logging(0, folder / "train.log"), []
+    log.info(f"{run} begins")
+    job = JobConfig(training=Training(steps=steps), checkpoint=Checkpoint(load_step=load_step))
+    output.start(job, {"run": run}, resumed_step)
+    log.info(f"{run} trains")
+    return "\n".join(lines)
+
+
+def measure(folder: Path, *steps: int, note: str = "") -> None:
+    """What a run measures after `steps`."""
+    with (folder / "metrics.jsonl").open("a") as metrics, (folder / "validation.jsonl").open("a") as validation:
+        for step in steps:
+            metrics.write(json.dumps({"step": step, "note": note}) + "\n")
+            validation.write(json.dumps({"step": step, "note": note}) + "\n")
+    (folder / "tb").mkdir(exist_ok=True)
+    (folder / "tb" / f"events.{steps[-1]}{note}").write_text(note)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def everything(folder: Path) -> str:
+    """All that is in the folder, whatever the names."""
+    return "\n".join(sorted(p.read_text() for p in folder.rglob("*") if p.is_file()))
+
+
+def names(folder: Path, ending: str) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(ending))
+
+
+ALL = ["config.toml", "environment.json", "metrics.jsonl", "tb", "train.log", "validation.jsonl"]
+
+
+def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path: Path) -> None:
+    start(tmp_path, "first")
+    measure(tmp_path, 5, 10, note="of the first")
+    before = {path.name: everything(path) if path.is_dir() else path.read_text() for path in tmp_path.iterdir()}
+    said = start(tmp_path, "second", steps=2)
+    assert names(tmp_path, ".superseded") == [f"{name}.superseded" for name in ALL]
+    for name, content in before.items():
+        path = tmp_path / f"{name}.superseded"
+        assert (everything(path) if path.is_dir() else path.read_text()) == content
+    assert "of an earlier run, which this one does not continue, renamed to ....superseded" in said
+    assert "metrics.jsonl" in said
+    assert not (tmp_path / "metrics.jsonl").exists()
+    log = (tmp_path / "train.log").read_text()
+    assert "second begins" in log
+    assert "second trains" in log
+    assert "first" not in log
+
+
+def test_a_third_run_gets_a_number_and_the_same_one_for_all_files(tmp_path: Path) -> None:
+    for number, run in enumerate(("first", "second", "third", "fourth")):
+        start(tmp_path, run)
+        measure(tmp_path, 5, note=run)
+        if number == 1:  # a person has cleaned up a part
+            (tmp_path / "train.log.superseded").unlink()
+    assert names(tmp_path, ".superseded-2") == [f"{name}.superseded-2" for name in ALL]
+    assert names(tmp_path, ".superseded-3") == [f"{name}.superseded-3" for name in ALL]
+    assert "third" in (tmp_path / "metrics.jsonl.superseded-3").read_text()
+
+
+def test_a_start_that_measured_nothing_leaves_nothing_to_set_aside(tmp_path: Path) -> None:
+    start(tmp_path, "first")
+    assert start(tmp_path, "second") == ""
+    assert names(tmp_path, "") == ["config.toml", "environment.json", "train.log"]
+    assert "first begins" in (tmp_path / "train.log").read_text()
+
+
+def test_a_resumed_run_continues_the_files(tmp_path: Path) -> None:
+    start(tmp_path, "one")
+    measure(tmp_path, 5, 10)
+    assert start(tmp_path, "one", resumed_step=10) == ""
+    measure(tmp_path, 15)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10, 15]
+    assert not names(tmp_path, ".superseded")
+
+
+def test_what_is_trained_again_after_a_crash_is_kept_too(tmp_path: Path) -> None:
+    start(tmp_path, "one")
+    measure(tmp_path, 5, 10, 12)
+    said = start(tmp_path, "one", resumed_step=10)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
+    assert steps_in(tmp_path / "metrics.jsonl.superseded") == [12]
+    assert steps_in(tmp_path / "validation.jsonl.superseded") == [12]
+    assert "1 entries of metrics.jsonl" in said
+    measure(tmp_path, 11)
+    start(tmp_path, "one", resumed_step=10)
+    assert steps_in(tmp_path / "metrics.jsonl.superseded-2") == [11]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_going_back_keeps_the_curve_that_was_left(tmp_path: Path) -> None:
+    start(tmp_path, "one", steps=20)
+    measure(tmp_path, 5, 10, 15, 20)
+    start(tmp_path, "one", resumed_step=10, load_step=10, steps=30)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
+    assert steps_in(tmp_path / "metrics.jsonl.superseded") == [15, 20]
+    assert (tmp_path / "tb.superseded" / "events.20").exists()
+    assert (tmp_path / "tb" / "events.20").exists()  # continued
+    assert "steps = 20" in (tmp_path / "config.toml.superseded").read_text()
+    assert "steps = 30" in (tmp_path / "config.toml").read_text()
+
+
+def test_a_run_that_is_resumed_after_another_one_in_its_folder_gets_its_files_back(tmp_path: Path) -> None:
+    start(tmp_path, "long")
+    measure(tmp_path, 5, 10, note="long")
+    start(tmp_path, "quick look", steps=2)  # --checkpoint.no-enable
+    measure(tmp_path, 1, 2, note="quick")
+    said = start(tmp_path, "long", resumed_step=10)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
+    assert "quick" in (tmp_path / "metrics.jsonl.superseded-2").read_text()
+    assert "have their names again" in said
+    assert "long begins" in (tmp_path / "train.log").read_text()
+    assert "quick look trains" in (tmp_path / "train.log.superseded-2").read_text()
+    assert (tmp_path / "tb" / "events.10long").exists()
+    start(tmp_path, "nothing measured")
+    assert start(tmp_path, "long", resumed_step=10)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
+
+
+def test_a_checkpoint_of_elsewhere_does_not_continue_what_was_measured_here(tmp_path: Path) -> None:
+    start(tmp_path, "here")
+    measure(tmp_path, 5, 10)
+    start(tmp_path, "elsewhere", resumed_step=7)
+    assert steps_in(tmp_path / "metrics.jsonl.superseded") == [5, 10]
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
+    marks = []
+    plan = [("a", None), ("a", 10), ("b", None), ("a", 5), ("c", None), ("b", 5), ("b", 0), ("a", 10), ("d", 3)]
+    for number, (run, resumed_step) in enumerate(plan):
+        start(tmp_path, run, resumed_step, steps=10 + number)
+        marks.append(f"mark-{number}.")
+        measure(tmp_path, 1 + (resumed_step or 0), 5 + (resumed_step or 0), note=marks[-1])
+        found = everything(tmp_path)
+        for mark in marks:
+            assert found.count(f'"note": "{mark}"') == 4  # two steps, metrics and validation
+            assert list(tmp_path.glob(f"tb*/events.*{mark}"))
+    for number in range(len(plan)):
+        assert f"steps = {10 + number}\n" in everything(tmp_path)
+
+
+def test_runs_of_version_0_1_are_continued(tmp_path: Path) -> None:
+    measure(tmp_path, 5, 10)
+    (tmp_path / "environment.json").write_text('{"python": "3.11"}')
+    start(tmp_path, "new", resumed_step=10)
+    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}', b'{"step": 2, "lo'])
+def test_a_damaged_line_is_set_aside_and_the_next_starts_afresh(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}\n' + damage)
+    start(tmp_path, "one", resumed_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1, "loss": 8.0}\n'
+    assert (tmp_path / "metrics.jsonl.superseded").read_bytes() == damage + b"\n"
+
+
+def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}')
+    start(tmp_path, "one", resumed_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 8.0}\n'
+
+
+def test_a_resumed_run_of_step_0_validates_once_more_and_stands_there_once(tmp_path: Path) -> None:
+    measure(tmp_path, 0)
+    start(tmp_path, "one", resumed_step=0)
+    assert steps_in(tmp_path / "validation.jsonl") == []
+    assert steps_in(tmp_path / "metrics.jsonl") == [0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(UserError, match=r"the files of this run cannot be written: .*config\.toml"):
+        start(tmp_path, "one")

@@ -1,0 +1,38 @@
+"""What a person does after a run has ended early: the last lines that it says.
+
+No torch here: the launcher says them, too, for a worker that could not.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.checkpoint import commit
+from titanlite.config.errors import ERROR_FOLDER
+from titanlite.config.schema import JobConfig
+
+
+def how_to_go_on(job: JobConfig, argv: Sequence[str]) -> str:
+    """The newest checkpoint of the run, and the command that goes on after it.
+
+    Args:
+        argv: The words after `titanlite train` or `titanlite launch`.
+    """
+    command = _command_line(argv)
+    if not job.checkpoint.enable:
+        return f"Nothing is saved, because checkpoint.enable is false. To start again: {command}"
+    saved = commit.list_checkpoints(Path(job.job.dump_folder) / job.checkpoint.folder)
+    if not saved:
+        return f"Nothing is saved. To start again: {command}"
+    return f"The last good step is {commit.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
+
+
+def _command_line(argv: Sequence[str]) -> str:
+    """What was typed, as far as this process can know: ./run_train.sh says its own name, and a launcher is known by
+    the folder that it gives its workers."""
+    started_as = "titanlite launch" if ERROR_FOLDER in os.environ else "titanlite train"
+    processes = [f"NGPU={os.environ['NGPU']}"] if os.environ.get("NGPU") else []
+    return " ".join([*processes, os.environ.get("TITANLITE_COMMAND", started_as), *map(shlex.quote, argv)])
