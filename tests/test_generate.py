@@ -14,7 +14,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.load import REPOSITORY, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.generate import TextStream, choose, encode_prompt, find_step, generate, next_logits
+from titanlite.generate import TextStream, choose, encode_prompt, find_step, generate, next_logits, write
 from titanlite.model.attention import LayerCache
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
@@ -210,6 +210,14 @@ def test_prints_prompt_and_completion_and_nothing_else_on_standard_output(capsys
     assert out == "import os" + tokenizer.decode(list(expected)) + "\n"
     assert "step-00000020" in err
     assert "12 tokens" in err
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, r"a\x1b[2J\u202eb" + "\n"), (False, "a\x1b[2J\u202eb\n")])
+def test_a_terminal_gets_no_control_characters_and_a_file_gets_the_text_as_it_is(capsys, monkeypatch, terminal, shown):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    for piece in ("a\x1b", "[2J\u202eb", "\n"):
+        write(piece)
+    assert capsys.readouterr().out == shown
 
 
 def test_same_seed_same_text_other_seed_other_text(capsys, trained):

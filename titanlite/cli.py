@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlite.config.errors import ERROR_FOLDER, UserError
+from titanlite.config.errors import ERROR_FOLDER, UserError, printable
 
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -97,7 +97,8 @@ def _report(message: str, error: Exception) -> None:
     on the error, which say how to go on, come last."""
     from titanlite.observe.logger import note_end
 
-    closing = "\n".join(getattr(error, "__notes__", ()))
+    # A traceback quotes what stands in files.
+    message, closing = printable(message), printable("\n".join(getattr(error, "__notes__", ())))
     message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
     text = "\n".join(filter(None, (message, closing)))
     note_end(text)

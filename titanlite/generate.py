@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manager import load_model_weights
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.load import load_job, resolve_path
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.schema import JobConfig
@@ -89,14 +89,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write(text: str) -> None:
-    """Print a piece of the text at once."""
-    sys.stdout.write(text)
+    """Print a piece of the text at once. A terminal gets no control characters, because it would obey them; a file or
+    another program gets the text as it is."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(line: str) -> None:
     """Print beside the text, on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------- what to load

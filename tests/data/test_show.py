@@ -42,6 +42,12 @@ def test_it_names_documents_files_and_offsets(tmp_path):
     assert place.endswith(", tokens 0 to 32")
 
 
+def test_a_document_cannot_command_the_terminal(tmp_path):
+    output = show_step(job_of(dataset_of(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])), 1, 0)
+    assert r"\x1b[2J\x9b1m\u202ehidden\x0d\u2028" in output
+    assert output.replace("\n", "").isprintable()
+
+
 def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path):
     job = job_of(dataset_of(tmp_path, some_texts(50), max_epochs=1))
     with pytest.raises(UserError, match="the run has the steps 1 to 100"):

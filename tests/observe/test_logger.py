@@ -108,6 +108,18 @@ def test_python_warnings_become_log_lines(monkeypatch, tmp_path, capsys):
     assert "look at this" in (tmp_path / "train.log").read_text()
 
 
+def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
+    setup_logging(0, tmp_path / "train.log").info(description)
+    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        lines = text.rstrip("\n").split("\n")
+        assert [line.startswith("[") for line in lines] == [True, False, False]
+        assert r"mine\x1b[2J\x0d\u2028" in lines[0]
+        assert lines[2].endswith(r"saved\u202e\x85\ud800")
+        assert all(line.isprintable() for line in lines)
+
+
 def test_import_is_cheap():
     """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
     code = (

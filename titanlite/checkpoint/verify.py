@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from titanlite.checkpoint import commit
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.options import OptionPath, Options, parse
 
 
@@ -83,4 +83,4 @@ def as_text(report: dict[str, Any]) -> str:
         lines += [f"    {damage}" for damage in row["damage"]]
     lines += [f"{name}  unfinished, removed at the next start" for name in report["unfinished"]]
     lines += [f"{name}  set aside earlier" for name in report["set_aside"]]
-    return "\n".join(lines)
+    return printable("\n".join(lines))

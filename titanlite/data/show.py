@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, printable
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data.documents import Encoder
@@ -77,7 +77,8 @@ def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]
 
 def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> str:
     """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
-    which token on, and their text. Where the text is not prepared, everything up to there is tokenized first.
+    which token on, and their text with its control characters escaped. Where the text is not prepared, everything up
+    to there is tokenized first.
 
     Raises:
         UserError: there is no such step or row, or the data cannot be read.
@@ -111,7 +112,7 @@ def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> s
             parts.append(
                 f"=== step {step}, row {k}, {sources[source].name}\n" + _show_row(read, sources[source], reader)
             )
-    return "\n".join(parts)
+    return printable("\n".join(parts))
 
 
 def _show_row(row: Row, source: Source, reader: BatchReader) -> str:

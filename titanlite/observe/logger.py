@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,7 +139,11 @@ def _plain(handler: logging.Handler, prefix: str, time_format: str) -> logging.H
 
 
 class _LevelFormatter(logging.Formatter):
-    """Names the level where it matters: a warning or an error."""
+    """Names the level where it matters: a warning or an error. A message can quote a file: its control characters are
+    escaped, and its further lines are indented, so that none of them looks like a line of ours."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record)).replace("\n", "\n    ")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno > logging.INFO:

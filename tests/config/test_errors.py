@@ -1,0 +1,28 @@
+"""What a file holds cannot command a terminal, nor pretend to be another line."""
+
+import unicodedata
+
+from titanlite.config.errors import CheckpointError, UserError, printable
+
+BIDI_CONTROLS = {"LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+
+
+def test_every_control_character_is_escaped_but_line_feed_and_tab():
+    unsafe = ("Cc", "Cs", "Zl", "Zp")
+    for code in range(0x110000):
+        character = chr(code)
+        if unicodedata.category(character) in unsafe or unicodedata.bidirectional(character) in BIDI_CONTROLS:
+            shown = printable(character)
+            assert shown == character if code in (9, 10) else shown.isascii() and shown.isprintable(), hex(code)
+
+
+def test_ordinary_text_of_any_language_stays_and_twice_is_once():
+    for text in ("Zürich, 東京, Ελλάδα, שלום, \U0001f469\u200d\U0001f680, a\tb\nc", r"C:\x1b"):
+        assert printable(text) == text
+    once = printable("\x1b[2J\u202e\x9b\r")
+    assert once == printable(once) == r"\x1b[2J\u202e\x9b\x0d"
+
+
+def test_the_message_of_an_error_is_printable():
+    for kind in (UserError, CheckpointError):
+        assert str(kind("tensor \x1b]0;title\x07\u2028")) == r"tensor \x1b]0;title\x07\u2028"
