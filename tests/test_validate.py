@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.checkpoint.changes import compare_jobs
 from titanlite.config.errors import UserError
 from titanlite.config.load import KEYS, dump_config, load_job
-from titanlite.config.schema import JobConfig
-from titanlite.validate import RULES, check_job, load_and_check
+from titanlite.config.schema import JobConfig, Model, Training
+from titanlite.model.flavors import architecture, unused_rows
+from titanlite.validate import RULES, check_job, checked, complete, load_and_check
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def write_tokenizer(path: str, size: int) -> None:
 
 def test_a_sound_job_passes_and_is_returned():
     argv = ["--job.config_file", "job.toml"]
-    assert load_and_check(argv, 4) == load_job(argv)
+    assert load_and_check(argv, 4) == load_job([*argv, "--model.vocab_size", "4096"])
 
 
 BROKEN = [  # options, ranks, and what the report must hold
@@ -74,7 +76,7 @@ BROKEN = [  # options, ranks, and what the report must hold
         ['validation.source = "jsonl"', "validation.path is missing"],
     ),
     (["--validation.freq", "2"], 1, ["validation.freq = 2", "validation.holdout = 0.01", "or a validation.source"]),
-    (["--validation.holdout", "0.1"], 1, ["validation.holdout = 0.1", "validation.freq is 0"]),
+    (["--validation.holdout", "0.1"], 1, ["validation.holdout = 0.1", "validation.freq is left out, which means 0"]),
     (
         [*("--validation.freq", "2"), *("--validation.holdout", "0.1"), *("--validation.source", "python_stdlib")],
         1,
@@ -214,10 +216,89 @@ def test_a_file_with_a_warmup_longer_than_its_run_is_reported():
 
 def test_the_tokenizer_is_compared_with_the_model_in_either_format():
     write_tokenizer("big.model", 5000)
-    assert "at least 5000" in check("--tokenizer.path", "big.model")
+    assert "at least 5000" in check("--tokenizer.path", "big.model", "--model.vocab_size", "4999")
     Path("tokenizer.json").write_text('{"model": {"vocab": {"</s>": 0, "b": 6000}}}')
-    assert "at least 6001" in check("--tokenizer.path", "tokenizer.json")
+    assert "at least 6001" in check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6000")
     assert check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6001") == ""
+
+
+def vocabulary(*argv: str) -> int:
+    """Rows of the model's embedding, as the complete job has them."""
+    job = load_and_check(["--job.config_file", "job.toml", *argv], 1)
+    assert complete(job) == job
+    return architecture(job.model).vocab_size
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "150m"])
+def test_a_flavor_of_our_own_has_the_tokenizers_vocabulary_in_multiples_of_128(flavor: str):
+    write_tokenizer("odd.model", 2000)
+    assert vocabulary("--model.flavor", flavor) == 4096  # as every debug model that was saved without the number
+    assert vocabulary("--model.flavor", flavor, "--tokenizer.path", "odd.model") == 2048
+    assert vocabulary("--model.flavor", flavor, "--model.vocab_size", "5001") == 5001
+
+
+def test_a_job_that_was_saved_without_the_vocabulary_is_resumed_unchanged():
+    before, now = (job.model_dump(mode="json") for job in (JobConfig(), complete(JobConfig())))
+    assert before["model"] != now["model"]
+    assert compare_jobs(before, now).lines() == []
+
+
+def test_a_published_flavor_keeps_its_vocabulary():
+    assert vocabulary("--model.flavor", "1b") == 128256
+
+
+def test_the_resolved_job_file_has_the_vocabulary():
+    assert "vocab_size = 4096" in dump_config(load_and_check(["--job.config_file", "job.toml"], 1))
+
+
+def test_rows_that_no_token_uses_are_counted():
+    arch = architecture(Model(vocab_size=4224))
+    assert unused_rows(arch, 4097) == "127 of 4,224 rows of the embedding (model.vocab_size) stand for no token."
+    assert unused_rows(arch, 4224) == ""
+
+
+def test_a_mistake_in_a_default_names_the_job_file():
+    Path("job.toml").write_text('[dataset]\nsource = "jsonl"\n')
+    assert check() == (
+        '1 mistake in the job: job.toml: dataset.source = "jsonl" dataset.path is missing: '
+        "dataset.source = 'jsonl' needs one. "
+        "`titanlite train --help` explains every key."
+    )
+    Path("job.toml").write_text("[model]\nmax_seq_len = 1024\n")
+    assert "job.toml (default): training.seq_len = 2048 must be at most model.max_seq_len = 1024" in check()
+
+
+def test_validation_can_be_turned_off_where_the_file_holds_documents_out():
+    Path("job.toml").write_text("[validation]\nfreq = 5\nholdout = 0.1\n")
+    off = load_and_check(["--job.config_file", "job.toml", "--validation.freq", "0"], 1)
+    assert (off.validation.freq, off.validation.holdout) == (0, 0.1)  # what was held out is still not trained on
+    Path("job.toml").write_text(dump_config(off))
+    assert load_and_check(["--job.config_file", "job.toml"], 1).validation == off.validation
+
+
+def test_a_job_of_python_is_checked_as_one_of_a_file():
+    wrong = JobConfig(training=Training(seq_len=9000), model=Model(n_heads=3))
+    with pytest.raises(UserError) as caught:
+        checked(wrong, 1)
+    report = re.sub(r"\s+", " ", str(caught.value))
+    assert report.startswith("2 mistakes in the job: JobConfig: model.n_heads = 3 must divide model.dim = 256.")
+    assert "JobConfig: training.seq_len = 9000 must be at most model.max_seq_len" in report
+    assert checked(JobConfig(), 1).model.vocab_size == 4096
+
+
+@pytest.mark.parametrize("folder", ["/proc/out", "/proc/self/x/y", "/sys/out"])
+def test_a_folder_that_takes_no_files_is_found_out(folder: str):
+    """Although the permissions of these allow root to write there."""
+    assert f'job.dump_folder = "{folder}"' in check("--job.dump_folder", folder)
+    assert f'checkpoint.folder = "{folder}"' in (report := check("--checkpoint.folder", folder))
+    assert "cannot be written to" in report
+    assert check("--checkpoint.folder", folder, "--checkpoint.no-enable") == ""
+
+
+def test_the_check_of_a_folder_leaves_nothing():
+    before = sorted(Path().rglob("*"))
+    assert check("--job.dump_folder", "a/b") == ""
+    assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.parametrize(

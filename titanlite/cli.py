@@ -121,7 +121,7 @@ def train(argv: Sequence[str]) -> None:
         stop_with_launcher()
     job = load_and_check(argv, _world_size())
     gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
-    from titanlite.train import main as train_job
+    from titanlite.train import run as train_job
 
     gc.freeze()
     train_job(job, argv)

@@ -34,7 +34,7 @@ from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import ValidationSet
 from titanlite.evaluate import evaluate
-from titanlite.model.flavors import architecture
+from titanlite.model.flavors import architecture, unused_rows
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
 from titanlite.observe.logger import setup_logging
@@ -55,10 +55,20 @@ from titanlite.portable import write_tokenizer
 from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
 from titanlite.runtime.signals import Requests, Signals
 from titanlite.runtime.world import process_group, use_large_pages
+from titanlite.validate import checked
 
 
-def main(job: JobConfig, argv: Sequence[str] = ()) -> None:
-    """Run the training job in this rank's process; torchrun's environment says which rank it is, if there are many.
+def main(job: JobConfig) -> None:
+    """Check a job that was made in Python, and run it as `run` does.
+
+    Raises:
+        UserError: Something that a person can mend; its `exit_code` is the program's.
+    """
+    run(checked(job, int(os.environ.get("WORLD_SIZE", "1"))))
+
+
+def run(job: JobConfig, argv: Sequence[str] = ()) -> None:
+    """Run a checked job in this rank's process; torchrun's environment says which rank it is, if there are many.
 
     Args:
         argv: The command line of `job`, for the last lines of a run that ends early.
@@ -152,7 +162,7 @@ class Trainer:
             dp_size=mesh.data_degree,
             dp_group=mesh.data_group,
             device=self.device,
-            holdout=job.validation.holdout if job.validation.freq else 0.0,
+            holdout=job.validation.holdout,
         )
         self.validation = None
         if job.validation.freq:
@@ -173,6 +183,8 @@ class Trainer:
             f"parameters, on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
             f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
         )
+        if unused := unused_rows(architecture(job.model), self.tokenizer.vocab_size):
+            self.log(unused)
         if self.rank == 0:
             self.log("Data:\n" + self.loader.table(training.steps))
         if self.validation is not None:

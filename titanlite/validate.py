@@ -1,24 +1,26 @@
 """Rules that span keys, the world size and files on disk.
 
 Invariant: everything that can be known wrong before the start is reported at once, in a fraction of a second, before
-torch is imported or a folder is made. May import titanlite.config, titanlite.model.flavors,
-titanlite.parallel.constraints, titanlite.data.tokenizer and titanlite.data.sources.
+torch is imported or a folder is made.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
-from titanlite.config.schema import Dataset, DataSource, JobConfig
+from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import read_vocab_size
-from titanlite.model.flavors import FLAVORS, Architecture, architecture
+from titanlite.model.flavors import FLAVORS, Architecture, architecture, fit_vocabulary
 from titanlite.parallel.constraints import divisors, fills_world, layout_problems, nearest
 from titanlite.parallel.layout import degrees
 
@@ -42,10 +44,15 @@ class Context:
         """The report's block about a key: where it was set, its value (or the flavor's), the text."""
         section, name = key.split(".")
         value = getattr(getattr(self.job, section), name)
-        origin = self.origins.get(key, "default")
-        if section == "model" and value is None and self.arch is not None:
+        origin = self.origin(key)
+        if section == "model" and key not in self.origins and self.arch is not None and name != "flavor":
             value, origin = getattr(self.arch, name), f"flavor {self.job.model.flavor}"
         return block(origin, f"{key} = {shown(value)}", *sentences)
+
+    def origin(self, *keys: str) -> str:
+        """Where the first of `keys` that was set was set; else the job file, which leaves them at their defaults."""
+        default = f"{self.job.job.config_file or 'JobConfig'} (default)"
+        return next((self.origins[key] for key in keys if key in self.origins), default)
 
 
 Rule = Callable[[Context], Iterator[str]]
@@ -69,10 +76,46 @@ def load_and_check(argv: Sequence[str], world_size: int) -> JobConfig:
         UserError: anything wrong, all mistakes in one message.
     """
     draft = read_job(argv)
-    errors = draft.errors + check_job(draft.job, world_size, draft.invalid, draft.origins)
+    job = complete(draft.job)
+    errors = draft.errors + check_job(job, world_size, draft.invalid, draft.origins)
     if errors:
         raise UserError(report(errors))
-    return draft.job
+    return job
+
+
+def checked(job: JobConfig, world_size: int) -> JobConfig:
+    """A job that was made in Python, checked as one of a command line is, and completed.
+
+    Raises:
+        UserError: rules that the job breaks, all of them in one message.
+    """
+    set_keys = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
+    job = complete(job)
+    if errors := check_job(job, world_size, origins=set_keys):
+        raise UserError(report(errors))
+    return job
+
+
+def complete(job: JobConfig) -> JobConfig:
+    """`job` with what the files that it names decide, the size of the vocabulary; a complete job as it is."""
+    try:
+        size = _vocabulary(job)
+    except UserError:  # tokenizer_file reports it
+        return job
+    return job.model_copy(update={"model": fit_vocabulary(job.model, size)})
+
+
+def _vocabulary(job: JobConfig) -> int:
+    """Ids of the job's tokenizer. Raises UserError."""
+    path = resolve_path(job.tokenizer.path)
+    with suppress(OSError):  # read_vocab_size reports it
+        return _read_vocabulary(path, path.stat().st_mtime_ns)
+    return read_vocab_size(path)
+
+
+@lru_cache(maxsize=1)
+def _read_vocabulary(path: Path, _changed: int) -> int:
+    return read_vocab_size(path)
 
 
 def check_job(
@@ -162,20 +205,19 @@ def tokenizer_file(context: Context) -> Iterator[str]:
         )
         return
     try:
-        read_vocab_size(path)
+        _vocabulary(context.job)
     except UserError as error:
         yield context.wrong("tokenizer.path", f"{error}")
 
 
 @rule("tokenizer.path", "model")
 def vocabulary_fits_model(context: Context) -> Iterator[str]:
-    arch, path = context.arch, resolve_path(context.job.tokenizer.path)
-    assert arch is not None
+    assert context.arch is not None
     try:
-        size = read_vocab_size(path)
+        size = _vocabulary(context.job)
     except UserError:
         return  # tokenizer_file reports it
-    if size > arch.vocab_size:
+    if size > context.arch.vocab_size:
         text = f"must be at least {size}, the vocabulary of {context.job.tokenizer.path}."
         yield context.wrong("model.vocab_size", text, "Raise it, or choose a smaller tokenizer with tokenizer.path.")
 
@@ -195,8 +237,9 @@ def validation_data(context: Context) -> Iterator[str]:
             text = "needs something to validate on: a share of the training data, such as validation.holdout = 0.01, "
             yield context.wrong("validation.freq", text + "or a validation.source of its own.")
     elif validation.holdout > 0:
-        if validation.freq == 0:
-            text = "holds documents out for a validation that never comes: validation.freq is 0. Set both, or none."
+        if validation.freq == 0 and "validation.freq" not in context.origins:  # 0 in writing is meant
+            text = "holds documents out for a validation that never comes: validation.freq is left out, which means 0. "
+            text += "Set both, or none."
             yield context.wrong("validation.holdout", text)
         for key in [*_source_keys(context, "validation"), *["validation.sources"] * bool(validation.sources)]:
             yield context.wrong(key, "is not used beside validation.holdout, which reads [dataset]. Set one of them.")
@@ -204,30 +247,31 @@ def validation_data(context: Context) -> Iterator[str]:
 
 def _source_keys(context: Context, section: str) -> list[str]:
     """Keys of one source that were set. A resolved job file names each key: there, a default counts as left out."""
-    values, fields = getattr(context.job, section), DataSource.model_fields.items()
-    keys = {f"{section}.{name}": getattr(values, name) != field.default for name, field in fields}
+    values, fields = getattr(context.job, section), type(getattr(context.job, section)).model_fields
+    names = [name for name in DataSource.model_fields if name in fields]
+    keys = {f"{section}.{name}": getattr(values, name) != fields[name].default for name in names}
     return [key for key, differs in keys.items() if differs or context.origins.get(key) == COMMAND_LINE]
 
 
-def _check_sources(context: Context, section: str, dataset: Dataset) -> Iterator[str]:
+def _check_sources(context: Context, section: str, dataset: Dataset | Validation) -> Iterator[str]:
     for key in _source_keys(context, section) if dataset.sources else ():
         yield context.wrong(key, f"is not used beside [[{section}.sources]]. Write it into each table that it is for.")
     for number, source in enumerate(dataset.sources or (dataset,)):
         key = f"{section}.sources.{number}" if dataset.sources else section
-        origin = context.origins.get(f"{section}.sources" if dataset.sources else f"{section}.path", "default")
+        keys = [f"{section}.sources"] if dataset.sources else [f"{section}.path", f"{section}.source"]
+        origin = context.origin(*keys)
         problem = _source_problem(source)
         if problem:
             yield block(origin, f"{key}.source = {shown(source.source)}", problem.replace("dataset.", f"{key}.", 1))
-    for number, stage in enumerate(dataset.stages):
-        if len(stage.weights) != len(dataset.sources):
-            found = f"{section}.stages.{number}.weights = {shown(stage.weights)}"
-            text = f"must have {len(dataset.sources)} weights, one for each of {section}.sources."
-            yield block(context.origins.get(f"{section}.stages", "default"), found, text)
     weights = {f"{section}.sources.*.weight": [source.weight for source in dataset.sources] or [1.0]}
-    weights |= {f"{section}.stages.{number}.weights": list(s.weights) for number, s in enumerate(dataset.stages)}
+    for number, stage in enumerate(dataset.stages if isinstance(dataset, Dataset) else ()):
+        weights[key := f"{section}.stages.{number}.weights"] = list(stage.weights)
+        if len(stage.weights) != len(dataset.sources):
+            text = f"must have {len(dataset.sources)} weights, one for each of {section}.sources."
+            yield block(context.origin(f"{section}.stages"), f"{key} = {shown(stage.weights)}", text)
     for key, values in weights.items():
         if not any(values):
-            origin = context.origins.get(".".join(key.split(".")[:2]), "default")
+            origin = context.origin(".".join(key.split(".")[:2]))
             yield block(origin, f"{key} = {shown(values)}", "are all 0; at least one source needs a weight above 0.")
 
 
@@ -240,10 +284,10 @@ _USERS = {
 }
 
 
-def _source_problem(source: DataSource) -> str | None:
+def _source_problem(source: TextSource) -> str | None:
     """What is wrong with a source's keys, or about the place that its documents come from."""
     for name, users in _USERS.items():
-        if source.source not in users and getattr(source, name) != DataSource.model_fields[name].default:
+        if source.source not in users and getattr(source, name) != TextSource.model_fields[name].default:
             return f"{name} is not used by this source: name another source, or leave {name} out."
     try:
         find_files(source)
@@ -260,17 +304,33 @@ def stages_run(context: Context) -> Iterator[str]:
         late, found = start >= steps and not cut_short, f"dataset.stages.{number}.start_step = {start}"
         if late or start in starts[:number]:
             text = f"must be less than training.steps = {steps}" if late else "is that of an earlier stage, too"
-            yield block(context.origins.get("dataset.stages", "default"), found, f"{text}: a stage would never run.")
+            yield block(context.origin("dataset.stages"), found, f"{text}: a stage would never run.")
 
 
-@rule("job.dump_folder")
-def output_folder(context: Context) -> Iterator[str]:
-    folder = Path(context.job.job.dump_folder).absolute()
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+@rule("job.dump_folder", "checkpoint.folder")
+def output_folders(context: Context) -> Iterator[str]:
+    run = Path(context.job.job.dump_folder).absolute()
+    problems = {"job.dump_folder": _not_writable(run)}
+    if context.job.checkpoint.enable:
+        problems["checkpoint.folder"] = _not_writable(run / context.job.checkpoint.folder)
+    if problems["job.dump_folder"]:
+        problems.pop("checkpoint.folder", None)
+    for key, problem in problems.items():
+        if problem:
+            yield context.wrong(key, problem)
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Why no file can be made in `folder` or where it is to be. Tried out in the part of it that is there, because
+    permissions say nothing about /proc, a full disk or the root user of another machine."""
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not nearest.is_dir():
-        yield context.wrong("job.dump_folder", f"{nearest} is a file; a folder is needed there.")
-    elif not os.access(nearest, os.W_OK):
-        yield context.wrong("job.dump_folder", f"{nearest} cannot be written to. Name another folder.")
+        return f"{nearest} is a file; a folder is needed there."
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".titanlite-", dir=nearest))
+    except OSError as error:
+        return f"{nearest} cannot be written to: {error.strerror}. Name another folder."
+    return None
 
 
 @rule("checkpoint.folder")

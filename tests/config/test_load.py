@@ -25,7 +25,7 @@ from titanlite.config.load import (
     read_job,
     resolve_path,
 )
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, ValidationSource
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +299,10 @@ def test_an_unknown_name_is_reported_with_the_nearest_known_one(text: str, said:
         (["--compile.enable", "true"], "--compile.enable true takes no value: write --compile.enable for true"),
         (["--compile.enable=true"], "takes no value"),
         (["--optimizer.name", "SGD"], 'optimizer.name = "SGD" must be "AdamW"'),
+        (["--config", "x.toml"], "--config unknown option; did you mean --job.config_file?"),
+        (["--config_file=x.toml"], "--config_file unknown option; did you mean --job.config_file?"),
+        (["job.toml"], "job.toml belongs to no option; did you mean --job.config_file job.toml?"),
+        (["llama_8b"], "llama_8b belongs to no option; did you mean --job.config_file llama_8b?"),
         (["steps=5"], "command line: steps=5 expected an option such as --training.steps 100"),
     ],
 )
@@ -368,6 +372,36 @@ def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
         load(tomli_w.dumps(content))
 
 
+# ------------------------------------------------------------------------------------------------------- dropped keys
+
+
+def dropped_keys() -> list[tuple[str, str, object]]:
+    return [(name, key, value) for name, section in SECTIONS.items() for key, value in section.dropped.items()]
+
+
+def test_a_key_that_was_dropped_is_read_at_its_default_only():
+    """As a resolved file of an earlier version has it; the job that a checkpoint holds is read by the schema alone."""
+    old: dict[str, Any] = {}
+    for section, key, value in dropped_keys():
+        assert key not in SECTIONS[section].model_fields
+        old.setdefault(section, {})[key] = value
+    assert load(tomli_w.dumps(old)) == load("")
+    assert JobConfig.model_validate(old) == JobConfig()
+    old["validation"]["sources"] = [{"source": "c4", "max_epochs": 0}]
+    assert load(tomli_w.dumps(old)).validation.sources == (ValidationSource(source="c4"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[validation]\nprefetch = 3", "validation.prefetch = 3"),
+        ('[[validation.sources]]\nsource = "c4"\nmax_epochs = 2', "validation.sources.0.max_epochs = 2"),
+    ],
+)
+def test_a_key_that_was_dropped_is_refused_with_another_value(text: str, key: str):
+    assert f"job.toml: {key} is no longer a key, because nothing read it. Remove it." in mistakes(text)
+
+
 # ---------------------------------------------------------------------------------------------------- the resolved copy
 
 
@@ -385,7 +419,7 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         "boolean": st.booleans(),
         "integer": st.integers(max(low, 1), min(schema.get("maximum", 2**40), 2**40)),
         "number": st.floats(max(low, 1e-9), high, exclude_max="exclusiveMaximum" in schema),
-        "string": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+        "string": st.text(st.characters(min_codepoint=1, exclude_categories=["Cs"]), min_size=1, max_size=20),
     }
     return kinds[schema["type"]]
 

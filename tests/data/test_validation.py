@@ -5,7 +5,7 @@ import torch
 from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, some_texts
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset, Validation
+from titanlite.config.schema import Dataset, Validation, ValidationSource
 from titanlite.data.loader import OutOfData
 from titanlite.data.prepare import prepare
 from titanlite.data.validation import ValidationSet
@@ -93,6 +93,15 @@ def test_too_few_held_out_documents_are_an_error(tmp_path):
         make_set(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
     with pytest.raises(UserError, match=r"the documents of .* have 0 tokens together"):
         make_loader(dataset_of(tmp_path, some_texts(50)), holdout=1.0)
+
+
+def test_a_mix_is_shared_out_by_weight(dataset, tmp_path):
+    other = dataset_of(tmp_path, [f"other {text}" for text in some_texts(100)])
+    tables = [ValidationSource(source="jsonl", path=d.path, weight=w) for d, w in ((dataset, 1.0), (other, 3.0))]
+    mix = make_set(Validation(sources=tuple(tables), sequences=8), dataset)
+    alone = [make_set(of_files(d, sequences=rows), dataset) for d, rows in ((dataset, 2), (other, 6))]
+    assert mix.num_tokens == sum(part.num_tokens for part in alone)
+    assert mix.num_bytes == sum(part.num_bytes for part in alone)
 
 
 def test_document_masks_apply_to_validation(dataset):

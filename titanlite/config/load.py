@@ -172,6 +172,7 @@ def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str,
             errors.append(block(origin, f"{section} = {shown(table)}", text))
         else:
             fields = SECTIONS[section].model_fields
+            table = SECTIONS[section].without_dropped(table)
             known[section] = {key: value for key, value in table.items() if key in fields}
             errors += [
                 block(origin, f"{section}.{key} = {shown(value)}", _unknown(section, key))
@@ -183,6 +184,8 @@ def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str,
 
 def _unknown(section: str, key: str) -> str:
     """What to say about an unknown key: the nearest known one, wherever it lives."""
+    if section in SECTIONS and key in SECTIONS[section].dropped:
+        return "is no longer a key, because nothing read it. Remove it."
     section = section if section in SECTIONS else next(iter(difflib.get_close_matches(section, SECTIONS, n=1)), "")
     near = [known for known in KEYS if known.endswith(f".{key}")]
     if not 1 <= len(near) <= 3:
@@ -213,7 +216,7 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
             continue
         if not word.startswith("--"):
             if words is None or (takes_one and words):
-                errors.append(block(COMMAND_LINE, word, "expected an option such as --training.steps 100."))
+                errors.append(block(COMMAND_LINE, word, _misplaced(word)))
             else:
                 words.append(word)
             continue
@@ -227,11 +230,21 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
         if key in KEYS and not negated and not known:
             errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
         elif not known:
-            hint = _unknown(section, name) if name else _unknown("", section)
+            if not name and section in ("config", "config_file", "job"):
+                hint = f"unknown option; did you mean --{CONFIG_FILE}?"
+            else:
+                hint = _unknown(section, name) if name else _unknown("", section)
             errors.append(block(COMMAND_LINE, flag, hint))
         else:
             options.append(_Option(flag, key, words, negated))
     return options, errors
+
+
+def _misplaced(word: str) -> str:
+    """What to say about a word that belongs to no option."""
+    if word.endswith(".toml") or find_job_file(word):
+        return f"belongs to no option; did you mean --{CONFIG_FILE} {word}?"
+    return "expected an option such as --training.steps 100."
 
 
 def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], list[str]]:
@@ -309,7 +322,7 @@ def _mirror(job: JobConfig) -> type:
 
 def on_command_line(annotation: Any) -> bool:
     """False for tables within a section: they are written in the file only."""
-    return _table_within(annotation) is None
+    return table_within(annotation) is None
 
 
 def _is_flag(key: str) -> bool:
@@ -345,11 +358,13 @@ def explain(model: type[BaseModel], error: Any) -> str:
     """What is allowed at the place of a pydantic error, which may be in a table within `model`."""
     name = str(error["loc"][0])
     for part in error["loc"][1:]:
-        inner = _table_within(model.model_fields[name].annotation) if name in model.model_fields else None
+        inner = table_within(model.model_fields[name].annotation) if name in model.model_fields else None
         if inner is not None and isinstance(part, str):
             model, name = inner, part
     if error["type"] == "missing":
         return f"is missing. {model.model_fields[name].description}"
+    if error["type"] == "extra_forbidden" and name in getattr(model, "dropped", {}):
+        return "is no longer a key, because nothing read it. Remove it."
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, model.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(model.model_fields)}."
@@ -360,11 +375,11 @@ def explain(model: type[BaseModel], error: Any) -> str:
     return _must_be(model, name, isinstance(error["loc"][-1], int))
 
 
-def _table_within(annotation: Any) -> type[BaseModel] | None:
+def table_within(annotation: Any) -> type[BaseModel] | None:
     """The model of a list of tables such as tuple[DataSource, ...]."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
-    return next(filter(None, map(_table_within, typing.get_args(annotation))), None)
+    return next(filter(None, map(table_within, typing.get_args(annotation))), None)
 
 
 def _must_be(model: type[BaseModel], name: str, within: bool = False) -> str:

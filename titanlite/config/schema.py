@@ -1,14 +1,14 @@
 """Every key of a job file: its type, its constraint, its default and why the default is what it is.
 
 Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
-the world size or files on disk live in `titanlite.validate`. May import pydantic and the standard library only.
+the world size or files on disk live in `titanlite.validate`.
 """
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 
@@ -60,6 +61,20 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    dropped: ClassVar[dict[str, object]] = {}
+    """Keys that an earlier version accepted and nothing read, with their defaults: a job that was saved then names them
+    all."""
+
+    @classmethod
+    def without_dropped(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` without the dropped keys that have their default."""
+        return {key: value for key, value in values.items() if key not in cls.dropped or value != cls.dropped[key]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_dropped(cls, values: Any) -> Any:
+        return cls.without_dropped(values) if isinstance(values, dict) else values
+
 
 class Job(Section):
     """What this run is and where its outputs go."""
@@ -88,7 +103,8 @@ class Model(Section):
     ffn_dim: PositiveInt | None = None
     """Inner width of the SwiGLU feed-forward network."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the tokenizer's vocabulary. Left out: the flavor's, or for debugmodel and 150m
+    the tokenizer's, rounded up to a multiple of 128."""
     max_seq_len: PositiveInt | None = None
     """Longest sequence that positions are defined for, in tokens."""
     norm_eps: PositiveFloat | None = None
@@ -155,8 +171,8 @@ class Training(Section):
     """CPU threads of one process. 0: OMP_NUM_THREADS, or else the cores of the machine divided by its processes."""
 
 
-class DataSource(Section):
-    """One source of documents."""
+class TextSource(Section):
+    """A place where documents come from."""
 
     source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = (
         "python_stdlib"
@@ -176,6 +192,11 @@ class DataSource(Section):
     """The field that holds the text."""
     streaming: bool = False
     """huggingface: read while training instead of downloading first."""
+
+
+class DataSource(TextSource):
+    """One source of a mix."""
+
     weight: NonNegativeFloat = 1.0
     """Share of the sequences of a mix, relative to the weights of the other sources."""
     max_epochs: NonNegativeInt = 0
@@ -192,9 +213,14 @@ class DataStage(Section):
     """One weight for each of dataset.sources, in their order."""
 
 
-class Dataset(DataSource):
+class Dataset(TextSource):
     """Where the text comes from, and in which order. One source stands here; a mix in [[dataset.sources]]."""
 
+    dropped = {"weight": 1.0}
+
+    max_epochs: NonNegativeInt = 0
+    """The run ends, with a checkpoint, once it has read this source so many times; 0: never. Each rank then tokenizes
+    all of the source (nothing to pay for shards), so that all of them know where it ends."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
     """A mix: a table [[dataset.sources]] for each source, instead of the keys of one source here. Job file only."""
     stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
@@ -217,8 +243,27 @@ class Dataset(DataSource):
     """Global batches that each background process may be ahead."""
 
 
-class Validation(Dataset):
-    """A loss on data that is never trained on; its keys of the data are those of [dataset]."""
+class ValidationSource(TextSource):
+    """One source of a mix to validate on."""
+
+    dropped = {"max_epochs": 0}
+
+    weight: NonNegativeFloat = 1.0
+    """Share of the sequences, relative to the weights of the other sources."""
+
+
+class Validation(TextSource):
+    """A loss on data that is never trained on. One source stands here; a mix in [[validation.sources]]."""
+
+    dropped = {
+        "weight": 1.0,
+        "max_epochs": 0,
+        "stages": [],
+        "document_mask": False,
+        "on_change": "error",
+        "num_workers": 1,
+        "prefetch": 2,
+    }
 
     freq: NonNegativeInt = 0
     """Steps between two validations; there is one more before the first step and one at the end. 0: none at all."""
@@ -226,7 +271,15 @@ class Validation(Dataset):
     """Rows of training.seq_len tokens in each validation, whatever the number of ranks."""
     holdout: BelowOne = 0.0
     """Above 0: validate on this share of the documents of [dataset], chosen by a hash of each one, and never train on
-    them. The keys of the data here are not used then."""
+    them, not even with freq = 0. The keys of the data here are not used then."""
+    sources: Annotated[tuple[ValidationSource, ...], Field(strict=False)] = ()
+    """A mix: a table [[validation.sources]] for each source, instead of the keys of one source here. Job file only."""
+    seed: Seed | None = None
+    """Seed of the choice of documents; left out, it is training.seed."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """As dataset.packing."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """As dataset.on_bad_record."""
 
 
 class Optimizer(Section):

@@ -17,7 +17,7 @@ from titanlite.data.sequential import skip_progress
 from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, check_text, no_column
 
 if TYPE_CHECKING:
-    from titanlite.config.schema import DataSource
+    from titanlite.config.schema import TextSource
 
 _SAMPLE_DOCUMENTS = 64
 
@@ -78,7 +78,7 @@ class HubStream(Sequential):
             raise UserError(f"{self.name}, part {part}: `datasets` cannot read on: {_cause(error)}") from None
 
 
-def open_hub(name: str, spec: DataSource) -> Source:
+def open_hub(name: str, spec: TextSource) -> Source:
     """Load by `datasets`.
 
     Raises:

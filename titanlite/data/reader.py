@@ -46,7 +46,7 @@ class Part:
     workers: int = 1
 
 
-def source_specs(dataset: Dataset) -> tuple[DataSource, ...]:
+def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
     """The sources of a job: its mix, or the one that stands in [dataset]."""
     return dataset.sources or (dataset,)
 

@@ -90,7 +90,7 @@ def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> s
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-    holdout = job.validation.holdout if job.validation.freq else 0.0
+    holdout = job.validation.holdout
     sources = [open_source(spec) for spec in source_specs(dataset)]
     for source in sources:
         if isinstance(source, Shards):

@@ -22,7 +22,7 @@ import xxhash
 from titanlite.config.errors import UserError
 
 if TYPE_CHECKING:
-    from titanlite.config.schema import DataSource
+    from titanlite.config.schema import TextSource
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SCAN_BYTES = 1 << 22
@@ -215,7 +215,7 @@ def no_column(column: str, columns: list[str]) -> str:
     return f"no field {column!r} (dataset.text_column); there are: {', '.join(map(repr, columns))}"
 
 
-def open_source(spec: DataSource) -> Source:
+def open_source(spec: TextSource) -> Source:
     """The source that a table names.
 
     Raises:
@@ -247,7 +247,7 @@ def open_source(spec: DataSource) -> Source:
     return source
 
 
-def find_files(spec: DataSource) -> list[Path]:
+def find_files(spec: TextSource) -> list[Path]:
     """The files of a source in a stable order, none for what `datasets` loads; reads none of them, so that validation
     can call it.
 

@@ -51,7 +51,7 @@ class ValidationSet:
         device: torch.device,
     ) -> None:
         held_out = validation.holdout > 0
-        chosen = dataset if held_out else validation
+        chosen = dataset if held_out else _as_dataset(validation)
         once = {"max_epochs": 1}
         mix = tuple(spec.model_copy(update=once) for spec in chosen.sources)
         chosen = chosen.model_copy(update={"sources": mix, **once})
@@ -97,3 +97,15 @@ class ValidationSet:
     def describe(self) -> str:
         """One line for the log."""
         return f"{self.num_sequences:,} sequences of {self._name}"
+
+
+def _as_dataset(validation: schema.Validation) -> schema.Dataset:
+    place = set(schema.TextSource.model_fields)
+    tables = [schema.DataSource(**table.model_dump(include=place), weight=table.weight) for table in validation.sources]
+    return schema.Dataset(
+        **validation.model_dump(include=place),
+        sources=tuple(tables),
+        seed=validation.seed,
+        packing=validation.packing,
+        on_bad_record=validation.on_bad_record,
+    )

@@ -1,6 +1,6 @@
 """The named Llama architectures and what a job file makes of them.
 
-Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config only.
+Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -46,6 +46,29 @@ FLAVORS = {
     "70b": Architecture(8192, 80, 64, 8, 28672, rope_scaling_factor=8.0),
     "405b": Architecture(16384, 126, 128, 8, 53248, rope_scaling_factor=8.0),
 }
+
+# No published model: their vocabulary is whatever the tokenizer has. The size above is that of jobs saved without one.
+FITTED_TO_TOKENIZER = ("debugmodel", "150m")
+_VOCABULARY_MULTIPLE = 128  # a size that matmuls and tensor parallelism divide well
+
+
+def fit_vocabulary(model: schema.Model, tokenizer_size: int) -> schema.Model:
+    """`model` with the vocabulary size that it gets where the job leaves it out: for our own flavors the tokenizer's,
+    rounded up to a multiple of 128. A published flavor keeps its own."""
+    if model.vocab_size is not None or model.flavor not in FITTED_TO_TOKENIZER:
+        return model
+    rows = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return model.model_copy(update={"vocab_size": rows})
+
+
+def unused_rows(arch: Architecture, tokenizer_size: int) -> str:
+    """A sentence on the rows of the embedding that stand for no token; empty if there are none."""
+    unused = arch.vocab_size - tokenizer_size
+    return (
+        f"{unused:,} of {arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
+        if unused
+        else ""
+    )
 
 
 def architecture(model: schema.Model) -> Architecture:
