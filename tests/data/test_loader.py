@@ -1,12 +1,15 @@
 """Invariants 2 and 4: the same rows anywhere, and after any restart."""
 
 import json
-import textwrap
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, Ranks, dataset_of, make_loader, some_texts, write_jsonl
+import torch.distributed as dist
+from data_helpers import ROOT, TOKENIZER, Ranks, dataset_of, make_loader, some_texts, write_jsonl
+from ranks import run_ranks
+from torch import Tensor
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset
@@ -228,35 +231,26 @@ def test_broken_records_end_the_run_or_are_skipped_and_counted(tmp_path):
         loader.next_global_batch()
 
 
-@pytest.mark.slow
-def test_two_real_ranks_save_the_state_of_one(dataset, reference, tmp_path, torchrun):
-    script = tmp_path / "main.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import json, sys
-            import torch
-            import torch.distributed as dist
-            from titanlite.config.schema import Dataset
-            from titanlite.data.loader import Loader
-            from titanlite.data.tokenizer import load_tokenizer
-
-            dist.init_process_group("gloo")
-            loader = Loader(Dataset(source="jsonl", path=sys.argv[1]), load_tokenizer(sys.argv[2]), seed=7, seq_len=32,
-                            global_batch_size=24, local_batch_size=4, dp_rank=dist.get_rank(), dp_size=2,
-                            dp_group=dist.group.WORLD, device=torch.device("cpu"))
-            rows = [[m.input_ids.tolist() for m in loader.next_global_batch().microbatches] for _ in range(4)]
-            state = loader.state_dict()
-            json.dump([rows, state], open(f"{sys.argv[3]}/rank{dist.get_rank()}.json", "w"))
-            loader.close()
-            dist.destroy_process_group()
-            """
-        )
+def rows_and_state(path: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """What a rank gets of four batches, and what it saves then."""
+    loader = make_loader(
+        Dataset(source="jsonl", path=path),
+        dp_rank=dist.get_rank(),
+        dp_size=dist.get_world_size(),
+        dp_group=dist.group.WORLD,
+        local_batch_size=4,
     )
-    torchrun(script, 2, [dataset.path, TOKENIZER_PATH, tmp_path])
+    batches = [loader.next_global_batch().microbatches for _ in range(4)]
+    rows = [torch.cat([microbatch.input_ids for microbatch in batch]) for batch in batches]
+    state = loader.state_dict()
+    loader.close()
+    return rows, state
+
+
+@pytest.mark.slow
+def test_two_real_ranks_save_the_state_of_one(dataset, reference):
     batches, states = reference
-    for rank in range(2):
-        rows, state = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for rank, (rows, state) in enumerate(run_ranks(2, rows_and_state, dataset.path)):
         assert state == states[3]
         for step, batch in enumerate(rows):
-            assert torch.equal(torch.tensor(batch).flatten(0, 1), batches[step][rank::2, 0])
+            assert torch.equal(batch, batches[step][rank::2, 0])

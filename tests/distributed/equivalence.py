@@ -1,16 +1,12 @@
 """Every layout beside one process: what is compared, with which tolerance, and the table of the results.
 
-`python tests/distributed/equivalence.py [--write FILE]` runs all rows, prints the table, and exits with 1 if a row
+`benchmarks/equivalence.sh [--write FILE]` runs all rows, prints the table, and exits with 1 if a row
 misses; with --write it also replaces the tables in FILE between their markers. The tests run a sample.
 """
 
 import argparse
-import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -19,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import run_ranks
+from train_variants import train_variants
 
-WORKER = Path(__file__).with_name("train_variants.py")
 # 97 tokens: no degree divides the vocabulary. Adam's rate is such that ten steps halve the loss, or nearly.
 MODEL = {"n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 97}
 TRAINING = {"steps": 10, "local_batch_size": 8}
@@ -252,25 +249,19 @@ class Difference:
         )
 
 
+KEPT = ("initial", "losses", "norms", "evaluated", "weights")
+
+
 def run(rows: Iterable[Row]) -> dict[str, Result]:
-    """Train every row, one launch for each number of ranks."""
+    """Train every row; those on the same number of ranks share them."""
     results = {}
     by_ranks: dict[int, dict[str, Any]] = {}
     for row in rows:
         base = {"model": MODEL, "training": TRAINING, "optimizer": {"lr": RATE}}
         by_ranks.setdefault(row.ranks, {})[row.name] = merged(base, row.overrides)
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks, variants in sorted(by_ranks.items()):
-            jobs, out = Path(folder, f"jobs{ranks}.json"), Path(folder, f"results{ranks}.json")
-            jobs.write_text(json.dumps(variants))
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run([*launcher, WORKER, jobs, out], capture_output=True, text=True, env=environment)
-            assert done.returncode == 0, done.stderr[-6000:]
-            weights = torch.load(out.with_suffix(".pt"))
-            for name, result in json.loads(out.read_text()).items():
-                kept = {key: result[key] for key in ("initial", "losses", "norms", "evaluated")}
-                results[name] = Result(**kept, weights=weights[name])
+    for ranks, variants in sorted(by_ranks.items()):
+        for name, result in run_ranks(ranks, train_variants, variants, timeout=1200)[0].items():
+            results[name] = Result(**{key: result[key] for key in KEPT})
     return results
 
 

@@ -1,12 +1,10 @@
-"""`titanlite train`, except that it is killed, or its disk is full, at a named point of a save.
+"""Ends of a run: it is killed, or its disk is full, at a named point of a save, `POINT:RANK`.
 
-The first argument is `POINT:RANK`, or `none`; the others are those of `titanlite train`. The points are reached by
-wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to oneself is what a dying
-machine looks like: no handler runs and nothing is flushed. With async_mode = "process" the points lie in the process
-that writes, which imports this script, too.
+The points are reached by wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to
+oneself is what a dying machine looks like: no handler runs and nothing is flushed. With async_mode = "process" the
+points lie in the process that writes, which imports this module as its main one.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,15 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlite import cli
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.storage import CommittingWriter
 
 
 def trainer() -> int:
     """The process id of the rank, also in the process that writes for it."""
-    parent = multiprocessing.parent_process()
-    return os.getpid() if parent is None or parent.pid is None else parent.pid
+    return int(os.environ["TRAINER"])
 
 
 def kill() -> None:
@@ -33,7 +29,7 @@ def kill() -> None:
 def first_time() -> bool:
     """Whether no process of this rank was here before."""
     try:
-        (Path(sys.argv[sys.argv.index("--job.dump_folder") + 1]) / f"was-here-{trainer()}").touch(exist_ok=False)
+        Path(os.environ["FOLDER"], f"was-here-{trainer()}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -103,9 +99,19 @@ POINTS: dict[str, Callable[[], None]] = {
 }
 
 
-if __name__ in ("__main__", "__mp_main__"):
-    point, _, rank = sys.argv[1].partition(":")
-    if os.environ.get("RANK", "0") == (rank or "0"):
-        POINTS[point]()
-if __name__ == "__main__":
-    sys.exit(cli.main(["train", *sys.argv[2:]]))
+def arm(point: str, folder: Path) -> None:
+    """Prepare the calling rank, and the process that writes for it, for what happens at `point` of the run in
+    `folder`."""
+    os.environ |= {"TRAINER": str(os.getpid()), "POINT": point, "FOLDER": str(folder)}
+    sys.modules["__main__"] = sys.modules[__name__]  # what a process that is spawned imports first
+    wrap_point()
+
+
+def wrap_point() -> None:
+    name, _, rank = os.environ["POINT"].partition(":")
+    if os.environ["RANK"] == (rank or "0"):
+        POINTS[name]()
+
+
+if __name__ == "__mp_main__":
+    wrap_point()

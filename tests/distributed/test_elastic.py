@@ -2,14 +2,12 @@
 one that keeps its layout follows it bitwise (on one rank and two: test_kill.py)."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from equivalence import LAYOUTS
+from ranks import titanlite
 
 from titanlite.checkpoint import commit
 
@@ -60,13 +58,8 @@ LEGS = [  # last step, ranks, what differs from one rank
 
 
 def train(job: Path, folder: Path, ranks: int, options: dict[str, object]) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     words = [word for key, value in options.items() for word in (f"--{key}", str(value)) if word != "True"]
-    where = ["--job.config_file", str(job), "--job.dump_folder", str(folder)]
-    command = [sys.executable, *launcher, "-m", "titanlite.cli", "train", *where, *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *words, ranks=ranks)
 
 
 def losses(folder: Path) -> list[float]:

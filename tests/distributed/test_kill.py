@@ -11,12 +11,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import kill_run
 import pytest
+from ranks import World, start_titanlite
 
 from titanlite.checkpoint import commit
 
@@ -78,36 +78,33 @@ class Run:
             mode,
         ]
 
-    def start(self, point: str = "none", *options: str) -> "subprocess.Popen[str]":
-        script = [str(Path(__file__).with_name("kill_run.py")), point, *self.options, *options]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        command = [sys.executable, *(launcher if self.ranks > 1 else []), *script]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    def start(self, point: str = "none", *options: str) -> World:
+        words = ("train", *self.options, *options)
+        return start_titanlite(*words, ranks=self.ranks, before=functools.partial(kill_run.arm, point, self.folder))
 
     def finish(self, point: str = "none", *options: str) -> str:
         started = time.monotonic()
-        process = self.start(point, *options)
-        out, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, out
+        world = self.start(point, *options)
+        assert world.wait() == [0] * self.ranks, world.said
         self.seconds = time.monotonic() - started
-        return out
+        return world.said
 
     def die(self, point: str) -> str:
-        process = self.start(point)
-        out, _ = process.communicate(timeout=200)
-        assert process.returncode == (-signal.SIGKILL if self.ranks == 1 else 1), out  # torchrun reports 1
-        return out
+        world = self.start(point)
+        codes = world.wait()
+        assert codes[int(point[-1])] == -signal.SIGKILL, world.said
+        assert 0 not in codes, world.said
+        return world.said
 
     def die_after(self, seconds: float) -> bool:
         """Kill all its processes at a moment; False if there was nothing left to kill."""
-        process = self.start()
-        time.sleep(seconds)
-        alive = process.poll() is None
-        for pid in reversed([process.pid, *descendants(process.pid)]):  # the launcher last: it would end them gently
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        world = self.start()
+        alive = not world.ended(seconds)
+        for process in world.processes:
+            for pid in [*descendants(process.pid or 0), process.pid or 0]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        world.close()
         return alive
 
     def checkpoints(self) -> list[str]:

@@ -1,14 +1,11 @@
 """Every way to run the same model computes the same thing: shards, precision, recomputation, offload, FP8."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
+from train_variants import train_variants
 
-WORKER = Path(__file__).parents[1] / "distributed" / "train_variants.py"
 BF16 = {"mixed_precision_param": "bfloat16"}
 FP8_ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,22 +59,16 @@ UNCHANGED = [  # these change when and where things are computed, not what: bitw
 pytestmark = pytest.mark.slow
 
 
-def run(variants: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
-    jobs, out = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
-    jobs.write_text(json.dumps(variants))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*command, str(WORKER), str(jobs), str(out)], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+def run(variants: dict[str, Any], ranks: int) -> dict[str, Any]:
+    return run_ranks(ranks, train_variants, variants)[0]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results() -> dict[int, dict[str, Any]]:
     """Results by number of ranks, then by variant."""
-    folder = tmp_path_factory.mktemp("variants")
     hybrid = {"parallelism": {"data_parallel_replicate_degree": 2}}
     four = {"fp32": {}, "hsdp": hybrid, "tied": VARIANTS["tied"]}
-    return {1: run(VARIANTS, 1, folder), 2: run(VARIANTS, 2, folder), 4: run(four, 4, folder)}
+    return {1: run(VARIANTS, 1), 2: run(VARIANTS, 2), 4: run(four, 4)}
 
 
 def relative_difference(a: list[float], b: list[float]) -> float:
@@ -175,8 +166,8 @@ def test_float8_says_what_it_converted(results: dict[int, dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_compiled_blocks_train_like_eager_ones(tmp_path: Path, ranks: int) -> None:
-    compiled = run(COMPILED_VARIANTS, ranks, tmp_path)
+def test_compiled_blocks_train_like_eager_ones(ranks: int) -> None:
+    compiled = run(COMPILED_VARIANTS, ranks)
     reference = compiled.pop("fp32")["losses"]
     for name, result in compiled.items():
         # Fusion reorders fp32 arithmetic; FP8 has 4 bits of mantissa.

@@ -1,13 +1,8 @@
-"""Run under torchrun: bytes of all-gathers and number of reductions of a rank in one step, for each job in a file."""
+"""Bytes of all-gathers and number of reductions of a rank in one step, for each of many jobs."""
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_variants import TINY, global_batch, merge
 
@@ -34,9 +29,9 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main() -> None:
-    jobs, counts = json.loads(Path(sys.argv[1]).read_text()), {}
-    dist.init_process_group("gloo")
+def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the calling rank sends, by the name of the job, whose overrides of TINY are given."""
+    counts = {}
     for name, overrides in jobs.items():
         job = JobConfig.model_validate(merge(TINY, overrides))
         mesh = build_mesh(job.parallelism, "cpu")
@@ -54,12 +49,4 @@ def main() -> None:
         embedding, blocks = sizes["tok_embeddings.weight"], len(sharded.whole.layers)
         counted = {"bytes": traffic.bytes, "reductions": traffic.reductions, "embedding": embedding, "blocks": blocks}
         counts[name] = {**counted, "linear": linear, "rest": rest, "output": output}
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(counts))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # a gloo thread that lets go of a tensor while Python shuts down aborts the process, once in ten times
-
-
-if __name__ == "__main__":
-    main()
+    return counts

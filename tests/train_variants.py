@@ -1,16 +1,13 @@
-"""Run under torchrun: train a tiny Llama once for each job in a JSON file and write down what happened.
+"""Train a tiny Llama once for each of many jobs, on the ranks that call this, and say what happened.
 
-Many variants share one launch, because starting ranks takes longer than the few steps of a variant. Each step uses
-the same global batch for any number of ranks, so results are comparable across world sizes.
+Many variants share the ranks, because each of them takes a few steps only. Each step uses the same global batch for
+any number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -214,12 +211,12 @@ def planted(mistake: str | None) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Arguments: a JSON file of variants (overrides of TINY, and "plant", "documents"), and where results go."""
-    variants, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    results, weights = {}, {}
-    for name, overrides in variants.items():
+def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Results by the name of the variant, on the first rank. A variant overrides TINY; "plant" and "documents" are not
+    keys of a job."""
+    results = {}
+    for name, variant in variants.items():
+        overrides = dict(variant)
         mistake, documents = overrides.pop("plant", None), overrides.pop("documents", False)
         job = JobConfig.model_validate(merge(TINY, overrides))
         torch.compiler.reset()
@@ -228,15 +225,7 @@ def main() -> None:
         mesh = build_mesh(job.parallelism, "cpu")
         if mistake == "doubled_data":
             mesh = replace(mesh, data_rank=0)
-        print(f"rank {dist.get_rank()}: {name}", file=sys.stderr, flush=True)
+        print(f"rank {dist.get_rank()}: {name}", flush=True)
         with planted(mistake):
             results[name] = train(job, mesh, documents)
-        weights[name] = results[name].pop("weights")
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-        torch.save(weights, out.with_suffix(".pt"))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return results if dist.get_rank() == 0 else {}

@@ -1,0 +1,224 @@
+"""Real ranks at little cost: processes that are forked from a server, which has imported torch and titanlite once.
+
+A rank lives for one call. What a test does to its process (environment, compiler, open files) reaches no other test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = [
+    *("titanlite.cli", "titanlite.train", "titanlite.validate", "pytest"),
+    *("torch._dynamo", "torch.distributed.pipelining", "torchao.float8"),
+]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(PRELOADED)
+PATIENCE = 20.0  # seconds that the other ranks have to end when one has failed
+
+
+class RanksFailed(AssertionError):
+    """Some rank failed, or did not end in time. The text holds what all ranks printed, tracebacks included."""
+
+
+class World:
+    """`count` processes that run `body(*args)`, with the variables that torchrun would set for them.
+
+    Attributes:
+        processes: in order of rank.
+    """
+
+    def __init__(self, count: int, body: Callable[..., Any], *args: Any) -> None:
+        self._lock = _one_world_at_a_time() if count > 1 else contextlib.nullcontext()
+        self._lock.__enter__()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._said = bytearray()
+        self._news = threading.Condition()
+        self._silent = False
+        ours, theirs = SERVER.Pipe(duplex=False)
+        self.processes = []
+        for rank in range(count):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            start = (theirs, environment, self._folder.name, body, args)
+            self.processes.append(SERVER.Process(target=_run, args=start))
+            self.processes[-1].start()
+        theirs.close()
+        self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
+        self._reader.start()
+
+    def _read(self, ours: Connection) -> None:
+        with ours:
+            while text := os.read(ours.fileno(), 65536):
+                with self._news:
+                    self._said += text
+                    self._news.notify_all()
+        with self._news:
+            self._silent = True
+            self._news.notify_all()
+
+    @property
+    def said(self) -> str:
+        """What all ranks have printed so far, to standard output and standard error."""
+        return self._said.decode(errors="replace")
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> None:
+        """Until some rank has printed `pattern`, a regular expression."""
+        with self._news:
+            self._news.wait_for(lambda: self._silent or re.search(pattern, self.said), timeout)
+        assert re.search(pattern, self.said), f"nobody said {pattern!r}:\n{self.said}"
+
+    def ended(self, seconds: float) -> bool:
+        """Whether all ranks end within so many seconds from now."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return all(process.exitcode is not None for process in self.processes)
+
+    def wait(self, timeout: float = 240) -> list[int]:
+        """The exit codes of the ranks, in order. Once a rank has failed the others have PATIENCE seconds.
+
+        Raises:
+            RanksFailed: Some rank did not end in time. The text says where it was.
+        """
+        deadline, running = time.monotonic() + timeout, {process.sentinel: process for process in self.processes}
+        while running:
+            ended = wait(list(running), max(0.0, deadline - time.monotonic()))
+            if not ended:
+                break
+            for sentinel in ended:
+                process = running.pop(sentinel)  # type: ignore[arg-type]
+                process.join()
+                if process.exitcode != 0:
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
+        late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        for rank in late:
+            os.kill(self.processes[rank].pid or 0, signal.SIGABRT)  # it says where it is
+            self.processes[rank].join(10)
+        self.close()
+        if late:
+            raise RanksFailed(f"ranks {late} did not end in time\n{self.said}")
+        return [process.exitcode for process in self.processes]  # type: ignore[misc]
+
+    def results(self) -> list[Any]:
+        """What `body` returned on each rank, once all have ended well."""
+        return [pickle.loads(Path(self._folder.name, str(r)).read_bytes()) for r in range(len(self.processes))]
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._reader.join(5)
+        self._lock.__exit__(None, None, None)
+
+
+def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """Call `function(*args)` on `count` ranks with a gloo process group of their own; what it returns, in order.
+
+    Raises:
+        RanksFailed: A rank raised something, died, or did not end in `timeout` seconds.
+    """
+    world = World(count, _in_a_group, function, args)
+    codes = world.wait(timeout)
+    if any(codes):
+        raise RanksFailed(f"exit codes of the ranks: {codes}\n{world.said}")
+    return world.results()
+
+
+def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
+    """`titanlite WORDS`, as the launcher runs it on each rank; `before` is called first in each of them."""
+    return World(ranks, _command, list(map(str, words)), before)
+
+
+def titanlite(
+    *words: object, ranks: int = 1, code: int = 0, before: Callable[[], None] | None = None, timeout: float = 240
+) -> str:
+    """Run `titanlite WORDS` on each rank until its end; what the ranks printed.
+
+    Raises:
+        RanksFailed: A rank ended with another exit code than `code`.
+    """
+    world = start_titanlite(*words, ranks=ranks, before=before)
+    codes = world.wait(timeout)
+    if codes != [code] * ranks:
+        raise RanksFailed(f"exit codes of the ranks: {codes}\n{world.said}")
+    return world.said
+
+
+@contextlib.contextmanager
+def _one_world_at_a_time() -> Iterator[None]:
+    """Workers of pytest-xdist take turns: more ranks than cores would only slow one another down."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        yield
+        return
+    with Path(tempfile.gettempdir(), f"ranks-{session}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(output: Connection, environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
+    """The life of a rank."""
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.enable()
+    code = 1
+    try:
+        result = body(*args, store=Path(folder, "store"))
+        Path(folder, environment["RANK"]).write_bytes(pickle.dumps(result))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a gloo thread that lets go of a tensor while Python shuts down would abort the process
+
+
+def _meeting(store: Path) -> dict[str, Any]:
+    """Where the ranks of this world find each other, as arguments of init_process_group."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
+
+
+def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", **_meeting(store))
+    result = function(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _command(words: list[str], before: Callable[[], None] | None, store: Path) -> None:
+    import torch.distributed as dist
+
+    from titanlite import cli
+
+    init = dist.init_process_group
+    # A launcher's ranks meet at a port that it has opened, these at a file.
+    dist.init_process_group = lambda backend, timeout, **_: init(backend, timeout=timeout, **_meeting(store))
+    if before is not None:
+        before()
+    sys.exit(cli.main(words))
