@@ -7,7 +7,6 @@ from titanlite.config import schema
 from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.adamw import _rounded, _update
-from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.optimizer import build_optimizer
 
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
@@ -121,29 +120,3 @@ def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
     update(whole, 32, 32, 0)
     update(part, 8, 32, 4 * 32 + 8)
     assert torch.equal(part[0], whole[0][4:8, 8:16])
-
-
-@pytest.mark.slow
-def test_compiled_clipping_is_the_same() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (4, 9)]
-    norms = []
-    for compiled in (False, True):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 3.0)
-        norms.append(clip_grad_norm_(parameters, 1.0, compiled).item())
-        assert torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item() < 1.0
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-
-
-def test_clipping_scales_to_the_norm_and_reports_the_one_before() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.full((4,), 3.0)
-    assert clip_grad_norm_([parameter], 1.0).item() == 6.0
-    torch.testing.assert_close(parameter.grad.norm(), torch.tensor(1.0), rtol=1e-5, atol=0)
-
-
-def test_a_limit_of_zero_clips_nothing() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.full((4,), 3.0)
-    assert clip_grad_norm_([parameter], 0.0).item() == 6.0
-    assert parameter.grad.tolist() == [3.0] * 4

@@ -1,7 +1,7 @@
 """The training loss, fused with the output projection.
 
 Invariant: it is a sum over valid tokens, never a mean, so that any split of a batch into ranks and microbatches
-adds up to the same number; and the logits of all tokens never exist at once. May import torch only.
+adds up to the same number; and the logits of all tokens never exist at once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tens
 
 def softmax_loss(
     logits: Tensor,
+    at_label: Tensor,
     labels: Tensor,
     scale: Tensor,
     needs_grad: bool,
@@ -40,14 +41,17 @@ def softmax_loss(
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss of logits (n, V), computed in fp32, and their gradient if asked for, in the logits' dtype; it may overwrite
-    them. See `linear_cross_entropy_sum`."""
+    them. See `linear_cross_entropy_sum`.
+
+    `at_label` (n,) are the logits of the labels, read before. A compiled graph then reads the logits only for what
+    their gradient needs, so that no order in which it overwrites them can change the loss: torch 2.11 overwrote them
+    before it read the labels' logits.
+    """
     in_place = not torch.compiler.is_compiling()  # a graph makes two passes, and keeps nothing between them
     given, logits = logits, logits.float()
-    valid, labels = labels != IGNORE_INDEX, labels - first_class
-    mine = valid & (labels >= 0) & (labels < logits.shape[1])
-    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    valid, (mine, index) = labels != IGNORE_INDEX, _classes(labels, first_class, logits.shape[1])
     peak = _reduced(logits.amax(-1), "max", group)  # (n,)
-    target = torch.where(mine, logits.gather(1, index).squeeze(1) - peak, 0.0)
+    target = torch.where(mine, at_label.float() - peak, 0.0)
     exp = logits.sub_(peak[:, None]).exp_() if in_place else (logits - peak[:, None]).exp()
     total = exp.sum(-1)
     if group is not None:  # a stack would keep a graph from writing the gradient over the logits
@@ -59,13 +63,20 @@ def softmax_loss(
     if not needs_grad:
         return loss, None
     factor = torch.where(valid, scale, 0.0)
-    at_label, factor = torch.where(mine, -factor, 0.0)[:, None], factor * (1.0 + 2.0 * z * normalizer)
+    label_part, factor = torch.where(mine, -factor, 0.0)[:, None], factor * (1.0 + 2.0 * z * normalizer)
     if in_place:
-        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, at_label).to(given.dtype)
+        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, label_part).to(given.dtype)
     # Another exponential than above, or a graph on CPU would store all of them in between.
     softmax = (logits - peak[:, None] - log_total[:, None]).exp()
-    at_label = torch.where(torch.arange(logits.shape[1], device=index.device) == index, at_label, 0.0)
-    return loss, given.copy_(softmax * factor[:, None] + at_label)
+    label_part = torch.where(torch.arange(logits.shape[1], device=index.device) == index, label_part, 0.0)
+    return loss, given.copy_(softmax * factor[:, None] + label_part)
+
+
+def _classes(labels: Tensor, first_class: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Which labels (n,) are among the classes from `first_class` on, and where, (n, 1); anywhere for the others."""
+    column = labels - first_class
+    mine = (labels != IGNORE_INDEX) & (column >= 0) & (column < num_classes)
+    return mine, column.clamp(0, num_classes - 1)[:, None]
 
 
 def linear_cross_entropy_sum(
@@ -102,7 +113,8 @@ def linear_cross_entropy_sum(
     def loss_of(part: slice) -> Tensor:
         chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
         logits = _logits(chunk, matrix, whole=softmax is not softmax_loss)  # (n, V)
-        loss, logits_grad = softmax(logits, chunk_labels, scale, needs_grad, z_loss, first_class, group)
+        at_label = logits.gather(1, _classes(chunk_labels, first_class, len(matrix))[1]).squeeze(1)
+        loss, logits_grad = softmax(logits, at_label, chunk_labels, scale, needs_grad, z_loss, first_class, group)
         if gradients is not None:
             assert logits_grad is not None
             gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
