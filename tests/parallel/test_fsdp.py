@@ -1,6 +1,6 @@
 """FSDP2 on one process; on several see tests/parallel/test_parallelize.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
-from titanlite.parallel import fsdp
+from titanlite.parallel import fsdp, spare_copies
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 
@@ -29,10 +29,10 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(device: str, training: dict[str, str]) -> Llama:
+def build(device: str, training: dict[str, str], log: Callable[[str], None] = lambda _: None) -> Llama:
     """A model each of whose blocks is a group."""
     job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": {"fsdp_min_num_params": 0}})
-    return build_model(job, build_mesh(job.parallelism, device), torch.device(device), lambda _: None).whole
+    return build_model(job, build_mesh(job.parallelism, device), torch.device(device), log).whole
 
 
 def backward(model: Llama, row: int) -> None:
@@ -54,14 +54,16 @@ def gradients(model: Llama) -> list[Tensor]:
 def test_a_single_rank_keeps_its_gradients_where_they_are(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: str
 ) -> None:
-    take, given = fsdp._take_gradient, []
+    take, given = spare_copies._take_gradient, []
 
     def recorded(group: Any, parameter: Any) -> None:
-        given.append(parameter.unsharded_param.grad.data_ptr())
+        if parameter.unsharded_param.grad is not None:  # FSDP2 of torch 2.11 comes once more at the end
+            given.append(parameter.unsharded_param.grad.data_ptr())
         take(group, parameter)
 
-    monkeypatch.setattr(fsdp, "_take_gradient", recorded)
+    monkeypatch.setattr(spare_copies, "_take_gradient", recorded)
     model = build(device, {"dtype": dtype, "mixed_precision_param": dtype})
+    given.clear()  # of the trial
     backward(model, 0)
     assert {gradient.data_ptr() for gradient in gradients(model)} == set(given)
     assert len(given) == 3 * 9 + 3
@@ -81,7 +83,7 @@ def test_they_are_those_that_fsdp2_would_make(
         return gradients(model)
 
     ours = of_three_microbatches()
-    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
+    monkeypatch.setattr(fsdp, "spare_copies", lambda *_: None)
     theirs = of_three_microbatches()
     assert len(ours) == len(theirs) == 3 * 9 + 3
     for mine, copied in zip(ours, theirs, strict=True):
@@ -112,7 +114,7 @@ def test_blocks_of_a_single_rank_compute_on_its_shards(
         return [shard.clone() for shard in shards(model)], used <= places
 
     ours, shared = train()
-    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
+    monkeypatch.setattr(fsdp, "spare_copies", lambda *_: None)
     theirs, copied = train()
     assert (shared, copied) == (dtypes[0] == dtypes[1], False)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -136,5 +138,36 @@ def test_gathering_converts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.count
 
     ours = copies()
-    monkeypatch.setattr(fsdp, "_spare_copies", lambda *_: None)
+    monkeypatch.setattr(fsdp, "spare_copies", lambda *_: None)
     assert copies() - ours == 3 * 9 + 3
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise AttributeError("'FSDPParam' object has no attribute '_sharded_param_data'")
+
+
+def doubles(group: Any, parameter: Any) -> None:
+    if parameter.unsharded_param.grad is not None:
+        parameter.unsharded_param.grad *= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [("_alias", fails, "has no attribute '_sharded_param_data'"), ("_take_gradient", doubles, "become others")],
+)
+def test_where_fsdp2_is_another_it_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, changed: Callable[..., None], said: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(spare_copies, name, changed)
+    model = build("cpu", {"dtype": "float32", "mixed_precision_param": "float32"}, lines.append)
+    backward(model, 0)
+    assert [line for line in lines if "FSDP2" in line and said in line] == lines
+    assert len(lines) == 1
+    used = gradients(model)
+    monkeypatch.undo()
+    lines.clear()
+    model = build("cpu", {"dtype": "float32", "mixed_precision_param": "float32"}, lines.append)
+    backward(model, 0)
+    assert lines == []  # this torch's FSDP2 is the one that is known
+    assert all(torch.equal(a, b) for a, b in zip(used, gradients(model), strict=True))

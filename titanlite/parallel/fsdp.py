@@ -1,14 +1,13 @@
 """FSDP2: parameters, gradients and optimizer state sharded block by block (https://arxiv.org/abs/2304.11277).
 
 Invariant: gradients are summed over ranks, never averaged (the loss carries the global token count), and one
-process is a world of size one on the same path. May import torch, model and config.
+process is a world of size one on the same path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,9 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
+from titanlite.parallel.spare_copies import spare_copies, why_not
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
+def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[str], None]) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
 
     A tied embedding stays with norm in the root group, gathered from the look-up to the output projection. Small blocks
@@ -63,61 +63,20 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1 and not little))
     shard(model, reshard == "always")
 
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-        elif not training.enable_cpu_offload:
-            _spare_copies(module, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
         module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
+    if mesh.size() == 1 and not training.enable_cpu_offload:
+        problem = why_not(mesh, getattr(torch, training.dtype), policy)
+        if problem:
+            log(f"FSDP2 of torch {torch.__version__} copies what a single rank could use as it is: {problem}")
+        else:
+            spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
-
-
-def _spare_copies(module: FSDPModule, dtype: torch.dtype | None) -> None:
-    """A single rank's shards are whole parameters, which FSDP2 gathers and reduces all the same, by copies. Let blocks
-    compute on the shards, which "gathered" are never freed, or on what one conversion to `dtype` makes of them; and
-    make gradients the shards' as they are. What FP8 all-gather casts stays a copy."""
-    group: Any = module._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group else ():
-        parameter.accumulate_unsharded_grad_if_needed = partial(_take_gradient, group, parameter)
-        if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
-            continue
-        if dtype is None:
-            parameter.init_all_gather_outputs = partial(_alias, parameter)
-            parameter.free_unsharded_param = lambda: None
-        else:
-            parameter.init_all_gather_outputs = partial(_convert, parameter, dtype)
-
-
-def _alias(parameter: Any, *_: object, **__: object) -> None:
-    parameter.all_gather_outputs = [parameter._sharded_param_data]
-
-
-def _convert(parameter: Any, dtype: torch.dtype, *_: object, **__: object) -> None:
-    if not parameter.all_gather_outputs:
-        data = parameter._sharded_param_data
-        parameter.all_gather_outputs = [torch.empty(data.numel(), dtype=dtype, device=data.device)]
-    parameter.param_dtype = None  # from now on the copy into the output converts
-
-
-def _take_gradient(group: Any, parameter: Any) -> None:
-    """Called once the gradient of a microbatch is there; leaves nothing to reduce."""
-    type(parameter).accumulate_unsharded_grad_if_needed(parameter)
-    if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
-        return
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-    elif parameter.unsharded_param.grad is not None:
-        gradient = parameter.unsharded_grad_data
-    else:
-        return
-    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-    gradient = parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype).contiguous())
-    shard = parameter.sharded_param
-    shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:

@@ -1,7 +1,6 @@
 """THE ORDER: how a meta-device Llama becomes its sharded, checkpointed, compiled self.
 
 Invariant: each step comes before those that must see its result; docs/parallelism.md gives the reasons.
-May import torch, model, config and the other modules of this room.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], N
         apply_activation_checkpointing(model, job.activation_checkpoint)
     if job.compile.enable and "model" in job.compile.components:
         _compile_blocks(model, job, mesh)
-    apply_fsdp(model, mesh.fsdp, job)
+    apply_fsdp(model, mesh.fsdp, job, log)
 
 
 def _compile_blocks(model: Llama, job: JobConfig, mesh: Mesh) -> None:
