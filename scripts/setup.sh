@@ -41,9 +41,10 @@ if ! install; then
 import sys, tomllib
 from importlib.metadata import version
 from pip._vendor.packaging.requirements import Requirement
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+pyproject = tomllib.load(open("pyproject.toml", "rb"))
+project, build = pyproject["project"], pyproject["build-system"]["requires"]
 extra = project["optional-dependencies"]["dev"] if "dev" in sys.argv[1] else []
-for wanted in map(Requirement, project["dependencies"] + extra):
+for wanted in map(Requirement, project["dependencies"] + extra + build):
     if (found := version(wanted.name)) not in wanted.specifier:
         sys.exit(f"titanlite needs {wanted}; there is {found}")' "$wanted" 2> >(tail -n 1 >&2) || exit 1
     "$python" -m venv --clear --without-pip .venv

@@ -11,7 +11,7 @@ from titanlite import cli
 from titanlite import generate as command
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.load import REPOSITORY, dump_config
+from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.generate import TextStream, choose, encode_prompt, find_step, generate, next_logits, write
@@ -19,7 +19,7 @@ from titanlite.model.attention import LayerCache
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
 
-TOKENIZER = REPOSITORY / "assets" / "tokenizer" / "tokenizer.model"
+TOKENIZER = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"
 ARCH = Architecture(48, 2, 6, 2, 64, vocab_size=307, max_seq_len=48, rope_scaling_factor=4.0)
 JOB = JobConfig.model_validate(
     {

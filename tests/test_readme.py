@@ -32,7 +32,7 @@ def clone(tmp_path: Path) -> Path:
     for name in tracked.split("\0"):
         if name and (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
     (folder / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import (
+    JOB_FILES,
     KEYS,
-    REPOSITORY,
+    PACKAGE,
     SECTIONS,
     dump_config,
     find_job_file,
@@ -154,7 +155,7 @@ def test_a_bare_name_is_found_in_the_folders_of_job_files(name: str):
 
 
 def test_the_current_folder_comes_before_train_configs_and_that_before_titanlites_own():
-    assert find_job_file("llama_8b") == REPOSITORY / "train_configs/llama_8b.toml"
+    assert find_job_file("llama_8b") == JOB_FILES / "llama_8b.toml"
     Path("train_configs").mkdir()
     Path("train_configs/llama_8b.toml").write_text("")
     assert find_job_file("llama_8b") == Path("train_configs/llama_8b.toml")
@@ -199,7 +200,7 @@ def test_a_byte_order_mark_before_the_file_is_no_mistake():
     assert load_job(["--job.config_file", "job.toml"]).training.steps == 5
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)
 def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file: Path):
     first, second, *_ = file.read_text().splitlines()
     assert "./run_train.sh" in first
@@ -471,7 +472,7 @@ def test_a_job_cannot_be_changed():
 
 
 def test_a_path_is_seen_from_the_current_folder_or_else_from_titanlites_own(in_empty_folder: Path):
-    assert resolve_path("pyproject.toml") == REPOSITORY / "pyproject.toml"
+    assert resolve_path("assets/tokenizer") == PACKAGE / "assets/tokenizer"
     Path("pyproject.toml").write_text("")
     assert resolve_path("pyproject.toml").resolve() == in_empty_folder / "pyproject.toml"
     assert resolve_path("/nowhere/x") == Path("/nowhere/x")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import REPOSITORY
 from titanlite.launch import agent, launcher
 
+REPOSITORY = Path(__file__).parents[2]
 VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "CUDA_VISIBLE_DEVICES")
 
 
@@ -246,8 +246,10 @@ def lend(tmp_path: Path, old: str) -> subprocess.CompletedProcess[str]:
     """Set up without a network by a Python that lacks ensurepip, and has version 0.1 of one package."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
-    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    (tmp_path / "titanlite").symlink_to(REPOSITORY / "titanlite")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("titanlite", "train_configs", "assets"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     metadata = tmp_path / f"packages/{old}-0.1.dist-info/METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: {old}\nVersion: 0.1\n")

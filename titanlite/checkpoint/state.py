@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite import __version__
+
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -143,7 +145,7 @@ def world_layout(model: nn.Module) -> dict[str, Any]:
 @cache
 def library_versions() -> dict[str, str]:
     """Of what wrote a checkpoint, for the manifest. Looked up once: the step loop would wait 5 ms for it."""
-    return {name: version(name) for name in ("titanlite", "torch", "torchao", "numpy")}
+    return {"titanlite": __version__} | {name: version(name) for name in ("torch", "torchao", "numpy")}
 
 
 def plain(tensor: Tensor) -> Tensor:

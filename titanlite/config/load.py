@@ -25,7 +25,8 @@ from pydantic import BaseModel, ValidationError
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig, Section
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
 DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
 CONFIG_FILE = "job.config_file"
@@ -133,7 +134,7 @@ def read_job(argv: Sequence[str]) -> Draft:
 def find_job_file(name: str) -> Path | None:
     """`name` as given, in ./train_configs, or in titanlite's own train_configs; the suffix .toml may be left out."""
     name = os.path.expanduser(name)
-    for folder in (Path(), Path("train_configs"), REPOSITORY / "train_configs"):
+    for folder in (Path(), Path("train_configs"), JOB_FILES):
         for candidate in (folder / name, folder / f"{name}.toml"):
             if os.path.isfile(candidate):  # Path.is_file raises where the name is too long
                 return candidate
@@ -145,8 +146,8 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
     name = DEFAULT_JOB_FILE if name is None else name
     path = find_job_file(name)
     if path is None:
-        known = sorted(file.stem for file in (REPOSITORY / "train_configs").glob("*.toml"))
-        text = f"no such file here, in ./train_configs/ or in {REPOSITORY / 'train_configs'}/."
+        known = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
+        text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/."
         hint = f"Known there: {', '.join(known)}." if known else ""
         return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text, hint)]
     try:
@@ -421,4 +422,4 @@ def dump_config(job: JobConfig) -> str:
 def resolve_path(path: str) -> Path:
     """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
     here = Path(os.path.expanduser(path))
-    return here if here.is_absolute() or here.exists() else REPOSITORY / here
+    return here if here.is_absolute() or here.exists() else PACKAGE / here

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 
-PACKAGES = ("titanlite", "torch", "torchao", "numpy", "tokenizers", "tiktoken")
+PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 LOG_FILE = "train.log"
 CURVES = ("validation.jsonl", "metrics.jsonl")
 # Renamed in this order: if a start is cut short, what tells the next one to rename the rest is still there.
@@ -41,7 +42,7 @@ def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) 
     return {
         "run": run,
         "python": platform.python_version(),
-        "packages": {package: version(package) for package in PACKAGES},
+        "packages": {"titanlite": __version__} | {package: version(package) for package in PACKAGES},
         "device": device_name,
         "world_size": dist.get_world_size(),
         "layout": dict(layout),

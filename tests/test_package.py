@@ -1,0 +1,105 @@
+"""What is installed from a wheel or a source distribution works by itself, in an empty folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import titanlite
+
+ROOT = Path(__file__).parents[1]
+SHORT = [
+    "--training.steps",
+    "2",
+    "--training.seq_len",
+    "32",
+    "--training.local_batch_size",
+    "1",
+    "--model.n_layers",
+    "1",
+]
+SHORT += ["--training.global_batch_size", "2", "--lr_scheduler.warmup_steps", "1", "--metrics.no-enable_tensorboard"]
+
+
+def call(command: list[object], folder: Path, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}
+    ended = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """Tracked files only: a build leaves files beside them."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        if os.path.lexists(ROOT / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+BUILD = """
+import sys
+from setuptools import build_meta
+print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """A wheel or an sdist, by the backend that pyproject.toml names, without a network."""
+    name = call([sys.executable, "-P", "-c", BUILD, f"build_{kind}", out], source).splitlines()[-1]
+    return out / name
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
+    """Built from a source distribution, which is built from the repository: what either lacks, it lacks, too."""
+    (tmp_path / "out").mkdir()
+    archive = build("sdist", copy_of_repository(tmp_path / "repository"), tmp_path / "out")
+    shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
+    wheel = build("wheel", tmp_path / "unpacked" / archive.name.removesuffix(".tar.gz"), tmp_path / "out")
+    assert wheel.name == f"titanlite-{titanlite.__version__}-py3-none-any.whl"
+    files = zipfile.ZipFile(wheel).namelist()
+    assert {file.rpartition("train_configs/")[2] for file in files if "train_configs/" in file} == {
+        path.name for path in (ROOT / "train_configs").iterdir()
+    }
+    assert {"titanlite/py.typed", "titanlite/assets/tokenizer/tokenizer.model"} <= set(files)
+    assert not [file for file in files if file.startswith(("tests", "benchmarks", "assets"))]
+
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    call([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel], tmp_path)
+    empty.mkdir()
+    command, variables = site / "bin" / "titanlite", {"PYTHONPATH": str(site), "NGPU": "1"}
+    where = call([sys.executable, "-P", "-c", "import titanlite; print(titanlite.__file__)"], empty, **variables)
+    assert where.strip() == str(site / "titanlite" / "__init__.py")
+    assert "step 2/2" in call([command, "train", *SHORT], empty, **variables)
+    assert (empty / "outputs" / "debug_model" / "checkpoint" / "step-00000002").is_dir()
+    assert "OK: " in call([command, "check", "--job.config_file", "llama_8b", "--world-size", "8"], empty, **variables)
+    words = ["--job.config_file", "debug_model.toml", "--job.dump_folder", "launched", *SHORT]
+    assert "step 2/2" in call([command, "launch", *words], empty, **variables)
+    assert sorted(path.name for path in empty.iterdir()) == ["launched", "outputs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_an_editable_installation_finds_its_files(tmp_path: Path, mode: str) -> None:
+    source = copy_of_repository(tmp_path / "repository")
+    site = tmp_path / "venv"
+    call([sys.executable, "-m", "venv", "--without-pip", site], tmp_path)
+    (packages,) = site.glob("lib/python3.*/site-packages")
+    lent = [path for path in sys.path if path and Path(path).is_dir() and Path(path) != ROOT]
+    (packages / "lent.pth").write_text("\n".join(lent))  # after the packages of this environment itself
+    install = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--ignore-installed", "-e", source]
+    call([site / "bin" / "python", "-m", *install, "--config-settings", f"editable_mode={mode}"], tmp_path)
+    (tmp_path / "empty").mkdir()
+    check = [site / "bin" / "titanlite", "check", "--job.config_file", "llama_8b", "--world-size", "8"]
+    assert "OK: " in call(check, tmp_path / "empty")
+    where = [site / "bin" / "python", "-P", "-c", "import titanlite; print(titanlite.__file__)"]
+    assert str(tmp_path / "repository") in call(where, tmp_path / "empty")
