@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from titanlite import cli
 from titanlite import generate as command
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.find import find_good
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.generate import TextStream, choose, encode_prompt, find_step, generate, next_logits, write
+from titanlite.generate import TextStream, choose, encode_prompt, generate, next_logits, write
 from titanlite.model.attention import LayerCache
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
@@ -227,10 +229,10 @@ def test_same_seed_same_text_other_seed_other_text(capsys, trained):
 
 def test_any_of_the_three_folders_will_do(trained, monkeypatch):
     newest = trained / "checkpoint" / "step-00000020"
-    assert find_step(trained) == find_step(trained / "checkpoint") == find_step(newest) == newest
-    assert find_step(trained / "checkpoint" / "step-00000010") == trained / "checkpoint" / "step-00000010"
+    assert find_good(trained) == find_good(trained / "checkpoint") == find_good(newest) == newest
+    assert find_good(trained / "checkpoint" / "step-00000010") == trained / "checkpoint" / "step-00000010"
     monkeypatch.chdir(newest)
-    assert find_step(type(newest)(".")) == newest
+    assert find_good(type(newest)(".")) == newest
 
 
 def test_older_step_has_its_own_weights(capsys, trained):
@@ -244,6 +246,14 @@ def test_a_damaged_newest_step_is_named_and_the_older_one_taken(capsys, run):
     err = complete(capsys, run).err
     assert "step-00000020 is damaged" in err
     assert "step-00000010:" in err
+
+
+def test_the_checksums_are_taken_once(capsys, trained, monkeypatch):
+    taken: list[str] = []
+    verify = commit.verify_folder
+    monkeypatch.setattr(commit, "verify_folder", lambda path: (taken.append(path.name), verify(path))[1])
+    complete(capsys, trained)
+    assert taken == ["step-00000020"]
 
 
 def test_a_damaged_step_that_was_asked_for_is_refused(run):
@@ -262,7 +272,7 @@ def test_missing_folder(name):
 
 
 def test_folder_without_a_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="no good checkpoint here"):
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
         command.main(["--checkpoint", str(tmp_path)])
 
 

@@ -6,23 +6,22 @@ a token (one position instead of all), not the token. One process. May import ev
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.find import find_good, saved_job
+from titanlite.checkpoint.manager import load_verified_weights
+from titanlite.checkpoint.storage import SafeReader
 from titanlite.config.errors import CheckpointError, UserError, printable
-from titanlite.config.load import load_job, resolve_path
+from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,8 +59,13 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: no usable checkpoint.
     """
     options = parse(Generate, argv, "generate")
-    step_folder = find_step(options.checkpoint)
-    job = job_of(step_folder)
+    step_folder = find_good(options.checkpoint, log=note)
+    job = saved_job(step_folder)
+    if job is None:
+        raise CheckpointError(
+            f"{step_folder} does not say which model it holds, and {step_folder.parents[1]} has no config.toml. "
+            "Put the one of the run there, as training wrote it."
+        )
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(step_folder, job, tokenizer, device)
@@ -103,77 +107,21 @@ def note(line: str) -> None:
 # ------------------------------------------------------------------------------------------------------- what to load
 
 
-def find_step(folder: Path) -> Path:
-    """The step folder that `folder` stands for: itself, or the newest good one in it or in its run's checkpoint folder.
-
-    Raises:
-        UserError: there is no such folder.
-        CheckpointError: there is no good checkpoint in it.
-    """
-    if not os.path.isdir(folder):  # which, unlike Path.is_dir, takes a name of any length
-        problem = "is a file" if os.path.isfile(folder) else "does not exist"
-        raise UserError(
-            f"--checkpoint {folder}: {problem}. Name the folder of a step, the folder of all steps, or the output "
-            "folder of a run, for example outputs/debug_model."
-        )
-    folder = folder.resolve()
-    if commit.step_of(folder) is not None:
-        return folder
-    if not commit.list_checkpoints(folder) and (folder / "config.toml").is_file():
-        folder = folder / job_from_file(folder / "config.toml").checkpoint.folder
-    for step_folder in reversed(commit.list_checkpoints(folder)):
-        damage = commit.verify_folder(step_folder)
-        if not damage:
-            return step_folder
-        note(f"{step_folder.name} is damaged ({'; '.join(damage)}): taking an older one")
-    raise CheckpointError(
-        f"{folder}: no good checkpoint here. A run saves one every checkpoint.interval steps and at its end, unless "
-        "checkpoint.enable is false."
-    )
-
-
-def job_of(step_folder: Path) -> JobConfig:
-    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run.
-
-    Raises:
-        CheckpointError: it is in neither, or cannot be read.
-    """
-    try:
-        job: dict[str, Any] | None = commit.read_manifest(step_folder)["info"]["job"]
-        if job is not None:
-            return JobConfig.model_validate(job)
-    except ValidationError as error:
-        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read:\n{error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{step_folder} is damaged: {error}") from None
-    config = step_folder.parents[1] / "config.toml"
-    if not config.is_file():
-        raise CheckpointError(
-            f"{step_folder} does not say which model it holds, and there is no {config}. Put the config.toml of the "
-            "run there, as training wrote it."
-        )
-    return job_from_file(config)
-
-
-def job_from_file(config: Path) -> JobConfig:
-    """The job that a run wrote to its output folder."""
-    return load_job(["--job.config_file", str(config)])
-
-
 def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
-    """The model with the checkpoint's weights: float32 on a CPU, on a GPU the dtype that it was trained to compute in.
+    """The model with the weights of a checkpoint that is known to be good: float32 on a CPU, on a GPU the dtype that it
+    was trained to compute in.
 
     Raises:
-        CheckpointError: the weights are damaged or of another model, or the tokenizer has changed since.
+        CheckpointError: the weights are of another model, or the tokenizer has changed since.
     """
+    arch = architecture(job.model)
+    SafeReader(step_folder).check_model(arch)
     with torch.device("meta"):
-        model = Llama(architecture(job.model))
+        model = Llama(arch)
     if device.type == "cuda":
         model.to(getattr(torch, job.training.mixed_precision_param))
     model.to_empty(device=device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-        info = load_model_weights(step_folder, model)
+    info = load_verified_weights(step_folder, model)
     trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
     if trained_with != tokenizer.fingerprint or tokenizer.vocab_size > model.arch.vocab_size:
         raise CheckpointError(

@@ -1,32 +1,74 @@
 """Invariant 5: a checkpoint exists or it does not."""
 
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, manifest
 from titanlite.config.errors import CheckpointError
+
+INFO = {
+    "train_state": {"tokens": 3},
+    "job": None,
+    "architecture": None,
+    "optimizer_groups": [],
+    "layout": {"world_size": 1, "meshes": {}},
+    "versions": {},
+}
+
+
+def index_of(files: dict[str, bytes]) -> bytes:
+    """DCP's index of a tensor of bytes in each of `files`."""
+    tensors, places = {}, {}
+    for name, content in files.items():
+        size = torch.Size([len(content)])
+        chunk = ChunkStorageMetadata(torch.Size([0]), size)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=torch.uint8), size, [chunk])
+        places[MetadataIndex(name, [0])] = _StorageInfo(name, 0, len(content))
+    return pickle.dumps(Metadata(tensors, storage_data=places), protocol=4)
 
 
 def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
+    files = files or {"a.bin": b"weights" * 100, "b.bin": b"more"}
     unfinished = folder / commit.unfinished_name(step, "token")
     unfinished.mkdir(parents=True)
     digests = []
-    for name, content in (files or {"a.bin": b"weights" * 100, "b.bin": b"more"}).items():
+    for name, content in {**files, ".metadata": index_of(files)}.items():
         file = commit.HashingFile(unfinished / name)
         for start in range(0, len(content), 7):
             file.write(content[start : start + 7])
         file.close()
         digests.append(file.digest())
-    return commit.publish(unfinished, step, digests, {"tokens": 3})
+    return commit.publish(unfinished, step, digests, INFO)
+
+
+def reseal(path: Path, body: dict[str, Any] | None = None, index: bytes | None = None) -> None:
+    """Put another manifest or index into a checkpoint, with all checksums as if it had been written so."""
+    body = body or manifest.read_manifest(path)
+    if index is not None:
+        (path / ".metadata").write_bytes(index)
+        body["files"][".metadata"] = {"size": len(index), "xxh3_128": xxhash.xxh3_128_hexdigest(index)}
+    (path / "manifest.json").write_bytes(manifest.encode_manifest(body))
 
 
 def test_a_published_checkpoint_is_good_and_keeps_the_callers_value(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     assert path.name == "step-00000100"
     assert commit.verify_folder(path) == []
-    assert commit.read_manifest(path)["info"] == {"tokens": 3}
+    assert commit.read_manifest(path)["info"] == INFO
     assert commit.list_checkpoints(tmp_path) == [path]
     assert os.listdir(tmp_path) == ["step-00000100"]
 
@@ -63,12 +105,12 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, name):
     path = write_checkpoint(tmp_path, 100)
     (path / name).unlink()
     (path / name).symlink_to(name)  # a loop; as good as storage that is away, or a missing permission
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: OSError: Too many levels of symbolic links"):
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a symbolic link"):
         commit.verify_folder(path)
 
 
 def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 2)
     path = write_checkpoint(tmp_path, 100)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 2 is unknown to this version, which reads 1"):
@@ -163,3 +205,20 @@ def test_setting_aside_keeps_every_earlier_one(tmp_path):
     names = [commit.set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(3)]
     assert names == ["step-00000007.damaged", "step-00000007.damaged-2", "step-00000007.damaged-3"]
     assert [path.name for path in commit.list_set_aside(tmp_path)] == names
+
+
+@pytest.mark.parametrize("key", ["a.bin", ".metadata"])
+def test_manifest_and_index_name_the_same_files(tmp_path, key):
+    path = write_checkpoint(tmp_path, 100)
+    body = manifest.read_manifest(path)
+    del body["files"][key]
+    reseal(path, body)
+    expected = {
+        "a.bin": ".metadata: a.bin holds 700 bytes by the index, nothing by the manifest",
+        ".metadata": "manifest.json: does not list .metadata",
+    }
+    assert commit.verify_folder(path) == [expected[key]]
+    body["files"]["a.bin"] = {"size": 3, "xxh3_128": "0" * 32}
+    body["files"]["more.bin"] = {"size": 3, "xxh3_128": "0" * 32}
+    reseal(path, body, index_of({"b.bin": b"more"}))
+    assert ".metadata: a.bin holds nothing by the index, 3 bytes by the manifest" in commit.verify_folder(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 import torch
-from test_storage import WAS_HERE, Malicious
+from test_index import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
 
 from titanlite.checkpoint import commit

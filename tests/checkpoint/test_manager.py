@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import pickle
 import resource
 import shutil
 import subprocess
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_commit import reseal
 from tiny_run import TinyRun, assert_equal
 from torch.distributed.fsdp import fully_shard
 
-from titanlite.checkpoint import commit, state
+from titanlite.checkpoint import commit, find, state
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.verify import verify
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import JobConfig
@@ -55,7 +58,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
 
     first = TinyRun(**kind)
     first.train(3)
-    first.manager(tmp_path).save(3, first.train_state())
+    first.manager(tmp_path).save(3, first.train_state(3))
     second = TinyRun(seed=99, **kind)
     assert second.manager(tmp_path).load() == {"step": 3, "cursor": {"row": 12}}
     second.step = 3
@@ -71,7 +74,7 @@ def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind
     for before, now, folder in ((saved, other, tmp_path / "there"), (other, saved, tmp_path / "back")):
         if before is saved:
             before.train(2)
-        before.manager(folder).save(2, before.train_state())
+        before.manager(folder).save(2, before.train_state(2))
         expected = before.everything()
         now.manager(folder).load()
         found = now.everything()
@@ -82,7 +85,7 @@ def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind
 
 def test_a_save_before_the_first_step_holds_weights_only(tmp_path):
     first = TinyRun()
-    first.manager(tmp_path).save(0, first.train_state())
+    first.manager(tmp_path).save(0, first.train_state(0))
     second = TinyRun(seed=99)
     assert second.manager(tmp_path).load() == first.train_state()
     assert second.train(2) == first.train(2)
@@ -93,7 +96,7 @@ def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters(tmp_path
     run.train(1)
     with torch.no_grad():
         run.model(torch.zeros(1, 4, dtype=torch.int64))  # as a validation does; FSDP leaves the root gathered
-    run.manager(tmp_path).save(1, run.train_state())
+    run.manager(tmp_path).save(1, run.train_state(1))
     resumed = TinyRun(seed=99)
     resumed.manager(tmp_path).load()
     assert_equal(resumed.everything(), run.everything())
@@ -121,7 +124,7 @@ def test_a_rate_that_is_a_tensor_survives_loading(two_saved):
 def test_the_random_state_comes_back(tmp_path):
     run = TinyRun()
     torch.manual_seed(5)
-    run.manager(tmp_path).save(1, run.train_state())
+    run.manager(tmp_path).save(1, run.train_state(1))
     drawn = torch.rand(3)
     run.manager(tmp_path).load()
     assert torch.equal(torch.rand(3), drawn)
@@ -171,6 +174,46 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(two_saved, file, 
     assert any("step-00000004 is DAMAGED" in line and file in line for line in lines)
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_damage_and_keeps_nobody_waiting(two_saved, file, make):
+    folder, _ = two_saved
+    path = folder / "step-00000004" / file
+    path.unlink()
+    make(path)
+    assert [row["damage"] for row in verify(folder)["checkpoints"]] == [[], [f"{file}: not a regular file"]]
+    state = TinyRun(seed=99).manager(folder).load()
+    assert state is not None
+    assert state["step"] == 2
+    assert names(folder) == ["step-00000002", "step-00000004.damaged"]
+
+
+def test_a_tensor_whose_chunks_are_gone_from_the_index_is_damage(two_saved):
+    """DCP would leave it at its initial values, and say nothing."""
+    folder, _ = two_saved
+    path = folder / "step-00000004"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()
+    reseal(path, index=pickle.dumps(metadata, 4))
+    [_, row] = verify(folder)["checkpoints"]
+    assert row["damage"] == [".metadata: model.norm.weight: its chunks do not cover it exactly once"]
+    state = TinyRun(seed=99).manager(folder).load()
+    assert state is not None
+    assert state["step"] == 2
+
+
+def test_a_tensor_that_its_file_holds_otherwise_than_the_index_says_is_never_loaded(two_saved):
+    folder, run = two_saved
+    path = folder / "step-00000004"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].properties.dtype = torch.bfloat16
+    reseal(path, index=pickle.dumps(metadata, 4))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: model\.norm\.weight: not the tensor of the index"):
+        TinyRun(seed=99).manager(folder).load()
+    with pytest.raises(CheckpointError, match="not the tensor of the index"):
+        load_model_weights(path, Llama(run.model.arch))
+
+
 @pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
 def test_a_file_that_cannot_be_read_now_stops_the_run_and_renames_nothing(two_saved, file):
     folder, _ = two_saved
@@ -206,7 +249,7 @@ def test_load_step_goes_back_and_puts_the_later_ones_aside(two_saved):
     assert names(folder) == ["step-00000002", "step-00000004.superseded"]
     run.step = 2
     run.train(2)
-    manager.save(4, run.train_state())
+    manager.save(4, run.train_state(4))
     assert "step-00000004" in names(folder)
 
 
@@ -231,7 +274,7 @@ def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
     assert lines[1] == "step-00000006 was saved after data, optimizer had been started afresh: loaded this time"
     assert_equal(restarted.everything(), run.everything())
     keys |= {"load_step": 6, "keep_latest_k": 2}
-    run.manager(folder, job=job, **keys).save(8, saved)
+    run.manager(folder, job=job, **keys).save(8, saved | {"step": 8})
     lines.clear()
     job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
     TinyRun().manager(folder, lines=lines, job=job, **keys).load()  # another value goes back again
@@ -268,8 +311,8 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path):
     (tmp_path / "step-00000000").mkdir()  # without a manifest it is none of ours
     (tmp_path / ".tmp-step-00000009-other").mkdir()
     for step in (1, 2, 3, 4):
-        manager.save(step, run.train_state())
-        manager.save(step, run.train_state())  # nothing to do: saved already
+        manager.save(step, run.train_state(step))
+        manager.save(step, run.train_state(step))  # nothing to do: saved already
     manager.close()
     assert manager.stats()["failed_saves"] == 0
     assert names(tmp_path) == [
@@ -285,9 +328,9 @@ def test_the_end_removes_what_a_run_left_that_was_killed_between_its_last_save_a
     folder, run = two_saved
     manager = run.manager(folder, keep_latest_k=1)
     manager.load()
-    manager.save(4, run.train_state())
+    manager.save(4, run.train_state(4))
     assert names(folder) == ["step-00000002", "step-00000004"]
-    manager.save(4, run.train_state(), last=True)
+    manager.save(4, run.train_state(4), last=True)
     manager.close()
     assert names(folder) == ["step-00000004"]
 
@@ -296,7 +339,7 @@ def test_keep_latest_k_zero_keeps_all(tmp_path):
     run = TinyRun()
     manager = run.manager(tmp_path, keep_latest_k=0)
     for step in range(5):
-        manager.save(step, run.train_state())
+        manager.save(step, run.train_state(step))
     assert len(commit.list_checkpoints(tmp_path)) == 5
 
 
@@ -306,14 +349,14 @@ def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_save
     manager = run.manager(folder, lines=lines)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system refuses to write on, as a full disk does
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     assert manager.stats()["failed_saves"] == 1
     assert not manager.holds(6)
     assert "FAILED" in lines[-1]
     assert "File too large" in lines[-1]
     assert names(folder) == ["step-00000002", "step-00000004"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     assert manager.holds(6)
     assert manager.stats()["failed_saves"] == 1
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
@@ -328,7 +371,7 @@ def test_a_killed_save_leaves_a_folder_that_the_next_start_removes(two_saved, mo
 
     monkeypatch.setattr(commit, "write_manifest", killed)
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **keys: None)
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     monkeypatch.undo()
     left = names(folder)
     assert [name[:18] for name in left] == [".tmp-step-00000006", "step-00000002", "step-00000004"]
@@ -357,7 +400,7 @@ def test_weights_from_a_damaged_or_absent_checkpoint_are_refused(two_saved):
     assert load_model_weights(folder, Llama(run.model.arch))["train_state"]["step"] == 2
     with pytest.raises(CheckpointError, match=r"is damaged: __0_0\.distcp"):
         load_model_weights(folder / "step-00000004", Llama(run.model.arch))
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
+    with pytest.raises(UserError, match="elsewhere: does not exist"):
         load_model_weights(folder / "elsewhere", Llama(run.model.arch))
 
 
@@ -365,7 +408,7 @@ def test_some_steps_are_kept_for_good(tmp_path):
     run = TinyRun()
     manager = run.manager(tmp_path, keep_latest_k=1, keep_every_n_steps=3)
     for step in range(1, 8):
-        manager.save(step, run.train_state())
+        manager.save(step, run.train_state(step))
     manager.close()
     assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000007"]
 
@@ -403,10 +446,10 @@ def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
         return publish(*args)
 
     monkeypatch.setattr(commit, "publish", slow_publish)
-    manager.save(1, run.train_state())
+    manager.save(1, run.train_state(1))
     assert "step-00000001" not in names(tmp_path)
     threading.Timer(0.2, release.set).start()
-    manager.save(2, run.train_state())
+    manager.save(2, run.train_state(2))
     manager.close()
     assert manager.stats()["save_waits"] >= 1
     assert "waiting for the save of step 1, which is still under way" in lines
@@ -418,12 +461,12 @@ def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkey
     lines: list[str] = []
     manager = run.manager(folder, lines=lines, async_mode="async")
     monkeypatch.setattr(commit, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded")))
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     manager._saver.settle()
     monkeypatch.undo()
     assert manager.stats()["failed_saves"] == 1
     assert "Quota exceeded" in lines[-1]
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     manager.close()
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
@@ -434,10 +477,10 @@ def test_a_state_that_cannot_be_staged_is_a_failed_save(two_saved, monkeypatch):
     lines: list[str] = []
     manager = run.manager(folder, lines=lines, async_mode="async")
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **keys: (_ for _ in ()).throw(RuntimeError("no memory")))
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     monkeypatch.undo()
     assert lines[-1] == "save of step 6 FAILED (OSError: staging: no memory)"
-    manager.save(6, run.train_state())
+    manager.save(6, run.train_state(6))
     manager.close()
     assert manager.stats()["failed_saves"] == 1
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
@@ -522,8 +565,8 @@ def test_the_first_rank_alone_looks_which_weights_are_the_newest(two_saved, tmp_
     asked: list[str] = []
     on_rank0 = Ranks.on_rank0
     monkeypatch.setattr(Ranks, "on_rank0", lambda ranks, find: (asked.append("rank 0"), on_rank0(ranks, find))[1])
-    checkpoints_at = commit.checkpoints_at
-    monkeypatch.setattr(commit, "checkpoints_at", lambda path: (asked.append("look"), checkpoints_at(path))[1])
+    checkpoints_at = find.checkpoints_at
+    monkeypatch.setattr(find, "checkpoints_at", lambda path: (asked.append("look"), checkpoints_at(path))[1])
     manager.load()
     assert asked[-2:] == ["rank 0", "look"]
     assert asked.count("look") == 1
@@ -536,10 +579,10 @@ def weights(run: TinyRun) -> dict[str, torch.Tensor]:
 def test_what_is_excluded_from_loading_starts_afresh(two_saved):
     folder, run = two_saved
     fresh = TinyRun(seed=99)
-    expected = {key: value for key, value in run.train_state().items() if key != "data"}
-    saved = run.train_state() | {"data": {"row": 3}}
     run.train(1)
+    saved = run.train_state() | {"data": {"row": 3}}
     run.manager(folder).save(5, saved)
+    expected = run.train_state()
     state = fresh.manager(folder, exclude_from_loading=("optimizer", "data", "rng")).load()
     assert state == expected
     assert_equal(weights(fresh), weights(run))
@@ -550,9 +593,9 @@ def test_a_last_save_of_the_weights_alone_is_never_resumed_from(tmp_path):
     run = TinyRun()
     manager = run.manager(tmp_path / "checkpoint", last_save_model_only=True)
     run.train(1)
-    manager.save(1, run.train_state())
+    manager.save(1, run.train_state(1))
     run.train(1)
-    manager.save(2, run.train_state(), last=True)
+    manager.save(2, run.train_state(2), last=True)
     manager.close()
     assert names(tmp_path / "checkpoint") == ["step-00000001"]
     assert names(tmp_path / "final") == ["step-00000002"]
@@ -574,7 +617,7 @@ def test_the_last_save_can_be_for_transformers_too(tmp_path, model_only):
     run = TinyRun()
     keys = {"last_save_in_hf": True, "last_save_model_only": model_only, "async_mode": "async"}
     manager = run.manager(tmp_path / "checkpoint", write_tokenizer=lambda folder: {"bos_token_id": 1}, **keys)
-    manager.save(2, run.train_state(), last=True)
+    manager.save(2, run.train_state(2), last=True)
     manager.close()
     with HuggingFaceReader(tmp_path / "final_hf") as reader:
         assert torch.equal(reader.read("norm.weight"), run.everything()["norm.weight"])
@@ -591,7 +634,7 @@ def test_results_of_an_earlier_last_step_are_superseded(tmp_path, model_only):
         if manager.load() is None or step > run.step:
             run.train(1)
             run.step = step
-        manager.save(step, run.train_state(), last=True)
+        manager.save(step, run.train_state(step), last=True)
         manager.close()
         assert manager.holds(step)
         with HuggingFaceReader(tmp_path / "final_hf") as reader:
@@ -619,7 +662,7 @@ def test_a_failed_export_leaves_nothing_and_is_a_failed_save(tmp_path, monkeypat
     run.train(1)
     no_space = OSError(28, "No space left on device")
     monkeypatch.setattr(HuggingFaceWriter, "publish", lambda *args: (_ for _ in ()).throw(no_space))
-    manager.save(1, run.train_state(), last=True)
+    manager.save(1, run.train_state(1), last=True)
     monkeypatch.undo()
     manager.close()
     assert lines[-1] == f"writing {tmp_path}/final_hf FAILED (OSError: [Errno 28] No space left on device)"
@@ -629,7 +672,7 @@ def test_a_failed_export_leaves_nothing_and_is_a_failed_save(tmp_path, monkeypat
     assert commit.list_unfinished(tmp_path) == []
     manager = run.manager(tmp_path / "checkpoint", **keys)
     manager.load()
-    manager.save(1, run.train_state(), last=True)
+    manager.save(1, run.train_state(1), last=True)
     assert manager.holds(1)
     assert (tmp_path / "final_hf").is_dir()
 
@@ -646,7 +689,7 @@ def test_leftovers_of_a_last_save_are_removed_too(tmp_path):
 def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
-    run.manager(tmp_path, job=job).save(1, run.train_state())
+    run.manager(tmp_path, job=job).save(1, run.train_state(1))
     lines: list[str] = []
     job["optimizer"]["lr"] = 1.0
     run.manager(tmp_path, job=job, lines=lines).load()
@@ -659,7 +702,7 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
 def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
-    train_state = run.train_state() | {"data": {"tokenizer": "fingerprint"}}
+    train_state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
     run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
     for excluded in ((), ("data",)):
         with pytest.raises(CheckpointError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):

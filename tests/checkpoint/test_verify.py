@@ -6,9 +6,10 @@ import pytest
 from test_commit import write_checkpoint
 
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.find import find_good
 from titanlite.checkpoint.verify import verify
 from titanlite.cli import main
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, UserError
 
 
 def test_all_checkpoints_of_a_folder_are_listed_with_their_state(tmp_path, capsys):
@@ -65,14 +66,36 @@ def test_a_link_to_a_step_folder_and_the_current_folder_are_one(tmp_path, monkey
     monkeypatch.chdir(path)
     for name in ("../latest", "."):
         assert verify(Path(name))["checkpoints"][0]["name"] == path.name
-        assert commit.find_good(Path(name)) == path
+        assert find_good(Path(name)) == path
 
 
 def test_one_step_folder_can_be_verified_and_an_empty_folder_cannot(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     assert verify(path)["checkpoints"][0]["state"] == "good"
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
+    with pytest.raises(UserError, match="elsewhere: does not exist"):
         verify(tmp_path / "elsewhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        verify(tmp_path / "empty")
+
+
+def test_a_runs_output_folder_stands_for_its_checkpoints_and_its_last_weights(tmp_path):
+    write_checkpoint(tmp_path / "saves", 100)
+    newest = write_checkpoint(tmp_path / "final", 200)
+    (tmp_path / "config.toml").write_text('[checkpoint]\nfolder = "saves"\nunknown = 1\n')  # as of another version
+    assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == ["saves/step-00000100", "final/step-00000200"]
+    assert find_good(tmp_path) == newest
+    (newest / "a.bin").unlink()
+    lines: list[str] = []
+    assert find_good(tmp_path, log=lines.append) == tmp_path / "saves" / "step-00000100"
+    assert lines == [f"{newest} is damaged: a.bin: missing; taking an older one"]
+
+
+@pytest.mark.parametrize("config", ["[checkpoint", "checkpoint = 1", "checkpoint.folder = 1", "x = " + "[" * 10**5])
+def test_a_configuration_that_says_nothing_of_checkpoints_is_a_mistake(tmp_path, config):
+    (tmp_path / "config.toml").write_text(config)
+    with pytest.raises(UserError, match=r"config\.toml cannot be read"):
+        find_good(tmp_path)
 
 
 def test_a_name_that_no_system_takes_is_a_mistake(capsys):

@@ -85,8 +85,9 @@ class TinyRun:
         )
         return CheckpointManager(config, folder, self.model, self.optimizer, log=log, **more)
 
-    def train_state(self) -> dict:
-        return {"step": self.step, "cursor": {"row": self.step * ROWS}}
+    def train_state(self, step: int | None = None) -> dict:
+        step = self.step if step is None else step
+        return {"step": step, "cursor": {"row": step * ROWS}}
 
     def train(self, steps: int) -> list[float]:
         losses = []

@@ -2,14 +2,13 @@
 
 Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
 a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
-ever written into a published folder. May import config.errors, and no torch: the protocol knows files only.
+ever written into a published folder. No torch here: the protocol knows files only.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -21,10 +20,11 @@ from typing import IO, Any
 
 import xxhash
 
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.checkpoint.index import INDEX, file_sizes, read_index
+from titanlite.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titanlite.checkpoint.reading import Damage, open_file, shown, unreadable
+from titanlite.config.errors import UserError
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
 UNFINISHED = ".tmp-"
 PROBE = f"{UNFINISHED}probe-"
 
@@ -129,7 +129,8 @@ def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[s
         path = unfinished / digest.name
         if not path.is_file() or path.stat().st_size != digest.size:
             raise OSError(f"{path} is not complete as seen from the first rank; do all nodes share this folder?")
-    write_manifest(unfinished, step, digests, info)
+    files = {d.name: {"size": d.size, "xxh3_128": d.xxh3_128} for d in sorted(digests, key=lambda d: d.name)}
+    write_manifest(unfinished, step, files, info)
     flush_folder(unfinished)
     target = unfinished.parent / step_name(step)
     if target.exists():  # a rename would replace an empty folder silently
@@ -139,45 +140,6 @@ def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[s
     return target
 
 
-def write_manifest(folder: Path, step: int, digests: list[FileDigest], info: dict[str, Any]) -> None:
-    """Write and flush manifest.json: format, step, files, the caller's value, and a checksum of itself."""
-    files = {d.name: {"size": d.size, "xxh3_128": d.xxh3_128} for d in sorted(digests, key=lambda d: d.name)}
-    body = {"format": FORMAT_VERSION, "step": step, "files": files, "info": info}
-    with (folder / MANIFEST).open("xb") as file:
-        file.write(_encode_manifest(body))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a published checkpoint.
-
-    Raises:
-        ValueError: it is missing or altered.
-        CheckpointError: it cannot be read now, or is of a format that this version does not know.
-    """
-    try:
-        raw = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST}: missing") from None
-    except OSError as error:
-        raise _unreadable(path / MANIFEST, error) from None
-    try:
-        body = json.loads(raw)
-        body.pop("checksum")
-        intact = raw == _encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
-    except (ValueError, KeyError, AttributeError, TypeError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
-    if body["format"] != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path / MANIFEST}: format {body['format']} is unknown to this version, which reads {FORMAT_VERSION}. "
-            "Use the titanlite that wrote it."
-        )
-    return body
-
-
 def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> list[str]:
     """Check a published checkpoint against its manifest.
 
@@ -185,8 +147,8 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
         share: picks the file names that this caller reads, so that several ranks can split the work.
 
     Returns:
-        One line for each damage found (a file missing, short, long, or with another checksum); empty when the
-        checkpoint (or this caller's share of it) is good.
+        One line for each damage found: a manifest or an index that is not as a run writes it, a file missing, short,
+        long, or with another checksum. Empty when the checkpoint (or this caller's share of it) is good.
 
     Raises:
         CheckpointError: it cannot be read, which says nothing about what it holds: permission, storage away for a
@@ -194,41 +156,21 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
     """
     try:
         manifest = read_manifest(path)
-    except ValueError as error:
-        return [str(error)]
-    if manifest["step"] != step_of(path):
-        return [f"{MANIFEST}: belongs to step {manifest['step']}"]
-    damage = (_verify_file(path / name, manifest["files"][name]) for name in share(sorted(manifest["files"])))
-    return [line for line in damage if line]
-
-
-def checkpoints_at(path: Path) -> list[Path]:
-    """A step folder itself, also as a link to it or as `.`; else what `list_checkpoints` finds."""
-    path = path.resolve()
-    return [path] if step_of(path) is not None and path.is_dir() else list_checkpoints(path)
-
-
-def find_good(
-    path: Path,
-    verify: Callable[[Path], list[str]] | None = None,
-    look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
-) -> Path:
-    """A step folder itself, or the newest undamaged one in a folder of checkpoints.
-
-    Args:
-        verify: another way to call `verify_folder`, by which ranks share the work.
-        look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
-
-    Raises:
-        CheckpointError: none is there, or none that is good, or one cannot be read.
-    """
-    found = []
-    for candidate in reversed(look(lambda: checkpoints_at(path))):
-        damage = (verify or verify_folder)(candidate)
-        if not damage:
-            return candidate
-        found.append(f"{candidate} is damaged: {'; '.join(damage)}")
-    raise CheckpointError("\n".join(found) or f"{path}: no checkpoint here; expected step-... folders, or one of them")
+        if manifest["step"] != step_of(path):
+            raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
+    except Damage as damage:
+        return [str(damage)]
+    damaged = []
+    for name in share(sorted(manifest["files"].keys() | {INDEX})):
+        try:
+            if name not in manifest["files"]:
+                raise Damage(f"{MANIFEST}: does not list {INDEX}")
+            _verify_file(path / name, manifest["files"][name])
+            if name == INDEX:
+                _compare_files(file_sizes(read_index(path)), manifest["files"])
+        except Damage as damage:
+            damaged.append(str(damage))
+    return damaged
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
@@ -317,31 +259,27 @@ def folder_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _encode_manifest(body: dict[str, Any]) -> bytes:
-    checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, separators=(",", ":")).encode())
-    return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
+def _compare_files(sizes: dict[str, int], files: dict[str, dict[str, Any]]) -> None:
+    """Raises Damage: the files of the index are not those of the manifest."""
+    listed = {name: entry["size"] for name, entry in files.items() if name != INDEX}
+    for name in sorted(sizes.keys() | listed.keys()):
+        found = [f"{size} bytes" if size else "nothing" for size in (sizes.get(name), listed.get(name))]
+        if found[0] != found[1]:
+            raise Damage(f"{INDEX}: {shown(name)} holds {found[0]} by the index, {found[1]} by the manifest")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {type(error).__name__}: {error.strerror or error}. That need not be damage, and "
-        "nothing is renamed. Mend it and start again, or move this checkpoint away."
-    )
-
-
-def _verify_file(path: Path, expected: dict[str, Any]) -> str | None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["size"]:
-                return f"{path.name}: {size} bytes instead of {expected['size']}"
-            checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, size)))
-            while count := file.readinto(buffer):
+def _verify_file(path: Path, expected: dict[str, Any]) -> None:
+    """Raises Damage: it is missing, or not what was written."""
+    checksum = xxhash.xxh3_128()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = memoryview(bytearray(min(_CHUNK, size)))
+        try:
+            while size == expected["size"] and (count := file.readinto(buffer)):
                 checksum.update(buffer[:count])
-    except FileNotFoundError:
-        return f"{path.name}: missing"
-    except OSError as error:
-        raise _unreadable(path, error) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if size != expected["size"]:
+        raise Damage(f"{shown(path.name)}: {size} bytes instead of {expected['size']}")
     if checksum.hexdigest() != expected["xxh3_128"]:
-        return f"{path.name}: checksum differs ({size} bytes)"
-    return None
+        raise Damage(f"{shown(path.name)}: checksum differs ({size} bytes)")

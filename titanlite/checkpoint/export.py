@@ -15,17 +15,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, state
+from titanlite.checkpoint.find import find_good
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone
-from titanlite.config.errors import UserError
+from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone, load_tensors
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
@@ -36,21 +36,23 @@ class CheckpointTensors:
 
     Raises:
         CheckpointError: none, or it is damaged.
+        UserError: there is no such folder.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = commit.find_good(path)
+        self.path = find_good(path)
         self.info: dict[str, Any] = commit.read_manifest(self.path)["info"]
+        if self.info["architecture"] is None:
+            raise CheckpointError(f"{self.path} does not say of which architecture its weights are")
         self.arch = Architecture(**self.info["architecture"])
         self._reader = SafeReader(self.path)
+        self._reader.check_model(self.arch)
 
     def read(self, name: str) -> Tensor:
         """A whole parameter in its saved dtype."""
-        entry: Any = self._reader.read_metadata().state_dict_metadata[f"model.{name}"]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        with alone():
-            dcp_load({f"model.{name}": tensor}, storage_reader=self._reader, planner=planner, no_dist=True)
+        entry = self._reader.read_index()[f"model.{name}"]
+        tensor = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
+        load_tensors(self._reader, {f"model.{name}": tensor})
         return tensor
 
 

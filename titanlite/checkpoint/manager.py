@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import secrets
 import shutil
 import time
@@ -19,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from titanlite.checkpoint import commit, state
 from titanlite.checkpoint.changes import compare_jobs
 from titanlite.checkpoint.export import CheckpointTensors, export_hf, load_hf_weights
+from titanlite.checkpoint.find import find_good
+from titanlite.checkpoint.index import Index
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.reading import Damage
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.storage import SafeReader, alone
+from titanlite.checkpoint.storage import SafeReader, load_tensors
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
@@ -150,13 +149,9 @@ class CheckpointManager:
                 f"{path.name} was saved after {', '.join(sorted(done))} had been started afresh: loaded this time"
             )
         self._report_changes(path, info)
-        tensors = self._tensors_to_load(path, info)
-        dcp_load(
-            tensors,
-            storage_reader=SafeReader(path),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=self._ranks.group,
-        )
+        reader = SafeReader(path)
+        tensors = self._tensors_to_load(path, info, reader.read_index())
+        load_tensors(reader, tensors, self._ranks.group)
         if rng := {name.removeprefix("rng."): tensor for name, tensor in tensors.items() if name.startswith("rng.")}:
             state.restore_rng(rng, self._ranks.rank)
         self._current_step = manifest["step"]
@@ -275,7 +270,7 @@ class CheckpointManager:
     def _went_back(self, candidates: list[Path]) -> bool:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
         for path in reversed(candidates):
-            with contextlib.suppress(ValueError):  # damaged: the one before tells
+            with contextlib.suppress(Damage):  # damaged: the one before tells
                 since = (commit.step_of(path) or 0) > self.config.load_step
                 keys = _checkpoint_keys(commit.read_manifest(path)["info"])
                 return since and keys.get("load_step") == self.config.load_step
@@ -293,14 +288,13 @@ class CheckpointManager:
             self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
         return by_step[step]
 
-    def _tensors_to_load(self, path: Path, info: dict[str, Any]) -> dict[str, Tensor]:
+    def _tensors_to_load(self, path: Path, info: dict[str, Any], saved: Index) -> dict[str, Tensor]:
         with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
         if self.optimizer is not None and with_optimizer:
             state.initialise_optimizer(self.optimizer)
         same_world = info["layout"]["world_size"] == self._ranks.size
         wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
-        saved = read_index(path)
-        wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.") or name in saved}
+        wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.cuda.") or name in saved}
         if misfits := _misfits(wanted, saved, self._ranks):
             raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
         if self.optimizer is not None and with_optimizer:
@@ -340,7 +334,7 @@ class CheckpointManager:
             load_hf_weights(path, self.model)
             self._say(f"starting from the weights in {path}")
         else:
-            load_model_weights(path, self.model, self._say)
+            load_model_weights(path, self.model, self._say, self._ranks)
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
@@ -376,39 +370,36 @@ class CheckpointManager:
             self._log(line)
 
 
-def load_model_weights(path: Path, model: nn.Module, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def load_model_weights(
+    path: Path, model: nn.Module, log: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Load the weights, nothing else, into a model in place; works without a process group, too.
 
     Args:
-        path: one step folder, or the folder of all, then the newest good one is taken.
+        path: a step folder, the folder of all, or a run's output folder; of several the newest good one is taken.
         log: told which.
+        ranks: those that hold the model together, if there are several; all of them call this.
 
     Returns:
         The JSON value of the manifest: train_state, job, layout.
 
     Raises:
+        UserError: there is no such folder.
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    ranks = Ranks(schema.Checkpoint().timeout_seconds) if dist.is_initialized() else None
-    chosen = commit.find_good(path) if ranks is None else commit.find_good(path, ranks.verify, ranks.on_rank0)
+    chosen = find_good(path, log=log) if ranks is None else find_good(path, ranks.verify, ranks.on_rank0, log)
     log(f"starting from the weights in {chosen}")
+    return load_verified_weights(chosen, model, ranks)
+
+
+def load_verified_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+    """`load_model_weights` from a step folder that `commit.find_good` returned, without reading it twice."""
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
-    if misfits := _misfits(tensors, read_index(chosen), ranks):
-        raise CheckpointError(f"{chosen} does not fit this model:\n  " + _abridge(misfits))
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    with alone():
-        dcp_load(tensors, storage_reader=SafeReader(chosen), planner=planner, no_dist=ranks is None)
-    if ranks is not None:
-        ranks.close()
-    return commit.read_manifest(chosen)["info"]
-
-
-def read_index(path: Path) -> dict[str, Any]:
-    """Name -> size, dtype and chunks of every tensor in a checkpoint. Raises CheckpointError if it is no such index."""
-    try:
-        return SafeReader(path).read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    reader = SafeReader(path)
+    if misfits := _misfits(tensors, reader.read_index(), ranks):
+        raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
+    load_tensors(reader, tensors, None if ranks is None else ranks.group)
+    return commit.read_manifest(path)["info"]
 
 
 def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
@@ -416,14 +407,14 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def _misfits(wanted: dict[str, Tensor], saved: dict[str, Any], ranks: Ranks | None) -> list[str]:
+def _misfits(wanted: dict[str, Tensor], saved: Index, ranks: Ranks | None) -> list[str]:
     """One line for each tensor whose name or shape differs between the live state of all ranks and a checkpoint."""
     lines = []
     for name, tensor in wanted.items():
         if name not in saved:
             lines.append(f"{name}: not in the checkpoint")
-        elif tuple(saved[name].size) != tuple(tensor.shape):
-            lines.append(f"{name}: shape {tuple(saved[name].size)} saved, {tuple(tensor.shape)} now")
+        elif saved[name].size != tuple(tensor.shape):
+            lines.append(f"{name}: shape {saved[name].size} saved, {tuple(tensor.shape)} now")
     own = {"lines": lines, "names": sorted(wanted)}
     of_ranks = [own] if ranks is None else ranks.distinct(own)  # with pipeline stages a rank knows some names only
     known = {name for value in of_ranks for name in value["names"]}

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.staging import Staged, Stager
-from titanlite.checkpoint.storage import CommittingWriter
+from titanlite.checkpoint.storage import CommittingWriter, cause
 from titanlite.config import schema
 
 _serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess
@@ -224,10 +224,3 @@ def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> lis
     complete = [path for path in commit.list_checkpoints(folder) if (path / commit.MANIFEST).is_file()]
     every = keep_every_n_steps
     return [path for path in complete[:-keep_latest_k] if not every or (commit.step_of(path) or 0) % every != 0]
-
-
-def cause(error: BaseException) -> str:
-    """What really went wrong; DCP nests it, by rank."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    return "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}))

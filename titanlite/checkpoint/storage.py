@@ -1,39 +1,41 @@
 """DCP's writer and reader of files, bound to the commit protocol.
 
-Invariant: reading a checkpoint runs no code that the checkpoint brings along. May import config, commit and torch.
+Invariant: reading a checkpoint runs no code that the checkpoint brings along, and opens no file but its own.
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint import commit
-
-_METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # a look-up by name in a fixed table
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    # BytesStorageMetadata is left out on purpose: DCP unpickles such entries without restriction.
-}
+from titanlite.checkpoint.index import Index, read_index
+from titanlite.checkpoint.reading import Damage, open_file, shown, unreadable
+from titanlite.config.errors import CheckpointError
+from titanlite.model.flavors import Architecture
+from titanlite.model.huggingface import parameter_shapes
 
 
 class CommittingWriter(FileSystemWriter):
@@ -88,23 +90,106 @@ class CommittingWriter(FileSystemWriter):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint; its pickled index may name only the classes that an index consists of."""
+    """Reads a checkpoint. Its index and its tensors are data only; neither can name what they are made into."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._metadata: Metadata | None = None
+        self._index: Index | None = None
+
+    def read_index(self) -> Index:
+        """The tensors by name, read once.
+
+        Raises:
+            Damage: it is no index of whole tensors.
+            CheckpointError: it cannot be read now.
+        """
+        if self._index is None:
+            self._index = read_index(Path(self.path))
+        return self._index
+
+    def check_model(self, arch: Architecture) -> None:
+        """Raises CheckpointError: the weights are not those of a model of `arch`. Needs no such model."""
+        index = self.read_index()
+        misfit = f"{self.path} does not fit its architecture"
+        if arch.n_layers > len(index):  # before a list of all names is made
+            raise CheckpointError(f"{misfit}, which has {arch.n_layers} layers")
+        for name, shape in parameter_shapes(arch).items():
+            if f"model.{name}" not in index or index[f"model.{name}"].size != shape:
+                raise CheckpointError(f"{misfit}, which has {name} of shape {shape}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, read once. Raises pickle.UnpicklingError for anything but an index of tensors."""
-        if self._metadata is not None:
-            return self._metadata
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}, not an index of tensors")
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        self._metadata = metadata
-        return metadata
+        """The index as DCP wants it. Raises as `read_index`."""
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for name, entry in self.read_index().items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
+            for chunk in entry.chunks:
+                places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the chunks of `plan` into the tensors of `planner`.
+
+        Raises:
+            Damage: a file holds other tensors than the index says.
+            CheckpointError: a file cannot be read now.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open_file(Path(self.path) / name) as file:
+                for item in items:
+                    part = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read_chunk(file, item)[tuple(part)])
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_chunk(self, file: IO[bytes], item: ReadItem) -> Tensor:
+        place, entry = self.storage_data[item.storage_index], self.read_index()[item.storage_index.fqn]
+        offsets = tuple(item.storage_index.offset or ())
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
+        try:
+            tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise unreadable(Path(self.path) / place.relative_path, error) from None
+        except Exception as error:  # of such bytes torch's reader raises whatever they lead to
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: {shown(reason)}") from None
+        expected = (getattr(torch, entry.dtype), sizes)
+        if type(tensor) is not Tensor or (tensor.dtype, tuple(tensor.shape)) != expected or not tensor.is_contiguous():
+            raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: not the tensor of the index")
+        return tensor
+
+
+def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Read tensors of a checkpoint, whose files are verified, in place.
+
+    Args:
+        group: of the ranks that load together; None: this process alone.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot. Nothing is called damaged, as the checksums were right: it is
+            memory that is short, storage that is away, or a checkpoint that something else than titanlite wrote.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        with alone():
+            dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{reader.path} cannot be loaded: {cause(error)}") from None
+
+
+def cause(error: BaseException) -> str:
+    """What really went wrong; DCP nests it, by rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({cause(of_rank) for of_rank, _ in error.failures.values()}))
+    return str(error) if isinstance(error, CheckpointError | Damage) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -138,12 +223,3 @@ class _HashingFileSystem(FileSystem):
         digest = self.digests.pop(Path(path).name)
         name = Path(new_path).name
         self.digests[name] = commit.FileDigest(name, digest.size, digest.xxh3_128)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_CLASSES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which has no place in a checkpoint")

@@ -6,6 +6,7 @@ Invariant: it changes nothing on the disk, and needs neither torch nor the job f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.find import checkpoints_at
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.options import OptionPath, Options, parse
 
@@ -21,7 +23,7 @@ class Verify(Options):
     """Read every byte of the checkpoints in a folder and say which ones are good."""
 
     dir: Annotated[OptionPath, tyro.conf.Positional]
-    """One step folder, or the folder of all checkpoints."""
+    """One step folder, the folder of all checkpoints, or a run's output folder."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object and nothing else."""
 
@@ -50,12 +52,12 @@ def verify(folder: Path) -> dict[str, Any]:
         [...]}], "unfinished": [names], "set_aside": [names]}
 
     Raises:
+        UserError: there is no such folder.
         CheckpointError: there is no checkpoint.
     """
-    paths = commit.checkpoints_at(folder)
-    single = paths == [folder.resolve()]
-    if not paths:
-        raise CheckpointError(f"{folder}: no checkpoint here; expected step-... folders, or one such folder")
+    paths = checkpoints_at(folder)
+    home = Path(os.path.expanduser(folder)).resolve()
+    folders = [] if paths == [home] else sorted({path.parent for path in paths})
     rows = []
     for path in paths:
         try:
@@ -66,12 +68,13 @@ def verify(folder: Path) -> dict[str, Any]:
         size = commit.folder_size(path)
         if not path.exists():  # the run goes on, and has removed it meanwhile
             continue
-        rows.append({"name": path.name, "step": commit.step_of(path), "bytes": size, "state": state, "damage": damage})
+        name = os.path.relpath(path, home) if folders else path.name
+        rows.append({"name": name, "step": commit.step_of(path), "bytes": size, "state": state, "damage": damage})
     return {
         "folder": str(folder),
         "checkpoints": rows,
-        "unfinished": [] if single else [path.name for path in commit.list_unfinished(folder)],
-        "set_aside": [] if single else [path.name for path in commit.list_set_aside(folder)],
+        "unfinished": [path.name for parent in folders for path in commit.list_unfinished(parent)],
+        "set_aside": [path.name for parent in folders for path in commit.list_set_aside(parent)],
     }
 
 

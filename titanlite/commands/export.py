@@ -21,7 +21,7 @@ class Export(Options):
     """Write a checkpoint as a Hugging Face model, which transformers loads with nothing else."""
 
     checkpoint: OptionPath
-    """One step folder, or the folder of all."""
+    """One step folder, the folder of all, or a run's output folder; of several the newest good one."""
     out: OptionPath
     """The folder to create."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -41,11 +41,12 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Export, argv, "export")
     from titanlite.checkpoint.commit import folder_size
     from titanlite.checkpoint.export import CheckpointTensors, export_hf
+    from titanlite.checkpoint.find import saved_job
 
     source = CheckpointTensors(options.checkpoint)
     path = source.path
-    job = source.info["job"]
-    tokenizer = options.tokenizer or (resolve_path(job["tokenizer"]["path"]) if job else None)
+    job = None if options.tokenizer else saved_job(path)
+    tokenizer = options.tokenizer or (resolve_path(job.tokenizer.path) if job else None)
     if tokenizer is None:
         raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
     length = source.arch.max_seq_len

@@ -1,0 +1,116 @@
+"""What a person means who names a folder where a checkpoint is asked for, and the job that trained it.
+
+Invariant: every command and key that asks for a checkpoint takes the same names, and decides here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import tomli
+from pydantic import ValidationError
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.reading import Damage
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.files import explain
+from titanlite.config.load import load_job
+from titanlite.config.schema import JobConfig
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """What a person means who names `path` where a checkpoint is asked for, by rising step.
+
+    Args:
+        path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, with its
+            checkpoints and the weights in `final`. `~` is the home folder.
+
+    Raises:
+        UserError: there is no such folder.
+        CheckpointError: it holds no checkpoint.
+    """
+    path = Path(os.path.expanduser(path))
+    if not os.path.isdir(path):  # which, unlike Path.is_dir, takes a name of any length
+        problem = "is a file" if os.path.isfile(path) else "does not exist"
+        raise UserError(
+            f"{path}: {problem}. Name the folder of a step (.../step-00000100), the folder of all steps, or the output "
+            "folder of a run, for example outputs/debug_model."
+        )
+    path = path.resolve()
+    if commit.step_of(path) is not None:
+        return [path]
+    found = commit.list_checkpoints(path) or sorted(
+        (step for folder in _folders_of_run(path) for step in commit.list_checkpoints(folder)),
+        key=lambda step: commit.step_of(step) or 0,
+    )
+    if not found:
+        raise CheckpointError(
+            f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps and at its end, unless "
+            "checkpoint.enable is false."
+        )
+    return found
+
+
+def _folders_of_run(path: Path) -> list[Path]:
+    """Where a run with this output folder keeps its checkpoints. Only what its config.toml says of that is looked at:
+    the rest may be of another version."""
+    config = path / "config.toml"
+    if not config.is_file():
+        return []
+    try:
+        name = tomli.loads(config.read_text()).get("checkpoint", {}).get("folder", "checkpoint")
+        return [path / name, path / "final"]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{config} cannot be read. Name the folder of checkpoints in {path}.") from None
+
+
+def find_good(
+    path: Path,
+    verify: Callable[[Path], list[str]] | None = None,
+    look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
+    log: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """The newest undamaged one of `checkpoints_at(path)`.
+
+    Args:
+        verify: another way to call `verify_folder`, by which ranks share the work.
+        look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
+        log: told of a damaged one that is passed over.
+
+    Raises:
+        UserError: there is no such folder.
+        CheckpointError: none is there, or none that is good, or one cannot be read.
+    """
+    found = []
+    for candidate in reversed(look(lambda: checkpoints_at(path))):
+        damage = (verify or commit.verify_folder)(candidate)
+        if not damage:
+            for line in found:
+                log(f"{line}; taking an older one")
+            return candidate
+        found.append(f"{candidate} is damaged: {'; '.join(damage)}")
+    raise CheckpointError("\n".join(found))
+
+
+def saved_job(step_folder: Path) -> JobConfig | None:
+    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run; None if it is in
+    neither, as in imported weights.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        job = read_manifest(step_folder)["info"]["job"]
+        if job is not None:
+            return JobConfig.model_validate(job)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{step_folder}: its job has keys that this version does not read: {explain(error)}"
+        ) from None
+    except Damage as damage:
+        raise CheckpointError(f"{step_folder} is damaged: {damage}") from None
+    config = step_folder.parents[1] / "config.toml"
+    return load_job(["--job.config_file", str(config)]) if config.is_file() else None
