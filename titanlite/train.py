@@ -55,7 +55,7 @@ from titanlite.portable import write_tokenizer
 from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
 from titanlite.runtime.signals import Requests, Signals
 from titanlite.runtime.world import process_group, use_large_pages
-from titanlite.validate import checked
+from titanlite.validate import checked, world_size
 
 
 def main(job: JobConfig) -> None:
@@ -64,7 +64,7 @@ def main(job: JobConfig) -> None:
     Raises:
         UserError: Something that a person can mend; its `exit_code` is the program's.
     """
-    run(checked(job, int(os.environ.get("WORLD_SIZE", "1"))))
+    run(checked(job, world_size()))
 
 
 def run(job: JobConfig, argv: Sequence[str] = ()) -> None:

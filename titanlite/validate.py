@@ -96,6 +96,18 @@ def checked(job: JobConfig, world_size: int) -> JobConfig:
     return job
 
 
+def world_size() -> int:
+    """Ranks of the world that torchrun's environment describes; 1 without it.
+
+    Raises:
+        UserError: WORLD_SIZE is no such number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isdecimal() and text.isascii() and int(text) > 0):
+        raise UserError(f'WORLD_SIZE "{text}": a whole number of at least 1 is allowed.')
+    return int(text)
+
+
 def complete(job: JobConfig) -> JobConfig:
     """`job` with what the files that it names decide, the size of the vocabulary; a complete job as it is."""
     try:

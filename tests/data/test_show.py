@@ -100,7 +100,7 @@ def test_commands(tmp_path, capsys):
     assert main(["data", "show", "--step", "x", *arguments]) == 2
     assert main(["data", "list"]) == 2
     assert main(["prepare"]) == 2
-    assert "--out DIR is missing" in capsys.readouterr().err
+    assert "--out PATH" in capsys.readouterr().err
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
     keys = ["--dataset.source", "jsonl", "--dataset.path", str(path)]
     assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tomli
 import tomli_w
@@ -100,18 +100,21 @@ def shown(value: object) -> str:
 
 def read_job(argv: Sequence[str]) -> Draft:
     """Read everything and collect the mistakes. Exits 0 after printing the help when `argv` asks for it."""
-    options, errors = _split(argv)
+    options, strays, errors = _split(argv)
     chosen = [option.words for option in options if option.key == CONFIG_FILE]
     path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
     unreadable = raw is None
-    raw, unknown = _drop_unknown(raw or {}, str(path))
+    raw, unknown = _dropunknown(raw or {}, str(path))
     errors = file_errors + unknown + errors
 
     origins = {f"{section}.{key}": str(path) for section, table in raw.items() for key in table}
     if path is not None:
         raw.setdefault("job", {}).setdefault("config_file", str(path))
     if any(word in ("-h", "--help") for word in argv):
-        _print_help(_validate(raw, {})[0])
+        from titanlite.config.help import print_help
+
+        print_help(_validate(raw, {})[0] if chosen else JobConfig(), strays)
+    errors += [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
 
     values, invalid, value_errors = _parse(options)
     if CONFIG_FILE in values and path is not None:
@@ -158,7 +161,7 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
 
-def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _dropunknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     known: dict[str, dict[str, Any]] = {}
     errors: list[str] = []
     for section, table in raw.items():
@@ -167,7 +170,7 @@ def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str,
             hint = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}."
             errors.append(block(origin, f"[{section}]", "unknown section;", hint))
         elif section not in SECTIONS:
-            errors.append(block(origin, f"{section} = {shown(table)}", _unknown("", section)))
+            errors.append(block(origin, f"{section} = {shown(table)}", unknown("", section)))
         elif not isinstance(table, dict):
             text = f"must be a table: write [{section}] on a line of its own, and its keys below."
             errors.append(block(origin, f"{section} = {shown(table)}", text))
@@ -176,14 +179,14 @@ def _drop_unknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str,
             table = SECTIONS[section].without_dropped(table)
             known[section] = {key: value for key, value in table.items() if key in fields}
             errors += [
-                block(origin, f"{section}.{key} = {shown(value)}", _unknown(section, key))
+                block(origin, f"{section}.{key} = {shown(value)}", unknown(section, key))
                 for key, value in table.items()
                 if key not in fields
             ]
     return known, errors
 
 
-def _unknown(section: str, key: str) -> str:
+def unknown(section: str, key: str) -> str:
     """What to say about an unknown key: the nearest known one, wherever it lives."""
     if section in SECTIONS and key in SECTIONS[section].dropped:
         return "is no longer a key, because nothing read it. Remove it."
@@ -206,9 +209,10 @@ def _names(section: str) -> list[str]:
 # ----------------------------------------------------------------------------------------------------- the command line
 
 
-def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
-    """Options with the words after each, and an error for what is no known option."""
+def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str], list[str]]:
+    """Options with the words after each, words that belong to no option, and an error for each unknown option."""
     options: list[_Option] = []
+    strays: list[str] = []
     errors: list[str] = []
     words: list[str] | None = None  # of the option that is being read
     takes_one = False
@@ -217,7 +221,7 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
             continue
         if not word.startswith("--"):
             if words is None or (takes_one and words):
-                errors.append(block(COMMAND_LINE, word, _misplaced(word)))
+                strays.append(word)
             else:
                 words.append(word)
             continue
@@ -226,7 +230,7 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
         section, _, name = flag[2:].replace("-", "_").partition(".")
         negated = f"{section}.{name}" not in KEYS and name.startswith("no_")
         key = f"{section}.{name.removeprefix('no_') if negated else name}"
-        known = key in KEYS and on_command_line(KEYS[key].annotation) and (_is_flag(key) or not negated)
+        known = key in KEYS and on_command_line(KEYS[key].annotation) and (is_flag(key) or not negated)
         takes_one = known and typing.get_origin(KEYS[key].annotation) not in (tuple, list)
         if key in KEYS and not negated and not known:
             errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
@@ -234,11 +238,11 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str]]:
             if not name and section in ("config", "config_file", "job"):
                 hint = f"unknown option; did you mean --{CONFIG_FILE}?"
             else:
-                hint = _unknown(section, name) if name else _unknown("", section)
+                hint = unknown(section, name) if name else unknown("", section)
             errors.append(block(COMMAND_LINE, flag, hint))
         else:
             options.append(_Option(flag, key, words, negated))
-    return options, errors
+    return options, strays, errors
 
 
 def _misplaced(word: str) -> str:
@@ -254,12 +258,12 @@ def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], 
     errors: list[str] = []
     for option in options:
         section, name = option.key.split(".")
-        if _is_flag(option.key) and option.words:
+        if is_flag(option.key) and option.words:
             text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
             errors.append(block(COMMAND_LINE, str(option), text))
             continue
         try:
-            values[option.key] = not option.negated if _is_flag(option.key) else _value(option)
+            values[option.key] = not option.negated if is_flag(option.key) else _value(option)
         except ValueError:
             found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
             errors.append(block(COMMAND_LINE, found, _must_be(SECTIONS[section], name)))
@@ -285,48 +289,12 @@ def _value(option: _Option) -> Any:
     return int(word) if "integer" in kinds else float(word) if "number" in kinds else word
 
 
-def _print_help(job: JobConfig) -> typing.NoReturn:
-    """Print every key with its text and the value it has in the job file, then exit 0."""
-    import tyro
-
-    description = (
-        "Train the model that a job file describes. Any key of the file can be given here, too, and then wins over "
-        f"the file. Defaults below are those of {job.job.config_file or 'the schema'}."
-    )
-    tyro.cli(_mirror(job), args=["--help"], prog="titanlite train", description=description)
-    raise AssertionError("tyro exits after the help")
-
-
-def _mirror(job: JobConfig) -> type:
-    """Dataclasses that look like the schema, as tyro explains dataclasses; `job` gives the defaults."""
-    import tyro
-
-    mirrored = []
-    for section in SECTIONS:
-        defaults = getattr(job, section)
-        fields = []
-        for key, field in SECTIONS[section].model_fields.items():
-            if not on_command_line(field.annotation):
-                continue
-            default, hint = getattr(defaults, key), None
-            if default is None:
-                hint = "(default: the flavor's)" if section == "model" else "(default: none)"
-            annotation = bool if _is_flag(f"{section}.{key}") else field.annotation
-            argument = tyro.conf.arg(help=field.description, help_behavior_hint=hint)
-            default = False if annotation is bool and default is None else default
-            fields.append((key, Annotated[annotation, argument], dataclasses.field(default=default)))
-        mirror = dataclasses.make_dataclass(SECTIONS[section].__name__, fields, frozen=True)
-        mirror.__doc__ = SECTIONS[section].__doc__
-        mirrored.append((section, mirror, dataclasses.field(default_factory=mirror)))
-    return dataclasses.make_dataclass("Job", mirrored, frozen=True)
-
-
 def on_command_line(annotation: Any) -> bool:
     """False for tables within a section: they are written in the file only."""
     return table_within(annotation) is None
 
 
-def _is_flag(key: str) -> bool:
+def is_flag(key: str) -> bool:
     return KEYS[key].annotation in (bool, bool | None)
 
 

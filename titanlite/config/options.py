@@ -6,6 +6,7 @@ imports this module, because tyro and pydantic take a tenth of a second.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -61,7 +62,15 @@ def parse_beside_job(options: type[AnyOptions], argv: Sequence[str], command: st
     """As `parse`, for a command that takes the keys of a job, too: its own options, and all other words."""
     described = f"{options.__doc__}\n\n{JOB_KEYS}"
     name = f"titanlite {command}"
-    return tyro.cli(options, args=list(argv), prog=name, description=described, config=_STYLE, return_unknown_args=True)
+    own, words = tyro.cli(
+        options, args=list(argv), prog=name, description=described, config=_STYLE, return_unknown_args=True
+    )
+    flags = [f"--{field.replace('_', '-')}" for field in options.model_fields]
+    for word in words:  # a key of a job has a dot
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1) if "." not in word else []
+        if word.startswith("--") and near:
+            raise UserError(f"{word}: unknown option of `{name}`; did you mean {near[0]}?")
+    return own, words
 
 
 _STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json

@@ -1,0 +1,30 @@
+"""`titanlite check`: what training would refuse, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import PositiveInt
+
+from titanlite.config.load import resolve_path
+from titanlite.config.options import Options, parse_beside_job
+from titanlite.data.tokenizer import read_vocab_size
+from titanlite.model.flavors import architecture, unused_rows
+from titanlite.validate import load_and_check, world_size
+
+
+class Check(Options):
+    """Check a job and print OK or all of its mistakes, without starting anything."""
+
+    world_size: PositiveInt | None = None
+    """Ranks: processes of all machines together. Left out: WORLD_SIZE of the environment, or 1."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the subcommand. Raises UserError: the job or an option is wrong."""
+    options, words = parse_beside_job(Check, argv, "check")
+    ranks = options.world_size or world_size()
+    job = load_and_check(words, ranks)
+    print(f"OK: {job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
+    if unused := unused_rows(architecture(job.model), read_vocab_size(resolve_path(job.tokenizer.path))):
+        print(unused)

@@ -1,0 +1,29 @@
+"""`titanlite prepare`: tokenize once, train often."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pydantic import PositiveInt
+
+from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.validate import load_and_check
+
+
+class Prepare(Options):
+    """Tokenize the data of a job once, into shards that training maps into memory."""
+
+    out: OptionPath
+    """Folder for the shards. What an interrupted run left there is kept and gone on with."""
+    workers: PositiveInt | None = None
+    """Processes that tokenize. Left out: one for each core of the machine."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the subcommand. Raises UserError: the job or an option is wrong, or the shards cannot be written."""
+    options, words = parse_beside_job(Prepare, argv, "prepare")
+    job = load_and_check(words, world_size=1)
+    from titanlite.data.prepare import prepare
+
+    prepare(job, options.out, options.workers or os.cpu_count() or 1)
