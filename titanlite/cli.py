@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
-    "generate": ("Let a checkpoint complete a text.", "titanlite.generate:main"),
+    "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),
 }
 
 

@@ -8,15 +8,22 @@ import torch
 import torch.distributed as dist
 
 from titanlite import cli
-from titanlite import generate as command
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.find import find_good
 from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.commands import generate as command
+from titanlite.commands.generate import (
+    TextStream,
+    choose,
+    encode_prompt,
+    generate_tokens,
+    next_logits,
+    write,
+)
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.generate import TextStream, choose, encode_prompt, generate, next_logits, write
 from titanlite.model.attention import LayerCache
 from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
@@ -94,7 +101,7 @@ def test_greedy_tokens_with_cache_equal_those_without(length):
     ids = list(prompt)
     for _ in range(18):
         ids.append(int(next_logits(model, ids, cache=None).argmax()))
-    assert list(generate(model, prompt, 18)) == ids[length:]
+    assert list(generate_tokens(model, prompt, 18)) == ids[length:]
     assert len(set(ids[length:])) > 3  # not a loop of one token, which anything would reproduce
 
 
@@ -111,14 +118,14 @@ def test_logits_with_cache_equal_those_without(monkeypatch, chunk):
 
 
 def test_stops_at_the_models_maximum_length():
-    assert len(list(generate(random_model(ARCH), [1] * 40, 100))) == 8
+    assert len(list(generate_tokens(random_model(ARCH), [1] * 40, 100))) == 8
 
 
 def test_stops_at_the_end_of_the_document_and_does_not_show_it():
     model = random_model(ARCH)
-    free = list(generate(model, [1, 2], 10))
+    free = list(generate_tokens(model, [1, 2], 10))
     end = free[6]
-    assert list(generate(model, [1, 2], 10, eos_id=end)) == free[: free.index(end)]
+    assert list(generate_tokens(model, [1, 2], 10, eos_id=end)) == free[: free.index(end)]
 
 
 # ------------------------------------------------------------------------------------------------------- the sampling
@@ -168,7 +175,9 @@ def test_useless_weights_are_named_instead_of_sampled():
 
 def test_ids_beyond_the_tokenizer_are_never_chosen():
     model = random_model(ARCH)
-    tokens = list(generate(model, [1], 40, temperature=5.0, generator=torch.Generator().manual_seed(0), vocab_size=11))
+    tokens = list(
+        generate_tokens(model, [1], 40, temperature=5.0, generator=torch.Generator().manual_seed(0), vocab_size=11)
+    )
     assert max(tokens) < 11
 
 
@@ -208,7 +217,7 @@ def test_prints_prompt_and_completion_and_nothing_else_on_standard_output(capsys
     out, err = complete(capsys, trained, "--prompt", "import os", "--temperature", "0")
     model = random_model(architecture(JOB.model), seed=20)
     ids = encode_prompt("import os", tokenizer, 40)
-    expected = generate(model, ids, 12, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
+    expected = generate_tokens(model, ids, 12, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
     assert out == "import os" + tokenizer.decode(list(expected)) + "\n"
     assert "step-00000020" in err
     assert "12 tokens" in err

@@ -1,14 +1,16 @@
 """`titanlite generate`: let a checkpoint complete a text.
 
 Invariant: the same checkpoint, prompt, settings and seed give the same text; the key-value cache changes the cost of
-a token (one position instead of all), not the token. One process. May import every room but the trainer.
+a token (one position instead of all), not the token. One process.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +53,18 @@ class Generate(Options):
     """Seed of the sampling."""
 
 
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A trained model with what belongs to it."""
+
+    folder: Path
+    """The step folder that it was read from."""
+    job: JobConfig
+    """The job that trained it."""
+    tokenizer: Tokenizer
+    model: Llama
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the command.
 
@@ -59,7 +73,31 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: no usable checkpoint.
     """
     options = parse(Generate, argv, "generate")
-    step_folder = find_good(options.checkpoint, log=note)
+    loaded = load_checkpoint(options.checkpoint)
+    pieces = generate(loaded, **options.model_dump(exclude={"checkpoint"}))
+    weight = loaded.model.get_parameter("tok_embeddings.weight")
+    size, dtype = f"{num_params(loaded.model.arch):,} parameters", str(weight.dtype).removeprefix("torch.")
+    note(f"{loaded.folder}: {loaded.job.model.flavor}, {size}, {dtype} on {weight.device.type}")
+    started, count = time.perf_counter(), 0
+    write(options.prompt.encode("utf-8", "replace").decode())
+    for count, piece in enumerate(pieces):  # noqa: B007  # the last piece is what is left, and no token
+        write(piece)
+    write("\n")
+    note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
+
+
+def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> LoadedCheckpoint:
+    """Load a checkpoint of titanlite for use: float32 on a CPU; on a GPU, the dtype that it was trained to compute in.
+
+    Args:
+        folder: a step folder, the folder of all steps, or a run's output folder; of several steps the newest good one.
+        device: None takes the GPU, if there is one.
+
+    Raises:
+        UserError: there is no such folder, or no tokenizer where the job says.
+        CheckpointError: no good checkpoint.
+    """
+    step_folder = find_good(Path(os.path.expanduser(folder)), log=note)
     job = saved_job(step_folder)
     if job is None:
         raise CheckpointError(
@@ -67,29 +105,47 @@ def main(argv: Sequence[str]) -> None:
             "Put the one of the run there, as training wrote it."
         )
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(step_folder, job, tokenizer, device)
-    ids = encode_prompt(options.prompt, tokenizer, model.arch.max_seq_len)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    note(f"{step_folder}: {job.model.flavor}, {num_params(model.arch):,} parameters, {dtype} on {device.type}")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
 
-    tokens = generate(
+
+def generate(
+    checkpoint: LoadedCheckpoint,
+    prompt: str = "",
+    max_new_tokens: int = 100,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Complete a text: pieces of the completion as they are known, one for each token (it may be empty) and what is
+    left at the end. The arguments are those of `Generate`.
+
+    Raises:
+        UserError: a value that is not allowed, or a prompt that does not fit the model.
+        CheckpointError: while it generates: the model's output is not finite.
+    """
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    Generate(checkpoint=checkpoint.folder, prompt=prompt, **asked)  # pyright: ignore[reportArgumentType]
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    ids = encode_prompt(prompt, tokenizer, model.arch.max_seq_len)
+    tokens = generate_tokens(
         model,
         ids,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        generator=torch.Generator().manual_seed(options.seed),
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.vocab_size,
     )
-    started, count, stream = time.perf_counter(), 0, TextStream(tokenizer, ids[-1:])
-    write(options.prompt.encode("utf-8", "replace").decode())
+    return _in_text(tokens, TextStream(tokenizer, ids[-1:]))
+
+
+def _in_text(tokens: Iterator[int], stream: TextStream) -> Iterator[str]:
     for token in tokens:
-        count += 1
-        write(stream.push(token))
-    write(stream.rest() + "\n")
-    note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
+        yield stream.push(token)
+    yield stream.rest()
 
 
 def write(text: str) -> None:
@@ -150,7 +206,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[i
 # ------------------------------------------------------------------------------------------------------- token by token
 
 
-def generate(
+def generate_tokens(
     model: Llama,
     prompt: Sequence[int],
     max_new_tokens: int,
