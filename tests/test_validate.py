@@ -34,7 +34,7 @@ def check(*argv: str, ranks: int = 1) -> str:
 
 def write_tokenizer(path: str, size: int) -> None:
     """A tiktoken file with `size` ids, 256 of which are the special tokens."""
-    tokens = (base64.b64encode(rank.to_bytes(4, "big")).decode() for rank in range(size - 256))
+    tokens = (base64.b64encode(rank.to_bytes(1 if rank < 256 else 4)).decode() for rank in range(size - 256))
     Path(path).write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(tokens)))
 
 
@@ -305,8 +305,8 @@ def test_the_check_of_a_folder_leaves_nothing():
     ("config", "said"),
     [
         ("{", "not valid JSON"),
-        ('{"eos_token": ["<s>"]}', "eos_token is ['<s>'], which tokenizer.json does not hold"),
-        ('{"eos_token": 7}', "eos_token is 7, which"),
+        ('{"eos_token": ["<s>"]}', "eos_token: expected a valid string"),
+        ('{"eos_token": 7}', "eos_token is 7, expected a valid string"),
         ('{"bos_token": "<s>"}', "bos_token is '<s>', which"),
     ],
 )

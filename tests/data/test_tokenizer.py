@@ -1,6 +1,7 @@
 """The two file formats give equal ids on any text, and text is only text."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -149,11 +150,22 @@ def test_tokenizer_config_beside_the_file_names_bos_and_eos(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.model", b"hello world\n", "line 1: not a tiktoken tokenizer"),
-        ("tokenizer.model", b"IQ== 0\nIg== 0\n", "ranks repeat"),
+        ("tokenizer.model", b"IQ== 0\nIg== 0\n", "the ranks of its 2 tokens are not 0 to 1"),
         ("tokenizer.model", b"", "the file is empty"),
+        ("tokenizer.model", b"IQ== -1\n", "not 0 to 0"),
+        ("tokenizer.model", b"IQ== 0\nIQ== 1\n", "line 2: the token is there already, with the rank 0"),
+        ("tokenizer.model", b"IQ== 0\n", "255 of the 256 bytes are no tokens, 0x00 for one"),
+        ("tokenizer.model", b"IQ== 1" + b"0" * 5000, "line 1"),
+        ("tokenizer.model", b"A" * 2000 + b" 0", "line 1: a token of more than 1024 bytes"),
+        ("tokenizer.json", b'{"a":' * 10**5, "recursion limit"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": -1}}}', "model.vocab.*a is -1, expected greater"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 1e99}}}', "vocab"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 0, "</s>": 4000000000}}}', "expected less than 16777216"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 1, "</s>": 1}}}', "two of its tokens have the same id"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 1}}, "added_tokens": [7]}', "added_tokens.0 is 7"),
         ("tokenizer.json", b"{", "not valid JSON"),
-        ("tokenizer.json", b"[]", "not an object"),
-        ("tokenizer.json", b"{}", "no vocabulary"),
+        ("tokenizer.json", b"[]", "expected an object"),
+        ("tokenizer.json", b"{}", "model is missing"),
     ],
 )
 @pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
@@ -167,10 +179,65 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, name, content, message, 
 
 @pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
 def test_a_missing_file_and_a_folder_are_named(tmp_path, load):
-    with pytest.raises(UserError, match=r"cannot read tokenizer .*none\.json: No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*none\.json: No such file"):
         load(tmp_path / "none.json")
     with pytest.raises(UserError, match="is a folder"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path, name, load):
+    shutil.copy(JSON, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is a pipe"):
+        load(tmp_path / (name if name == "tokenizer.model" else "tokenizer.json"))
+
+
+def with_pattern(folder: Path, pattern: str) -> Path:
+    value = json.loads(JSON.read_text())
+    value["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"(a+)+$", "retry-limit-in-match"),  # the library's own bound, which it meets with a panic
+        (r"[ab]*?c|.", "too long on some texts"),
+        ("(" * 5000 + ")" * 5000, "parse depth limit"),
+        (r"(?<name", "invalid group name"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
+def test_a_pattern_without_an_end_is_refused(tmp_path, load, pattern, message):
+    with pytest.raises(UserError, match=message):
+        load(with_pattern(tmp_path, pattern))
+
+
+def test_a_pattern_of_ones_own_is_tried_and_taken(tmp_path):
+    tokenizer = load_tokenizer(with_pattern(tmp_path, r"\p{L}+|\p{N}| +|[^\p{L}\p{N} ]+"))
+    assert tokenizer.decode(tokenizer.encode("one two  3")) == "one two  3"
+
+
+def test_a_link_beside_the_tokenizer_stays_in_its_folder_or_in_hugging_faces_cache(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(JSON, model)
+    (tmp_path / "secret.json").write_text('{"eos_token": "<|eot_id|>"}')
+    (model / "tokenizer_config.json").symlink_to("../secret.json")
+    with pytest.raises(UserError, match="is a link that leaves its folder"):
+        load_tokenizer(model / "tokenizer.json")
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for blob, file in (("1", JSON), ("2", tmp_path / "secret.json")):
+        shutil.copy(file, blobs / blob)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    (snapshot / "tokenizer_config.json").symlink_to("../../blobs/2")
+    assert load_tokenizer(snapshot / "tokenizer.json").eos_id == 3849
 
 
 def test_training_again_gives_the_same_files(tmp_path):

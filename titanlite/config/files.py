@@ -58,8 +58,11 @@ def check_regular(path: Path) -> None:
         raise UserError(f"{path} is {_kind(status.st_mode)}; expected a file.")
 
 
-def parse_json(path: Path, content: bytes, model: type[AnyModel]) -> AnyModel:
+def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:
     """The JSON text `content` of the file `path` as a `model`.
+
+    Args:
+        kind: what the file should be, for the message.
 
     Raises:
         UserError: no JSON, or not as `model` says; names up to ten wrong values.
@@ -67,7 +70,7 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel]) -> AnyModel:
     try:
         return model.model_validate_json(content)
     except ValidationError as failure:
-        raise UserError(f"{path}: {explain(failure)}") from None
+        raise UserError(f"{path}: {f'not {kind}: ' if kind else ''}{explain(failure)}") from None
 
 
 def explain(failure: ValidationError) -> str:
