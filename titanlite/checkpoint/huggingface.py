@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titanlite.checkpoint import commit
 from titanlite.config.errors import UserError
-from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
+from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import (
     HF_EMBEDDING,
@@ -168,9 +168,9 @@ class HuggingFaceReader:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError, ValueError) as error:
-                raise UserError(f"{path} cannot be read: {error}") from None
+                raise UserError(f"{path} cannot be read: {short(str(error))}") from None
             if twice := self._files.keys() & file.keys():
-                raise UserError(f"{path}: {min(twice)} is in another file of the folder, too.")
+                raise UserError(f"{path}: {short(min(twice))} is in another file of the folder, too.")
             self._files |= dict.fromkeys(file.keys(), file)
         parts = {name: file.get_slice(name) for name, file in self._files.items()}
         if differences := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):

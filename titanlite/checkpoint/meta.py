@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.config.files import exists, file_inside, parse_json, read_file, short
 from titanlite.model.huggingface import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
 
 _MOST_PARAMS, _MOST_PICKLE = 1 << 20, 1 << 24  # bytes; those of Llama 405B have 300 and 200,000
@@ -55,7 +55,7 @@ class MetaReader:
                 more = f" and {len(odd) - 20} more" if len(odd) > 20 else ""
                 raise UserError(
                     f"{folder / name}: tensors that are missing or not part of this architecture: "
-                    f"{', '.join(odd[:20])}{more}"
+                    f"{short(', '.join(odd[:20]))}{more}"
                 )
         self._cuts = {name: self._cut(name) for name in self._shapes}
 
@@ -102,13 +102,13 @@ def _load(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # of a damaged file torch's reader raises whatever its bytes lead to
         reason = next(iter(str(error).splitlines()), repr(error))
-        raise UserError(f"{path} is damaged, or more than tensors: {reason}") from None
+        raise UserError(f"{path} is damaged, or more than tensors: {short(reason)}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds no table of tensors")
     loaded.pop("rope.freqs", None)  # computed, not learned
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
-            raise UserError(f"{path}: {name!r} is no tensor of float32, bfloat16 or float16 numbers")
+            raise UserError(f"{path}: {short(repr(name))} is no tensor of float32, bfloat16 or float16 numbers")
     return loaded
 
 

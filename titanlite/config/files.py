@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from titanlite.config.errors import UserError
 
-_SHOWN_ERRORS, _SHOWN_CHARS = 10, 80
+_SHOWN_ERRORS, _SHOWN_CHARS = 10, 160
 
 
 class FileModel(BaseModel):
@@ -87,17 +87,18 @@ def _line(error: Any) -> str:
     if error["type"] == "json_invalid":
         return f"not valid JSON: {text.removeprefix('Invalid JSON: ')}"
     if error["type"] == "missing":
-        return f"{_short(where)} is missing"
+        return f"{short(where)} is missing"
     if error["type"] == "extra_forbidden":
-        return f"{_short(where)} is unknown"
+        return f"{short(where)} is unknown"
     kinds = {"model_type": "expected an object", "dict_type": "expected an object"}
     message = kinds.get(error["type"]) or text.replace("Input should be", "expected")
     if isinstance(error["input"], dict | list) and error["type"] not in kinds:
-        return f"{_short(where)}: {message}" if where else message
-    return f"{_short(where) or 'the value'} is {_short(repr(error['input']))}, {message}"
+        return f"{short(where)}: {message}" if where else message
+    return f"{short(where) or 'the value'} is {short(repr(error['input']))}, {message}"
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """The beginning of a text that can be of any length."""
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
@@ -112,7 +113,7 @@ def file_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise UserError(f"{folder}: {_short(repr(name))} is not the name of a file in this folder.")
+        raise UserError(f"{folder}: {short(repr(name))} is not the name of a file in this folder.")
     try:
         target, home = path.resolve(), folder.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle

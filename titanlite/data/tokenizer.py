@@ -29,7 +29,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.config.files import exists, file_inside, parse_json, read_file, short
 
 if TYPE_CHECKING:
     import tiktoken
@@ -169,7 +169,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for name, token in added.items():
             if (given := self._tokenizer.token_to_id(name)) != token:
                 raise UserError(
-                    f"{path}: {name!r} has the id {token} there, but the tokenizers library gives it {given}."
+                    f"{path}: {short(repr(name))} has the id {token} there, but {given} in the tokenizers library."
                 )
         self._byte_level = byte_level_symbols() if b"ByteLevel" in raw else {}
         self._tokenizer.no_truncation()
@@ -186,7 +186,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:
-            raise UserError(f"{self.path}: the tokenizers library cannot {what}: {error}") from None
+            raise UserError(f"{self.path}: the tokenizers library cannot {what}: {short(str(error))}") from None
 
     def _encode_piece(self, text: str) -> np.ndarray:
         text.encode()  # raises UnicodeEncodeError for a lone surrogate, of which the library makes a TypeError
@@ -340,7 +340,7 @@ def _special(path: Path, ids: dict[str, int], key: str, names: Sequence[str]) ->
         name = getattr(parse_json(config, read_file(config, _MOST_BYTES), _TokenizerConfig), key)
         if name is not None:
             if name not in ids:
-                raise UserError(f"{config}: {key} is {name!r}, which {path.name} does not hold")
+                raise UserError(f"{config}: {key} is {short(repr(name))}, which {path.name} does not hold")
             return ids[name]
     return next((ids[name] for name in names if name in ids), None)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 from torch import Tensor
 
-from titanlite.config.files import FileModel, explain
+from titanlite.config.files import FileModel, explain, short
 from titanlite.model.flavors import Architecture
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
@@ -108,7 +108,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         ValueError: it is no Llama that this model computes exactly; names every key that is in the way.
     """
     if (kind := config.get("model_type")) != "llama":
-        raise ValueError(f'model_type is {kind!r}, expected "llama"')
+        raise ValueError(f'model_type is {short(repr(kind))}, expected "llama"')
     try:
         parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
@@ -260,7 +260,7 @@ def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) ->
             lines.append(f"{name}: missing")
         elif name not in expected:
             if not _DERIVED.fullmatch(name) and not (arch.tied_embeddings and name == HF_OUTPUT):
-                lines.append(f"{name}: not part of this architecture")
+                lines.append(f"{short(name)}: not part of this architecture")
         elif expected[name] != tuple(found[name]):
             lines.append(f"{name}: shape {tuple(found[name])}, expected {expected[name]}")
     return lines
