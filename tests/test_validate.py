@@ -167,6 +167,12 @@ BROKEN = [  # options, ranks, and what the report must hold
     ),
     (["--optimizer.stochastic_rounding"], 1, ["optimizer.stochastic_rounding = true", "rounds nothing", "bfloat16"]),
     (
+        ["--optimizer.state_dtype", "bfloat16", "--optimizer.beta2", "0.999"],
+        1,
+        ["optimizer.beta2 = 0.999", "by 0.001 of what it is off", "stop at 0.20", "never falls", "stochastic_rounding"],
+    ),
+    (["--training.dtype", "bfloat16", "--optimizer.beta1", "0.995"], 1, ["optimizer.beta1 = 0.995", "stop at 0.56"]),
+    (
         ["--optimizer.state_dtype", "bfloat16", "--optimizer.implementation", "foreach"],
         1,
         ['optimizer.implementation = "foreach"', "stochastic_rounding", "fused"],

@@ -434,6 +434,24 @@ def optimizer_fits(context: Context) -> Iterator[str]:
         yield context.wrong("optimizer.implementation", text + 'Leave it at "fused".')
 
 
+@rule("optimizer", "training")
+def moments_move(context: Context) -> Iterator[str]:
+    """bfloat16 rounds a change below 2^-8 of a value away; of a moment, each step changes what it is off by 1 - beta.
+    At 1 - beta = 0.01 a moment may stop 0.72 to 1.64 times where it should, at 0.004 it never falls again."""
+    optimizer, rounded = context.job.optimizer, 2.0**-8
+    if (optimizer.state_dtype or context.job.training.dtype) == "float32" or optimizer.stochastic_rounding:
+        return
+    for key in ("beta1", "beta2"):
+        beta = getattr(optimizer, key)
+        if beta > 0.99:
+            change, least = 1 - beta, 1 / (1 + rounded / (1 - beta))
+            text = f"changes a moment by {change:.2g} of what it is off, and bfloat16, in which it is kept, rounds "
+            text += f"changes below 2^-8 = {rounded:.2g} of its value away: it can stop at {least:.2f} of what it "
+            text += "should be" + (", and never falls. " if change <= rounded else ". ")
+            remedy = f"Set optimizer.stochastic_rounding = true, optimizer.{key} to 0.99 or less, or "
+            yield context.wrong(f"optimizer.{key}", text, remedy + 'optimizer.state_dtype = "float32".')
+
+
 # ------------------------------------------------------------------------------------------------------------- float8
 
 

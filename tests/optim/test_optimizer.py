@@ -93,6 +93,30 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
     assert len(moved.unique()) > 1
 
 
+@pytest.mark.parametrize(
+    ("beta2", "stochastic", "least", "most"),
+    [(0.95, False, 0.92, 1.09), (0.99, False, 0.72, 1.65), (0.999, False, 0.25, 100.0), (0.999, True, 0.9, 1.1)],
+)
+def test_where_a_moment_in_bfloat16_stops(beta2: float, stochastic: bool, least: float, most: float) -> None:
+    """The numbers behind the rule `moments_move` of titanlite.validate; a constant gradient of 1."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    settings = schema.Optimizer(beta2=beta2, state_dtype="bfloat16", stochastic_rounding=stochastic)
+    optimizer = build_optimizer(torch.nn.ParameterList([weight]), settings)
+    found = []
+    for start in (0.0, 100.0):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moment = optimizer.state[weight]["exp_avg_sq"].fill_(start)
+        for _ in range(8000 if beta2 == 0.999 else 2000):  # 100 * 0.999^8000 is 0.03
+            optimizer.step()
+        found.append(moment.float().mean().item())
+    if beta2 < 0.999 or stochastic:
+        assert least <= found[0] <= 1.05
+        assert 0.95 <= found[1] <= most
+    else:
+        assert found == [least, most]
+
+
 def test_chance_makes_no_number_of_what_is_none() -> None:
     """A GPU's NaN has all bits set, so that any number added to it wraps around."""
     none = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)

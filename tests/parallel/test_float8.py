@@ -1,12 +1,18 @@
 """FP8 weights before their all-gather; whole layouts are in tests/parallel/test_parallelize.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from titanlite.config import schema
-from titanlite.parallel import float8
+from titanlite.model.flavors import architecture
+from titanlite.model.llama import Llama
+from titanlite.parallel import float8, parallelize
+from titanlite.parallel.mesh import build_mesh
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,7 +33,7 @@ def test_the_compiled_cast_of_weights_is_the_same(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(cast(), expected)
 
 
-def test_weights_are_cast_in_one_kernel_where_the_job_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_cast_in_one_kernel_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     monkeypatch.setattr(float8, "_compile_weight_cast", lambda: calls.append(None))
     config = schema.Float8(
@@ -38,3 +44,25 @@ def test_weights_are_cast_in_one_kernel_where_the_job_compiles(monkeypatch: pyte
             model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
         float8.convert_to_float8(model, config, lambda _: None, compiled)
         assert len(calls) == int(compiled)
+
+
+@pytest.mark.parametrize(
+    ("enable", "components", "asked"), [(True, "model", True), (True, "loss", False), (False, "model", False)]
+)
+def test_it_is_asked_for_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enable: bool, components: str, asked: bool
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(
+        parallelize, "convert_to_float8", lambda _model, _config, _log, compiled: given.append(compiled)
+    )
+    compile = {"enable": enable, "components": [components]}
+    job = schema.JobConfig.model_validate({"float8": {"enable": True}, "compile": compile, "model": {"n_layers": 1}})
+    dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = Llama(architecture(job.model))
+        parallelize.parallelize(model, build_mesh(job.parallelism, "cpu"), job, lambda _: None)
+    finally:
+        dist.destroy_process_group()
+    assert given == [asked]

@@ -302,10 +302,13 @@ class Optimizer(Section):
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """fused is the fastest on CPU and GPU; the others are there to compare with."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory."""
+    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory; with a beta above 0.99 it needs
+    stochastic_rounding, or moments stop short. Where it is not training.dtype, a GPU compiles the update (see
+    compile.components)."""
     stochastic_rounding: bool = False
     """Round what is kept in bfloat16 (training.dtype, state_dtype) up or down by chance, so that small updates are not
-    lost. The chance is a function of step and element: the same on any number of ranks and after a restart."""
+    lost. The chance is a function of step and element: the same on any number of ranks and after a restart. A GPU
+    compiles the update (see compile.components)."""
 
 
 class LRScheduler(Section):
@@ -385,8 +388,10 @@ class Compile(Section):
         "model",
         "loss",
     )
-    """model: each transformer block (one compilation serves all of them). loss: softmax and gradient of the loss.
-    optimizer: the update of a tensor, where the default, torch's fused AdamW, does not do. clip: the gradient norm."""
+    """model: each transformer block (one compilation serves all of them), and the cast of weights before an FP8
+    all-gather. loss: softmax and gradient of the loss. optimizer: the update of a tensor by titanlite's own AdamW in
+    place of torch's fused one. clip: the gradient norm. On a GPU the own AdamW, which optimizer.stochastic_rounding and
+    optimizer.state_dtype need, is compiled even where enable is false: it would be 72 kernels a tensor."""
 
 
 class Float8(Section):

@@ -55,8 +55,9 @@ def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[
 
 def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], None]) -> None:
     """Apply every transformation that `job` asks for to a model or a pipeline stage, in place."""
+    compiled = job.compile.enable and "model" in job.compile.components
     if job.float8.enable:
-        convert_to_float8(model, job.float8, log, job.compile.enable)
+        convert_to_float8(model, job.float8, log, compiled)
     if mesh.tensor is not None:
         apply_tensor_parallel(model, mesh.tensor)
         if job.parallelism.enable_async_tensor_parallel:
@@ -65,7 +66,7 @@ def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], N
         apply_context_parallel(model, mesh.context)
     if job.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, job.activation_checkpoint)
-    if job.compile.enable and "model" in job.compile.components:
+    if compiled:
         _compile_blocks(model, job, mesh)
     apply_fsdp(model, mesh.fsdp, job, log)
 
