@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check formatting, lint, types and imports, then run the tests (fast ones first). Arguments go to pytest.
+# Check formatting, lint, types and imports, then run the tests by two workers (fast ones first). Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh '.[dev]'
@@ -8,4 +8,4 @@ ruff format --check .
 ruff check .
 pyright
 lint-imports
-exec python -m pytest "$@"
+exec python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"

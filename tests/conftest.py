@@ -1,4 +1,4 @@
-"""What all tests share: fast tests run first, and one thread a process."""
+"""What all tests share: their order, and one thread a process."""
 
 import os
 
@@ -14,8 +14,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: ./run_tests.sh --long"))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable: the rest keeps its order
+        if not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=order)  # stable: the rest keeps its order
+
+
+def order(item: pytest.Item) -> int:
+    """Fast tests first, then slow ones that share what is costly to make, in one worker. Single slow ones come last:
+    they fill what is left of two workers' time."""
+    if item.get_closest_marker("slow") is None:
+        return 0
+    return 1 if item.get_closest_marker("xdist_group") else 2

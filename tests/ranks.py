@@ -108,7 +108,7 @@ class World:
                     deadline = min(deadline, time.monotonic() + PATIENCE)
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
-            os.kill(self.processes[rank].pid or 0, signal.SIGABRT)  # it says where it is
+            self.kill(rank, signal.SIGABRT)  # it says where it is
             self.processes[rank].join(10)
         self.close()
         if late:
@@ -127,6 +127,21 @@ class World:
         self._reader.join(5)
         self._lock.__exit__(None, None, None)
 
+    def ends_with(self, code: int, timeout: float = 240) -> str:
+        """Wait for the end of all ranks; what they said.
+
+        Raises:
+            RanksFailed: A rank ended with another exit code than `code`, or not in time.
+        """
+        codes = self.wait(timeout)
+        if codes != [code] * len(codes):
+            raise RanksFailed(f"exit codes of the ranks: {codes}\n{self.said}")
+        return self.said
+
+    def kill(self, rank: int, number: int) -> None:
+        """Send the signal `number` to a rank."""
+        os.kill(self.processes[rank].pid or 0, number)
+
 
 def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """Call `function(*args)` on `count` ranks with a gloo process group of their own; what it returns, in order.
@@ -135,9 +150,7 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
         RanksFailed: A rank raised something, died, or did not end in `timeout` seconds.
     """
     world = World(count, _in_a_group, function, args)
-    codes = world.wait(timeout)
-    if any(codes):
-        raise RanksFailed(f"exit codes of the ranks: {codes}\n{world.said}")
+    world.ends_with(0, timeout)
     return world.results()
 
 
@@ -146,19 +159,9 @@ def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] |
     return World(ranks, _command, list(map(str, words)), before)
 
 
-def titanlite(
-    *words: object, ranks: int = 1, code: int = 0, before: Callable[[], None] | None = None, timeout: float = 240
-) -> str:
-    """Run `titanlite WORDS` on each rank until its end; what the ranks printed.
-
-    Raises:
-        RanksFailed: A rank ended with another exit code than `code`.
-    """
-    world = start_titanlite(*words, ranks=ranks, before=before)
-    codes = world.wait(timeout)
-    if codes != [code] * ranks:
-        raise RanksFailed(f"exit codes of the ranks: {codes}\n{world.said}")
-    return world.said
+def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
+    """Run `titanlite WORDS` on each rank, until all have ended with `code`; what they said."""
+    return start_titanlite(*words, ranks=ranks).ends_with(code)
 
 
 @contextlib.contextmanager

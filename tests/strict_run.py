@@ -1,9 +1,8 @@
-"""A run whose steps fail if they do what costs time: `strict_run.py reads|recompiles [--section.key value ...]`.
+"""Steps that fail if they do what costs time: `arm` has a run take them.
 
 reads: a step that reads a tensor, and does not log. recompiles: a step after the second one that compiles anything.
 """
 
-import sys
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.cli import run_quietly, train
 from titanlite.train import Trainer
 
 
@@ -42,8 +40,6 @@ def without_reading(self: Trainer) -> None:
         return train_step(self)
 
 
-if __name__ == "__main__":
-    _, forbidden, *arguments = sys.argv
-    step = without_reading if forbidden == "reads" else without_recompiling
-    with patch.object(Trainer, "train_step", step):
-        sys.exit(run_quietly(lambda: train(arguments)))
+def arm(forbidden: str) -> None:
+    """Let no step of this process do what is `forbidden`: reads or recompiles."""
+    Trainer.train_step = {"reads": without_reading, "recompiles": without_recompiling}[forbidden]

@@ -1,5 +1,9 @@
-"""Whole runs, started as a user starts them: they resume exactly, stop when told, and never save what is spoiled."""
+"""Whole runs: they resume exactly, stop when told, and never save what is spoiled.
 
+Where the launcher has a part a run is started as a user starts it, elsewhere as the launcher starts each rank.
+"""
+
+import functools
 import json
 import os
 import pty
@@ -16,13 +20,16 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import strict_run
 import torch
+from ranks import World, start_titanlite, titanlite
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import titanlite.train
+from titanlite import train as titanlite_train
 from titanlite.config.errors import GuardError
 from titanlite.config.load import load_job
 from titanlite.config.schema import JobConfig
+from titanlite.validate import load_and_check
 
 pytestmark = pytest.mark.slow
 
@@ -77,11 +84,22 @@ def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subpr
     )
 
 
-def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+def launched(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+    """What a run and its launcher said."""
     process = start(job_file, folder, *options, ranks=ranks)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
     return out + err
+
+
+def start_ranks(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> World:
+    words = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
+    return start_titanlite(*words, ranks=ranks)
+
+
+def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
+    """What the ranks said; all of them ended with `code`."""
+    return start_ranks(job_file, folder, *options, ranks=ranks).ends_with(code)
 
 
 def logged(folder: Path) -> dict[int, dict[str, Any]]:
@@ -92,6 +110,11 @@ def logged(folder: Path) -> dict[int, dict[str, Any]]:
 
 def curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
     return {step: (e["loss"], e["grad_norm"], e["lr"], e["tokens"]) for step, e in logged(folder).items()}
+
+
+def as_logged(text: str) -> str:
+    """In the log all lines of a message but the first are indented."""
+    return text.rstrip("\n").replace("\n", "\n    ") + "\n"
 
 
 def weights_and_moments(step_folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -123,23 +146,22 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
 
 def test_exact_resume(job_file: Path, tmp_path: Path) -> None:
     """Invariant 4: killed outright after a save and started again, the run is bitwise the uninterrupted one."""
-    process = start(job_file, tmp_path / "killed", "--training.steps", "200", "--lr_scheduler.decay_ratio", "0")
-    wait_for_step(process, 7)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    killed = start_ranks(job_file, tmp_path / "killed", "--training.steps", "200", "--lr_scheduler.decay_ratio", "0")
+    killed.wait_for("step +7/")
+    killed.kill(0, signal.SIGKILL)
+    assert killed.wait() == [-signal.SIGKILL]
     # What the killed run logged after its last save is trained, and logged, again.
-    time.sleep(1.0)  # its worker gets SIGTERM when the launcher dies, saves and ends
     output = run(job_file, tmp_path / "killed", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
-    assert "Resumed after step" in output
+    assert "Resumed after step 5" in output
     run(job_file, tmp_path / "reference", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
     assert curve(tmp_path / "killed") == curve(tmp_path / "reference")
-    killed, reference = (
+    resumed, reference = (
         weights_and_moments(tmp_path / name / "checkpoint" / "step-00000030", tmp_path)
         for name in ("killed", "reference")
     )
-    assert killed.keys() == reference.keys()
+    assert resumed.keys() == reference.keys()
     assert len(reference) > 40
-    assert all(torch.equal(killed[name], reference[name]) for name in reference)
+    assert all(torch.equal(resumed[name], reference[name]) for name in reference)
 
 
 def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path) -> None:
@@ -196,23 +218,22 @@ def test_a_last_save_that_fails_is_not_said_to_be_saved(job_file: Path, tmp_path
     assert not (tmp_path / "stopped" / "checkpoint" / f"step-{last:08d}").exists()
 
 
+def fill_disk() -> None:
+    """The system refuses to write on, as where a disk is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 @pytest.mark.parametrize("options", [[], ["--checkpoint.last_save_model_only", "--checkpoint.async_mode", "async"]])
 def test_a_run_whose_last_save_fails_does_not_end_with_0(job_file: Path, tmp_path: Path, options: list[str]) -> None:
     """And starting again, once there is room, ends as if nothing had happened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # inherited: the system refuses to write on
-    try:
-        process = start(job_file, tmp_path / "out", *options, "--validation.freq", "12", "--validation.holdout", "0.1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 4, out + err
-    assert "Traceback" not in out + err
-    assert "save of step 12 FAILED (OSError: [Errno 27] File too large" in out
-    assert out.index("save of step 12 FAILED") < out.index("validation after step 12")  # nothing may come in between
-    assert "The save after the last step, 12, FAILED" in err
-    output = run(job_file, tmp_path / "out", *options, "--validation.freq", "12", "--validation.holdout", "0.1")
-    assert "saved step 12" in output
+    words = ["train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out", *options]
+    words += ["--validation.freq", "12", "--validation.holdout", "0.1"]
+    said = start_titanlite(*words, before=fill_disk).ends_with(4)
+    assert "Traceback" not in said
+    assert "save of step 12 FAILED (OSError: [Errno 27] File too large" in said
+    assert said.index("save of step 12 FAILED") < said.index("validation after step 12")  # nothing may come in between
+    assert "The save after the last step, 12, FAILED" in said
+    assert "saved step 12" in titanlite(*words)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (None, 0)])
@@ -241,13 +262,12 @@ def test_a_terminal_that_goes_away_costs_no_save(
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     job_file: Path, tmp_path: Path, number: signal.Signals, rank: int
 ) -> None:
-    process = start(job_file, tmp_path / "out", "--training.steps", "5000", ranks=2)
-    wait_for_step(process, 6)
-    os.kill(worker_of(process, rank), number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, out + err
+    world = start_ranks(job_file, tmp_path / "out", "--training.steps", "5000", ranks=2)
+    world.wait_for("step +6/")
+    world.kill(rank, number)
+    said = world.ends_with(75)
     last = max(logged(tmp_path / "out"))
-    assert f"Stopped by {number.name} after step {last}: saved." in out + err
+    assert f"Stopped by {number.name} after step {last}: saved." in said
     assert (tmp_path / "out" / "checkpoint" / f"step-{last:08d}").is_dir()
 
 
@@ -295,9 +315,8 @@ def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, 
 def test_outputs_reload_to_an_equal_job(job_file: Path, tmp_path: Path) -> None:
     run(job_file, tmp_path / "out", "--training.steps", "1")
     job = load_job(["--job.config_file", str(tmp_path / "out" / "config.toml")])
-    assert job == load_job(
-        ["--job.config_file", str(job_file), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "1"]
-    )
+    words = ["--job.config_file", str(job_file), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "1"]
+    assert job == load_and_check(words, world_size=1)
     environment = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert environment["world_size"] == 1
     assert environment["packages"]["torch"] == version("torch")
@@ -338,15 +357,15 @@ def test_a_second_run_in_the_folder_sets_aside_what_the_first_has_measured(job_f
 
 def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_file: Path, tmp_path: Path) -> None:
     """Nor does it set aside what is being written, whether it would save or not."""
-    process = start(job_file, tmp_path / "out", "--training.steps", "5000")
-    wait_for_step(process, 6)
+    first = start_ranks(job_file, tmp_path / "out", "--training.steps", "5000")
+    first.wait_for("step +6/")
     options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2", "--checkpoint.no-enable"]
     output = run(job_file, tmp_path / "out", *options, code=2)
     assert "another run is using it; waiting up to 1 s" in output
     assert "Stop that one, or choose another job.dump_folder" in output
     assert "To go on" not in output
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    first.kill(0, signal.SIGINT)
+    first.ends_with(75)
     assert "another run" not in (tmp_path / "out" / "train.log").read_text()
     assert not list((tmp_path / "out").glob("*.superseded*"))
 
@@ -356,11 +375,12 @@ def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Pa
     """A resume that is refused, a worker that the system kills, and an error of ours with its traceback."""
     out = tmp_path / "out"
     run(job_file, out, "--training.steps", "5", ranks=ranks)
-    refused = run(job_file, out, "--training.seed", "7", ranks=ranks, code=4)
+    refused = launched(job_file, out, "--training.seed", "7", ranks=ranks, code=4)
     log = (out / "train.log").read_text()
-    assert log.endswith(refused[refused.index(f"{out}/checkpoint/step-00000005 cannot be resumed") :])
+    assert log.endswith(as_logged(refused[refused.index(f"{out}/checkpoint/step-00000005 cannot be resumed") :]))
     assert "To go on" not in refused  # the same command would be refused again
-    process = start(job_file, out, "--training.steps", "5000", ranks=ranks)
+    endless = ["--training.steps", "5000", "--checkpoint.interval", "5000"]
+    process = start(job_file, out, *endless, ranks=ranks)
     wait_for_step(process, 8)
     os.kill(worker_of(process, ranks - 1), signal.SIGKILL)
     _, err = process.communicate(timeout=60)
@@ -368,18 +388,15 @@ def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Pa
     reason = err[err.index(f"Rank {ranks - 1} failed first: it was killed (SIGKILL)") :]
     assert "The last good step is 5, saved in" in reason
     assert f"To go on after it: NGPU={ranks} titanlite launch --job.config_file" in reason.splitlines()[-1]
-    assert (out / "train.log").read_text().endswith(reason)
-    (tmp_path / "broken.py").write_text(
-        "import titanlite.train as t, sys\n"
-        "from titanlite.cli import main\n"
-        "t.Trainer.validate = lambda self: 1 / 0\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, tmp_path / "broken.py", "train", "--job.config_file", job_file, "--job.dump_folder", out]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 1
-    assert "ZeroDivisionError: division by zero\nThe last good step is 12" in ended.stderr
-    assert (out / "train.log").read_text().endswith(ended.stderr[ended.stderr.index("Traceback") :])
+    assert (out / "train.log").read_text().endswith(as_logged(reason))
+    words = ("train", "--job.config_file", job_file, "--job.dump_folder", out)
+    said = start_titanlite(*words, before=break_validation).ends_with(1)
+    assert "ZeroDivisionError: division by zero\nThe last good step is 12" in said
+    assert (out / "train.log").read_text().endswith(as_logged(said[said.index("Traceback") :]))
+
+
+def break_validation() -> None:
+    titanlite_train.Trainer.validate = lambda trainer: 1 / 0  # type: ignore[assignment, return-value]
 
 
 def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
@@ -399,24 +416,25 @@ def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_ma
 def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: Path, ranks: int) -> None:
     """Exit code 3, and the newest checkpoint is from before the damage."""
     options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--metrics.log_freq", "100"]
-    output = run(job_file, tmp_path / "out", *options, ranks=ranks, code=3)
+    how, command = (run, "titanlite train") if ranks == 1 else (launched, "NGPU=2 titanlite launch")
+    output = how(job_file, tmp_path / "out", *options, ranks=ranks, code=3)
     assert "Traceback" not in output
     assert "Step 5:" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
     log = (tmp_path / "out" / "train.log").read_text()
     assert log.count("ERROR: Step 5:") == 1
-    assert "Nothing is saved. To start again: NGPU=" in log
-    assert log.rpartition("ERROR: ")[2] == output[output.index("Step 5:") :]  # what the terminal says, too
+    assert f"Nothing is saved. To start again: {command}" in log
+    assert log.rpartition("ERROR: ")[2] == as_logged(output[output.index("Step 5:") :])  # what the terminal says, too
 
 
 def test_a_guard_lets_the_save_under_way_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an async mode it writes an older and good state; ending at once would cut it off."""
     trainer = Mock()
     trainer.train.side_effect = GuardError("Step 7: loss is nan.")
-    monkeypatch.setattr(titanlite.train, "Trainer", lambda job, device: trainer)
-    monkeypatch.setattr(titanlite.train, "process_group", nullcontext)
+    monkeypatch.setattr(titanlite_train, "Trainer", lambda job, device: trainer)
+    monkeypatch.setattr(titanlite_train, "process_group", nullcontext)
     with pytest.raises(GuardError, match="Step 7"):
-        titanlite.train.main(JobConfig())
+        titanlite_train.main(JobConfig())
     trainer.close.assert_called_once()
 
 
@@ -470,10 +488,7 @@ def test_data_smaller_than_one_global_batch_is_an_error(job_file: Path, tmp_path
 def test_a_step_neither_waits_for_the_device_nor_compiles_again(
     job_file: Path, tmp_path: Path, forbidden: str, options: list[str]
 ) -> None:
-    arguments = ["--job.config_file", job_file, "--job.dump_folder", tmp_path / "out", "--metrics.log_freq", "4"]
-    worker = Path(__file__).with_name("strict_run.py")
-    command = list(map(str, [sys.executable, worker, forbidden, *arguments, *options]))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out", "--metrics.log_freq", "4"]
+    start_titanlite(*words, *options, before=functools.partial(strict_run.arm, forbidden)).ends_with(0)
     steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 4, 8, 12]

@@ -148,13 +148,21 @@ class Trainer:
         """Open tokenizer, training data and validation data; log what is trained, and on what."""
         job, mesh, training = self.job, self.mesh, self.job.training
         self.tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-        self.loader = Loader.of_job(
-            job,
+        global_batch_size = training.global_batch_size
+        if global_batch_size == -1:
+            global_batch_size = training.local_batch_size * mesh.data_degree
+        self.loader = Loader(
+            job.dataset,
             self.tokenizer,
+            seed=training.seed,
+            seq_len=training.seq_len,
+            global_batch_size=global_batch_size,
+            local_batch_size=training.local_batch_size,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_degree,
             dp_group=mesh.data_group,
             device=self.device,
+            holdout=job.validation.holdout,
         )
         self.validation = None
         if job.validation.freq:
@@ -169,11 +177,11 @@ class Trainer:
                 dp_size=mesh.data_degree,
                 device=self.device,
             )
-        tokens = training.steps * self.loader.global_batch_size * training.seq_len
+        tokens = training.steps * global_batch_size * training.seq_len
         self.log(
             f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(architecture(job.model)):,} "
             f"parameters, on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
-            f"{self.loader.global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
+            f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
         )
         if unused := unused_rows(architecture(job.model), self.tokenizer.vocab_size):
             self.log(unused)

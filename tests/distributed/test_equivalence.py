@@ -36,7 +36,7 @@ SAMPLE = (
 )
 ROWS = {row.name: row for row in all_rows()}
 SAMPLE = tuple(name for name in SAMPLE if name in ROWS or "ZBV" not in name)  # not with every torch
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equivalence")]
 
 
 @pytest.fixture(scope="module")

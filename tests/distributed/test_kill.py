@@ -20,7 +20,7 @@ from ranks import World, start_titanlite
 
 from titanlite.checkpoint import commit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
 JOB = """
 [model]

@@ -56,7 +56,7 @@ UNCHANGED = [  # these change when and where things are computed, not what: bitw
     "two_blocks_a_group",
     "one_group",
 ]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallelize")]
 
 
 def run(variants: dict[str, Any], ranks: int) -> dict[str, Any]:

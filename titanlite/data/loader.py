@@ -8,8 +8,7 @@ data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -84,45 +83,6 @@ class Loader:
         self._cursors = start_cursors(dataset, self.sources, holdout)
         self._reader: BatchReader | WorkerPool | None = None
         self._valid_tokens = self._tokens = 0
-
-    @classmethod
-    def of_job(
-        cls,
-        job: schema.JobConfig,
-        tokenizer: Tokenizer,
-        *,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        dp_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-    ) -> Loader:
-        """The training data of a job, for one of its data-parallel ranks. Raises UserError as the class does."""
-        training = job.training
-        size = training.global_batch_size
-        return cls(
-            job.dataset,
-            tokenizer,
-            seed=training.seed,
-            seq_len=training.seq_len,
-            global_batch_size=training.local_batch_size * dp_size if size == -1 else size,
-            local_batch_size=training.local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            dp_group=dp_group,
-            device=device or torch.device("cpu"),
-            holdout=job.validation.holdout if job.validation.freq else 0.0,
-        )
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of one optimizer step, over all ranks."""
-        return self._global_batch_size
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        """The global batches from where the loader stands, until the data ends (never, without dataset.max_epochs)."""
-        with suppress(OutOfData):
-            while True:
-                yield self.next_global_batch()
 
     def start(self) -> None:
         """Start reading ahead in the background, if it has not begun. The first batch does it otherwise."""
