@@ -113,6 +113,7 @@ class Trainer:
         self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
         self.optimizer = build_optimizer(self.model, job.optimizer, self.compiles("optimizer"))
         self.step = 0
+        self.data_time = 0.0  # seconds waited for data that no step has used yet
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
         state = self.resume() if job.checkpoint.enable else None
@@ -276,7 +277,9 @@ class Trainer:
         with ProgressBar(job.training.steps, self.step, self.rank) as bar:
             if self.step == 0:
                 self.validate()
-            while not finished and requests.stop is None:
+            failure = self.data_failure()
+            signals.agreed(self.data_fails(2))
+            while not finished and requests.stop is None and failure is None:
                 try:
                     self.train_step()
                 except OutOfData as end:  # on all ranks at the same step
@@ -288,7 +291,9 @@ class Trainer:
                 if self.step % job.training.gc_freq == 0:
                     gc.collect(1)  # the young generations: what a step leaves behind
                 bar.update(self.step, self.metrics.status() if self.metrics.is_log_step(self.step) else None)
-                requests = signals.agreed()
+                # The answer is a step old: it is about the next step, the one after which was looked into now.
+                requests = signals.agreed(self.data_fails(2))
+                failure = self.data_failure() if requests.data_fails else None
                 finished = self.step == job.training.steps
                 if not finished and (requests.save or self.step % job.checkpoint.interval == 0):
                     self.save()
@@ -300,18 +305,19 @@ class Trainer:
                     if self.device.type == "cpu":
                         use_large_pages()
             validated = not finished and self.step % (job.validation.freq or 1) == 0  # before the data ended
-            finished = finished or requests.stop is None
-            self.save(last=finished)
-            if requests.stop is None and self.step > first_step and not validated:
+            finished = finished or (requests.stop is None and failure is None)
+            if failure is None or self.step > first_step:
+                self.save(last=finished)
+            if requests.stop is None and failure is None and self.step > first_step and not validated:
                 self.validate()
         signals.wait()
-        self.finish(requests, finished)
+        self.finish(requests, finished, failure)
 
     def train_step(self) -> None:
         """One optimizer step over this rank's part of the global batch."""
         waited_from = time.perf_counter()
         batch = self.loader.next_global_batch()
-        data_time = time.perf_counter() - waited_from
+        data_time, self.data_time = self.data_time + time.perf_counter() - waited_from, 0.0
         self.step += 1
         num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
         # Waited for where it is read: in the loss, by when the sum has long arrived.
@@ -333,6 +339,20 @@ class Trainer:
             check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.step)
         else:  # nobody reads this step's loss, so the ranks' shares of it are not summed
             self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
+
+    def data_fails(self, steps: int) -> bool:
+        """Whether this rank cannot read its data of one of the next `steps` steps; waits until they are read."""
+        waited_from = time.perf_counter()
+        fails = self.loader.fails_within(min(steps, self.job.training.steps - self.step))
+        self.data_time += time.perf_counter() - waited_from
+        return fails
+
+    def data_failure(self) -> Exception | None:
+        """Why some rank cannot read its data of the next step, on all ranks alike."""
+        failures: list[Exception | None] = [None] * dist.get_world_size()
+        own = self.loader.failure() if self.data_fails(1) else None
+        dist.all_gather_object(failures, own, self.mesh.world_group)
+        return next((failure for failure in failures if failure is not None), None)
 
     def total(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Sum `value` in place over the ranks of `group`, on the device."""
@@ -356,10 +376,13 @@ class Trainer:
             state = {"step": self.step, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
             self.checkpoints.save(self.step, {**state, "run": self.run}, last=last)
 
-    def finish(self, requests: Requests, finished: bool) -> None:
-        """Close everything, and say by an exception that the run is to go on where it is, or that it is not saved."""
+    def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
+        """Close everything, and say by an exception that the run is to go on where it is, that its data could not be
+        read further (`failure`), or that it is not saved."""
         self.close()
         failed = self.checkpoints is not None and not self.checkpoints.holds(self.step)
+        if failure is not None:
+            raise failure
         if requests.stop and (failed or not finished):
             saved = "nothing saved, as checkpoint.enable is false" if self.checkpoints is None else "saved"
             saved = "the save of this step FAILED" if failed else saved

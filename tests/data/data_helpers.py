@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from titanlite.config.schema import Dataset
 from titanlite.data.loader import Loader
+from titanlite.data.order import Permutation
 from titanlite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,18 @@ def write_jsonl(path, texts, opener=open):
     with opener(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
     return path
+
+
+def hide_bad_records(path, texts, count=1, bad="not json"):
+    """Write `texts` with bad lines that the first look at the data does not see; returns their line numbers."""
+    total = len(texts) + count
+    seen = set(Permutation(total, "sample")(np.arange(64)).tolist())
+    hidden = [number for number in range(100, total) if number not in seen][:count]
+    lines = [json.dumps({"text": text}) for text in texts]
+    for number in hidden:
+        lines.insert(number, bad)
+    path.write_text("\n".join(lines) + "\n")
+    return [number + 1 for number in hidden]
 
 
 def dataset_of(tmp_path, texts, **keys):
@@ -50,7 +64,9 @@ class Ranks:
             def gather(value):
                 values[rank] = value
                 barrier.wait()
-                return [values[r] for r in range(size)]
+                gathered = [values[r] for r in range(size)]
+                barrier.wait()  # or the next call could write what another rank has not read yet
+                return gathered
 
             return gather
 
@@ -69,18 +85,14 @@ class Ranks:
                 rows[rank + i * self.size] = row
         return torch.stack([rows[k] for k in range(len(rows))])
 
+    def together(self, call):
+        """What `call` returns for each loader, where ranks wait for each other."""
+        with ThreadPoolExecutor(self.size) as threads:
+            return list(threads.map(call, self.loaders))
+
     def state(self):
-        states = {}
-
-        def save(rank):
-            states[rank] = self.loaders[rank].state_dict()
-
-        threads = [threading.Thread(target=save, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(states[rank] == states[0] for rank in states)
+        states = self.together(Loader.state_dict)
+        assert all(state == states[0] for state in states)
         return json.loads(json.dumps(states[0]))
 
     def load(self, state):

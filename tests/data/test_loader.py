@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from data_helpers import ROOT, TOKENIZER, Ranks, dataset_of, make_loader, some_texts, write_jsonl
+from data_helpers import (
+    ROOT,
+    TOKENIZER,
+    Ranks,
+    dataset_of,
+    hide_bad_records,
+    make_loader,
+    some_texts,
+    write_jsonl,
+)
 from ranks import run_ranks
+from test_validation import make_set
 from torch import Tensor
 
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.schema import Dataset
+from titanlite.config.schema import Dataset, Validation
 from titanlite.data.documents import MAX_STREAMS
 from titanlite.data.loader import OutOfData
 from titanlite.data.reader import BatchReader
@@ -218,17 +228,81 @@ def test_a_source_smaller_than_one_row_is_an_error(tmp_path):
         make_loader(dataset_of(tmp_path, ["x"]))
 
 
-def test_broken_records_end_the_run_or_are_skipped_and_counted(tmp_path):
+def test_the_first_look_ends_a_run_over_a_bad_record_with_place_and_both_remedies(tmp_path, caplog):
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
     with path.open("a") as file:
-        file.write('{"text": null}\nnot json\n')
-    keys = {"source": "jsonl", "path": str(path), "num_workers": 0}
-    loader = make_loader(Dataset(**keys))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 4[12]: "):
-        sum(1 for _ in iter(loader.next_global_batch, None))
-    loader = make_loader(Dataset(**keys, on_bad_record="skip"), global_batch_size=64)
-    while loader.stats()["skipped_records"] < 2:
-        loader.next_global_batch()
+        file.write('{"text": null}\n')
+    dataset = Dataset(source="jsonl", path=str(path), num_workers=0)
+    message = (
+        r"a\.jsonl, line 41: field 'text' .* null\. Mend the record, or leave .* dataset\.on_bad_record = \"skip\""
+    )
+    with pytest.raises(UserError, match=message):
+        make_loader(dataset)
+    assert not caplog.messages
+    validation = Validation(source="jsonl", path=str(path), freq=1)
+    with pytest.raises(UserError, match=r"or leave such records out by validation\.on_bad_record"):
+        make_set(validation, dataset_of(tmp_path / "..", some_texts(40)))
+
+
+def test_a_bad_record_met_later_is_known_before_its_batch_is_due(tmp_path):
+    """The ranks can then save what they have: a rank that fails alone would leave the others in a collective."""
+    (line,) = hide_bad_records(tmp_path / "a.jsonl", some_texts(200))
+    dataset = Dataset(source="jsonl", path=str(tmp_path / "a.jsonl"), num_workers=0)
+    alone = make_loader(dataset, global_batch_size=4)
+    batches = []
+    with pytest.raises(UserError, match=f"line {line}, column 1: not valid JSON"):
+        batches.extend(iter(alone.next_global_batch, None))
+    good = len(batches)
+    assert good > 3
+
+    ranks = Ranks(dataset, 4, global_batch=4)
+    for batch in range(good):
+        failing = [loader.fails_within(2) for loader in ranks.loaders]
+        assert sum(failing) == (batch == good - 1)
+        ranks.batch()
+    assert sum(loader.fails_within(1) for loader in ranks.loaders) == 1
+    (error,) = [error for loader in ranks.loaders if (error := loader.failure())]
+    assert f"line {line}" in str(error)
+    assert ranks.state() == alone.state_dict()  # where a run with the record left out, or mended, goes on
+    skipping = dataset.model_copy(update={"on_bad_record": "skip"})
+    whole = Ranks(skipping, 1, global_batch=4)
+    for _ in range(good):
+        whole.batch()
+    assert torch.equal(Ranks(skipping, 2, global_batch=4).load(ranks.state()).batch(), whole.batch())
+
+
+def test_the_end_of_the_data_is_no_failure(dataset):
+    loader = make_loader(capped(dataset, 1), global_batch_size=24)
+    while not isinstance(loader._ahead[-1] if loader._ahead else None, OutOfData):
+        assert not loader.fails_within(2)
+        if len(loader._ahead) > 1:
+            loader.next_global_batch()
+    assert loader.failure() is None
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_each_record_that_is_skipped_is_said_and_counted_once(tmp_path, caplog, size, workers, packing):
+    lines = hide_bad_records(tmp_path / "a.jsonl", some_texts(200), count=9)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": null}\n')  # the first look may see this one
+    keys = {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "num_workers": workers}
+    ranks = Ranks(Dataset(**keys, packing=packing, on_bad_record="skip"), size, holdout=0.1)
+    ranks.loaders[0].table(10)
+    for _ in range(30):  # epochs
+        ranks.batch()
+    stats = ranks.together(lambda loader: loader.stats())
+    ranks.close()
+    assert all(stat == stats[0] for stat in stats)
+    assert stats[0]["skipped_records"] == 10
+    said = sorted(int(message.split("line ")[1].split(":")[0].split(",")[0]) for message in caplog.messages)
+    assert said == [*lines, 210]
+
+
+def test_documents_that_are_all_empty_are_an_error_in_words(tmp_path):
+    with pytest.raises(UserError, match=r"documents of jsonl .* are empty: none of the first 50 has any text"):
+        make_loader(dataset_of(tmp_path, [""] * 50))
+    make_loader(dataset_of(tmp_path, [""] * 50 + ["word " * 40]))
 
 
 def rows_and_state(path: str) -> tuple[list[Tensor], dict[str, Any]]:

@@ -121,8 +121,8 @@ def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds shards made with another source, another source fingerprint"):
         prepare(job_of(dataset_of(tmp_path, TEXTS[:50])), shards, 1)
-    with pytest.raises(UserError, match="holds shards made with another source fingerprint"):
-        prepare(job_of(dataset.model_copy(update={"text_column": "title"})), shards, 1)
+    with pytest.raises(UserError, match="holds shards made with another on bad record"):
+        prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), shards, 1)
     with pytest.raises(UserError, match="is not empty and holds no shards"):
         prepare(job_of(dataset), tmp_path, 1)
 
@@ -262,7 +262,7 @@ def test_bad_records_end_it_or_are_counted(tmp_path):
     with path.open("a") as file:
         file.write("not json\n")
     dataset = Dataset(source="jsonl", path=str(path))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 51: not valid JSON"):
+    with pytest.raises(UserError, match=r'a\.jsonl, line 51, column 1: not valid JSON: .*on_bad_record = "skip"'):
         prepare(job_of(dataset), tmp_path / "one", 1)
     prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), tmp_path / "two", 1)
     (shard,) = json.loads((tmp_path / "two" / "manifest.json").read_text())["shards"]

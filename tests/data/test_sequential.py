@@ -214,10 +214,10 @@ def test_broken_records_are_named(tmp_path):
     assert [records[0], records[3]] == ["fine", "fine"]
     assert isinstance(records[1], BadRecord)
     assert "a.jsonl.gz, line 3: field 'text' must be a string, it is null" in str(records[1])
-    assert "a.jsonl.gz, line 4: not valid JSON" in str(records[2])
+    assert "a.jsonl.gz, line 4, column 1: not valid JSON" in str(records[2])
     write_parquet(tmp_path / "a.parquet", ["fine", None])
     records = list(sequential(Dataset(source="parquet", path=str(tmp_path / "a.parquet"))).read(0, 0))
-    assert "a.parquet, row group 0: field 'text' must be a string, it is null" in str(records[1])
+    assert "a.parquet, row group 0, row 2: field 'text' must be a string, it is null" in str(records[1])
     write_hub(tmp_path / "hub", ["fine", None], files=1)
     records = list(sequential(Dataset(source="huggingface", path=str(tmp_path / "hub"), streaming=True)).read(0, 0))
     assert "part 0, document 1: field 'text' must be a string, it is null" in str(records[1])

@@ -7,6 +7,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig, Tokenizer, Training, Validation
 from titanlite.data.prepare import prepare
 from titanlite.data.show import show_step
+from titanlite.data.tokenizer import load_tokenizer
 
 
 def job_of(dataset, **keys):
@@ -105,3 +106,18 @@ def test_commands(tmp_path, capsys):
     keys = ["--dataset.source", "jsonl", "--dataset.path", str(path)]
     assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0
     assert "20 documents" in capsys.readouterr().out
+
+
+def test_characters_that_the_tokenizer_loses_are_named_before_the_first_step(tmp_path, caplog):
+    from tokenizers import Tokenizer, models
+
+    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "abc ")]
+    Tokenizer(models.Unigram(vocabulary, 0, False)).save(str(tmp_path / "tokenizer.json"))
+    dataset = dataset_of(tmp_path, ["abc cab " * 20] * 20 + ["caf\u00e9 \u00fcber"])
+    make_loader(dataset, tokenizer=load_tokenizer(tmp_path / "tokenizer.json")).table(steps=1)
+    (warning,) = caplog.messages
+    assert "tokenizer.json cannot represent 5 characters in a sample of jsonl" in warning
+    assert "'e', 'f', 'r', '\u00e9', '\u00fc'" in warning
+    caplog.clear()
+    make_loader(dataset, tokenizer=load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")).table(steps=1)
+    assert not caplog.messages

@@ -1,5 +1,6 @@
 """Documents at random access, and what a person is told about those that cannot be read."""
 
+import gzip
 import json
 import sysconfig
 from pathlib import Path
@@ -86,13 +87,13 @@ def test_jsonl_takes_the_named_column(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": ', "line 4: not valid JSON"),
-        pytest.param(b"[" * 100_000, "line 4: not valid JSON: maximum recursion depth", id="deep"),
+        (b'{"text": ', "line 4, column 9: not valid JSON: Expecting value"),
+        pytest.param(b"[" * 100_000, "line 4: JSON that is nested too deeply", id="deep"),
         (b"[1]", "line 4: a JSON object is needed, this is a list"),
         (b'{"body": "x", "id": 1}', r"line 4: no field 'text' \(dataset.text_column\); there are: 'body', 'id'"),
         (b'{"text": null}', "line 4: field 'text' must be a string, it is null"),
         (b'{"text": 5}', "line 4: field 'text' must be a string, it is int"),
-        (b'{"text": "\xff"}', "line 4: not valid UTF-8"),
+        (b'{"text": "\xff"}', r"line 4, byte 11: not valid UTF-8 \(0xff\)"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_line(tmp_path, line, message):
@@ -103,6 +104,15 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, line, message):
     with pytest.raises(UserError, match=message) as error:
         source[2]
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ['[{"text": "one"}]', '\n [\n  {"text": "one"}\n]', '["one"]', "["])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path, text, packed):
+    path = tmp_path / ("a.json.gz" if packed else "a.json")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    with pytest.raises(UserError, match=r"is one JSON array, .* one JSON object on each line.*jq -c '\.\[\]' a\.json"):
+        sources.open_source(Dataset(source="jsonl", path=str(path)))
 
 
 def test_small_text_files_are_documents_with_or_without_a_byte_order_mark(tmp_path):
@@ -128,8 +138,8 @@ def test_large_text_files_are_cut_at_line_ends_or_else_between_characters(tmp_pa
 
 def test_invalid_utf8_is_named_by_file_and_byte(tmp_path):
     path = tmp_path / "latin.txt"
-    path.write_bytes(b"gr\xfc\xdfe\n")
-    with pytest.raises(UserError, match=r"latin\.txt, byte 2: not valid UTF-8 \(0xfc\)"):
+    path.write_bytes(b"a\ngr\xfc\xdfe\n")
+    with pytest.raises(UserError, match=r"latin\.txt, line 2 \(byte 4 of the file\): not valid UTF-8 \(0xfc\)"):
         open_source(Dataset(source="text", path=str(path)))[0]
 
 
@@ -154,7 +164,10 @@ def test_the_fingerprint_follows_the_contents(tmp_path):
     before = open_source(dataset).fingerprint
     assert open_source(dataset).fingerprint == before
     for name in ("a.jsonl", "a.jsonl.gz"):
-        keys: Any = {"source": "jsonl", "path": str(write_jsonl(tmp_path / name, ["one", "two"]))}
+        write_jsonl(tmp_path / name, ["one", "two"])
+        if name.endswith(".gz"):
+            (tmp_path / name).write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        keys: Any = {"source": "jsonl", "path": str(tmp_path / name)}
         columns = [sources.open_source(Dataset(**keys, text_column=column)) for column in ("text", "id")]
         assert columns[0].fingerprint != columns[1].fingerprint
     write_jsonl(path, ["one", "twO"])

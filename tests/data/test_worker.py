@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from data_helpers import ROOT, Ranks, dataset_of, make_loader, some_texts, write_jsonl
+from data_helpers import ROOT, Ranks, dataset_of, hide_bad_records, make_loader, some_texts, write_jsonl
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
@@ -54,11 +54,9 @@ def test_workers_change_no_row_and_no_state(tmp_path, size, workers):
 
 
 def test_a_mistake_in_the_data_is_raised_in_the_trainer(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
-    with path.open("a") as file:
-        file.write("not json\n")
+    (line,) = hide_bad_records(path := tmp_path / "a.jsonl", some_texts(200))
     loader = make_loader(Dataset(source="jsonl", path=str(path), num_workers=2))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 41: not valid JSON"):
+    with pytest.raises(UserError, match=rf"a\.jsonl, line {line}, column 1: not valid JSON"):
         count_batches(loader)
     loader.close()
 
@@ -94,7 +92,7 @@ def test_workers_end_with_their_trainer_however_it_ends(tmp_path, number):
             f"""
             import sys, time
             sys.path[:0] = [{str(ROOT / "tests/data")!r}]
-            from data_helpers import Dataset, make_loader
+            from data_helpers import hide_bad_records, Dataset, make_loader
             loader = make_loader(Dataset(source="jsonl", path={str(path)!r}, num_workers=2))
             loader.next_global_batch()
             print(*[worker._process._process.pid for worker in loader._reader._workers], flush=True)

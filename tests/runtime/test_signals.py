@@ -24,17 +24,17 @@ def signals(tmp_path: Path) -> Iterator[Signals]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_request_to_stop_is_obeyed_one_step_later(signals: Signals, number: signal.Signals) -> None:
-    assert signals.agreed() == Requests()
+    assert signals.agreed(False) == Requests()
     os.kill(os.getpid(), number)
     if number != signal.SIGINT:  # a scheduler says it to the launcher, too, which passes it on
         os.kill(os.getpid(), number)
-    assert signals.agreed() == Requests()  # what the ranks said a step before
-    assert signals.agreed() == Requests(stop=number.name)
+    assert signals.agreed(False) == Requests()  # what the ranks said a step before
+    assert signals.agreed(False) == Requests(stop=number.name)
 
 
 def test_a_request_to_save_is_obeyed_once(signals: Signals) -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert [signals.agreed().save for _ in range(4)] == [False, True, False, False]
+    assert [signals.agreed(False).save for _ in range(4)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -42,4 +42,4 @@ def test_an_interrupt_after_a_request_to_stop_ends_at_once(signals: Signals, fir
     os.kill(os.getpid(), first)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-    assert signals.agreed() == Requests()
+    assert signals.agreed(False) == Requests()

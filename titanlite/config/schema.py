@@ -235,7 +235,8 @@ class Dataset(TextSource):
     on_change: Literal["error", "warn"] = "error"
     """What a resumed run does whose data is not what it was. warn goes on with the new data where the old one stood."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """A record that cannot be read (not JSON, no text in it, not UTF-8) ends the run, or is skipped and counted."""
+    """error: a record that cannot be read (not JSON, no text in it, not UTF-8) ends the run; the steps before it are
+    saved. skip: such records are left out; each is named once in the log, and the metrics count them."""
     num_workers: NonNegativeInt = 1
     """Background processes of a rank that read and tokenize; one delivers millions of tokens/s. 0: the trainer
     itself."""

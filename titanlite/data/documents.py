@@ -11,10 +11,9 @@ a part is read from its front in windows of neighbours, and each window is shuff
 from __future__ import annotations
 
 import itertools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -75,23 +74,29 @@ class Encoder:
     Attributes:
         holdout: share of the documents that is held out for validation.
         held_out: whether this is the validation, which reads those and no others.
-        skip_bad: go on after a record that cannot be read.
-        skipped: how many records were skipped.
+        skip_bad: leave out a record that cannot be read; otherwise it is an error.
+        section: of the job file, for messages.
+        skipped: why records were left out. Whoever reports it empties the list.
     """
 
     tokenizer: Tokenizer
     holdout: float = 0.0
     held_out: bool = False
     skip_bad: bool = False
-    skipped: int = 0
+    section: str = "dataset"
+    skipped: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         bos = self.tokenizer.bos_id
         self._begin = np.array([] if bos is None else [bos], dtype=np.int32)
         self._end = np.array([self.tokenizer.eos_id], dtype=np.int32)
+        self.empty_length = len(self._begin) + len(self._end)  # tokens of a document without text
 
-    def fetch(self, source: RandomAccess, index: int) -> np.ndarray:
+    def fetch(self, source: RandomAccess, index: int, again: bool = False) -> np.ndarray:
         """Tokens of document `index`: bos, text, eos; none if it is held out or skipped.
+
+        Args:
+            again: in an earlier epoch it was skipped already, and reported.
 
         Raises:
             BadRecord: it cannot be read, and such records are not skipped.
@@ -99,19 +104,19 @@ class Encoder:
         try:
             record = source[index]
         except BadRecord as error:
-            return self.encode(error)
+            return self.encode(error, again)
         if isinstance(record, str):
             return self.encode(record)
         return record if not self.holdout or self._reads(source.text_hash(index)) else self._end[:0]
 
-    def encode(self, record: str | BadRecord) -> np.ndarray:
+    def encode(self, record: str | BadRecord, again: bool = False) -> np.ndarray:
         """As `fetch`, for a record that has been read already."""
         if isinstance(record, BadRecord):
             if not self.skip_bad:
-                raise record
-            self.skipped += 1
-            if self.skipped <= 5:
-                logging.getLogger("titanlite").warning("skipped a record: %s", record)
+                key = f"{self.section}.on_bad_record"
+                raise BadRecord(f'{record}. Mend the record, or leave such records out by {key} = "skip".')
+            if not again:
+                self.skipped.append(str(record))
             return self._end[:0]
         if self.holdout and not self._reads(text_hash(record)):
             return self._end[:0]
@@ -192,7 +197,8 @@ class RandomDocuments(Documents):
                 turns = block * self._block_turns + np.arange(self._block_turns)
                 self._block, self._numbers = block, self._order(turns * self._streams + self._stream)
             number = int(self._numbers[place])
-            self._document = Document(0, number, self._encoder.fetch(self._source, number))
+            again = turn * self._streams + self._stream >= len(self._source)
+            self._document = Document(0, number, self._encoder.fetch(self._source, number, again))
         return self._document
 
 
@@ -232,7 +238,8 @@ class SequentialDocuments(Documents):
             part = self._fill_window()
             assert self._window is not None
             local = int(self._shuffle[self.place.index])
-            tokens = self._encoder.encode(self._window[local])
+            again = self.place.turn * self._streams + self._stream >= self._source.num_parts
+            tokens = self._encoder.encode(self._window[local], again)
             self._document = Document(part, self.place.window + local, tokens)
         return self._document
 

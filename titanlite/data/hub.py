@@ -14,7 +14,7 @@ import xxhash
 
 from titanlite.config.errors import UserError
 from titanlite.data.sequential import skip_progress
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, check_text, no_column
+from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, check_text, no_column, text_or_raise
 
 if TYPE_CHECKING:
     from titanlite.config.schema import TextSource
@@ -39,7 +39,8 @@ class HubDataset(RandomAccess):
         self.fingerprint = digest.hexdigest()
 
     def __getitem__(self, index: int) -> str:
-        return check_text(self._dataset[index][self._column], self._column, lambda: f"{self.name}, row {index}")
+        text = self._dataset[index][self._column]
+        return text_or_raise(check_text(text, self._column, lambda: f"{self.name}, row {index}"))
 
 
 class HubStream(Sequential):
@@ -57,14 +58,8 @@ class HubStream(Sequential):
 
     def read(self, part: int, start: int) -> Iterator[str | BadRecord]:
         for number, example in enumerate(self._examples(part, start), start):
-            try:
-                text = check_text(
-                    example.get(self._column), self._column, lambda n=number: f"{self.name}, part {part}, document {n}"
-                )
-            except BadRecord as error:
-                yield error
-            else:
-                yield text
+            text = example.get(self._column)
+            yield check_text(text, self._column, lambda n=number: f"{self.name}, part {part}, document {n}")
 
     def _examples(self, part: int, start: int) -> Iterator[dict[str, Any]]:
         progress = skip_progress(f"{self.name}, part {part}", start)

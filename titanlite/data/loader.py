@@ -7,9 +7,10 @@ data.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,16 +22,15 @@ from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbat
 from titanlite.data.documents import Encoder, Place
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Cursor
-from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
-from titanlite.data.shards import Shards
-from titanlite.data.show import source_table
-from titanlite.data.sources import open_source
+from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow, open_sources, report_skipped, start_cursors
+from titanlite.data.show import lost_characters, source_table
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.worker import WorkerPool
 
 __all__ = ["GlobalBatch", "Loader", "Microbatch", "OutOfData"]
 
 _STATE_VERSION = 2
+_MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
 
 Gather = Callable[[Any], list[Any]]
 
@@ -74,15 +74,13 @@ class Loader:
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._gather = gather or _gather_over(dp_group)
         self._encoder = Encoder(tokenizer, holdout, held_out, dataset.on_bad_record == "skip")
-        self.sources = [open_source(spec) for spec in source_specs(dataset)]
-        for source in self.sources:
-            if isinstance(source, Shards):
-                source.check(tokenizer, holdout)
-            check_enough(source, replace(self._encoder), seq_len)
+        self.sources = open_sources(dataset, self._encoder, seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
         self._cursors = start_cursors(dataset, self.sources, holdout)
         self._reader: BatchReader | WorkerPool | None = None
-        self._valid_tokens = self._tokens = 0
+        self._ahead: deque[list[ReadRow] | Exception] = deque()  # read already, not yet asked for
+        self._valid_tokens = self._tokens = self._num_skipped = 0
+        self._skipped: list[str] = []  # reasons that were not reported yet
 
     def start(self) -> None:
         """Start reading ahead in the background, if it has not begun. The first batch does it otherwise."""
@@ -110,12 +108,16 @@ class Loader:
             UserError: a record cannot be read.
             WorkerError: a background process died.
         """
-        self.start()
-        assert self._reader is not None
-        read = self._reader.next_batch()
+        self._read_ahead(1)
+        read = self._ahead[0]
+        if isinstance(read, Exception):
+            raise read
+        self._ahead.popleft()
         self._schedule.next_batch()
-        for _, _, source, stream, cursor in read:
-            self._cursors[source][stream] = cursor
+        for row in read:
+            self._cursors[row.source][row.stream] = row.cursor
+            self._skipped += row.skipped
+            self._num_skipped += len(row.skipped)
         local, mask = self._local_batch_size, self._dataset.document_mask
         batches = [
             make_microbatch([r.row for r in read[i : i + local]], self._seq_len, mask, self._device)
@@ -125,14 +127,43 @@ class Loader:
         self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * self._seq_len
         return GlobalBatch([microbatch for microbatch, _ in batches], valid)
 
+    def fails_within(self, batches: int) -> bool:
+        """Whether this rank cannot read one of its next `batches` global batches; waits until they are read. The other
+        ranks can then be told in time: they would wait in a collective for a rank that ends alone. The end of the data
+        is no failure."""
+        self._read_ahead(batches)
+        ahead = itertools.islice(self._ahead, batches)
+        return any(isinstance(batch, Exception) and not isinstance(batch, OutOfData) for batch in ahead)
+
+    def failure(self) -> Exception | None:
+        """Why this rank cannot read its next global batch, if it cannot."""
+        first = self._ahead[0] if self.fails_within(1) else None
+        assert not isinstance(first, list)
+        return first
+
+    def _read_ahead(self, batches: int) -> None:
+        self.start()
+        assert self._reader is not None
+        while len(self._ahead) < batches and not (self._ahead and isinstance(self._ahead[-1], Exception)):
+            try:
+                self._ahead.append(self._reader.next_batch())
+            except Exception as error:  # raised when its batch is due
+                self._ahead.append(error)
+
     def stats(self) -> dict[str, float]:
-        """Of this rank, since it started: share of the positions that are trained on, and records skipped."""
-        skipped = self._reader.skipped if self._reader else 0
-        return {"utilization": self._valid_tokens / max(1, self._tokens), "skipped_records": skipped}
+        """Of all ranks, since they started: share of the positions that are trained on, and number of records skipped.
+        Reports the records skipped since the last call. All ranks of dp_group call it together."""
+        now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
+        shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now))
+        valid, tokens, skipped = (sum(share[i] for share in shares) for i in range(3))
+        if self._dp_rank == 0:
+            report_skipped([reason for share in shares for reason in share[3]])
+        return {"utilization": valid / max(1, tokens), "skipped_records": skipped}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
         dp_group call it together, because each one knows only the streams that it read."""
+        self.stats()  # what was skipped before a checkpoint is reported before it
         known = [list(cursors) for cursors in self._cursors]
         for gathered in self._gather(self._cursors):
             for mine, theirs in zip(known, gathered, strict=True):
@@ -196,7 +227,11 @@ class Loader:
         return " + ".join(source.describe() for source in self.sources)
 
     def table(self, steps: int) -> str:
-        """A table of the sources for a run of `steps`, to be shown before the first one."""
+        """A table of the sources for a run of `steps`, to be shown before the first one. Warns of text that the
+        tokenizer cannot represent."""
+        for source in self.sources:
+            if lost := lost_characters(source, self._tokenizer):
+                logging.getLogger("titanlite").warning(lost)
         arguments = (self._dataset, self.sources, self._encoder, self._seq_len, self._global_batch_size, steps)
         return source_table(*arguments)
 
@@ -205,6 +240,7 @@ class Loader:
         if isinstance(self._reader, WorkerPool):
             self._reader.close()
         self._reader = None
+        self._ahead.clear()
 
     def _changes(self, state: dict[str, Any]) -> tuple[list[str], dict[int, str]]:
         """What differs from the run that saved `state`: what nobody can go on with, and, by the number of the source,

@@ -29,9 +29,9 @@ from titanlite.config.errors import UserError
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import Encoder
-from titanlite.data.reader import source_specs
+from titanlite.data.reader import open_sources, source_specs
 from titanlite.data.shards import FORMAT, Header, Shards, block_checksums
-from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, open_source, text_hash
+from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, text_hash
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerProcess, receive, send
 
@@ -66,10 +66,11 @@ def prepare(job: JobConfig, out: Path, workers: int) -> list[Path]:
     for spec in specs:
         if spec.source == "shards":
             raise UserError(f"dataset.path = {spec.path!r} holds prepared shards already")
-    sources = [open_source(spec) for spec in specs]  # all of them before hours of work on the first
+    skip_bad = job.dataset.on_bad_record == "skip"
+    sources = open_sources(job.dataset, Encoder(tokenizer, skip_bad=skip_bad), 0)  # all, before hours of work on one
     for source, folder in zip(sources, folders, strict=True):
         try:
-            _prepare_source(source, folder, tokenizer, workers, job.dataset.on_bad_record == "skip")
+            _prepare_source(source, folder, tokenizer, workers, skip_bad)
         except OSError as error:
             raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
     return folders
@@ -164,8 +165,8 @@ def _units(source: Source, start: list[int]) -> Iterator[_Unit]:
             yield _Unit(0, 0, records, [part + 1, 0], done)
 
 
-_Result = tuple[_Unit, bytes, np.ndarray, np.ndarray, int]
-"""A unit, its tokens, the lengths of its documents, the hashes of their texts, and how many records were skipped."""
+_Result = tuple[_Unit, bytes, np.ndarray, np.ndarray, list[str]]
+"""A unit, its tokens, the lengths of its documents, the hashes of their texts, and why records were skipped."""
 
 
 class _Pool:
@@ -222,7 +223,9 @@ def _write_shard(folder: Path, number: int, results: Iterator[Any], progress: _P
             file.write(tokens)
             lengths.append(sizes)
             hashes.append(text_hashes)
-            skipped, following = skipped + bad, unit.next
+            skipped, following = skipped + len(bad), unit.next
+            for reason in bad:
+                print(f"skipped a record: {reason}")
             progress.add(int(sizes.sum()), unit.done)
             if count == _UNITS_PER_SHARD:
                 break

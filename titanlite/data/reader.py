@@ -9,17 +9,26 @@ of those, worker w of W reads the streams that it owns, so that a document is to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.documents import Encoder, Exhausted, epoch_order, num_streams, open_documents
 from titanlite.data.mixing import Schedule
+from titanlite.data.order import Permutation
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor, Packer
 from titanlite.data.packing import Row as Row
-from titanlite.data.sources import RandomAccess, Sequential, Source
+from titanlite.data.shards import Shards
+from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, open_source
 from titanlite.data.tokenizer import Tokenizer
+
+_SAMPLE_DOCUMENTS = 64
+_MOST_EMPTY = 100_000  # so many empty documents at the front, and no other, are a mistake
 
 
 class OutOfData(Exception):
@@ -34,6 +43,8 @@ class ReadRow(NamedTuple):
     source: int
     stream: int
     cursor: Cursor
+    skipped: list[str]
+    """Why records were left out on the way to this row; in the first epoch only, so that each is reported once."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,6 @@ class BatchReader:
         self._open: dict[tuple[int, int], Packer] = {}
 
     @property
-    def skipped(self) -> int:
-        """Records that could not be read, so far."""
-        return self._encoder.skipped
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """Of the rows."""
         return self._encoder.tokenizer
@@ -102,7 +108,7 @@ class BatchReader:
                 continue
             row, cursor = self.read(source, number)
             if own:
-                rows.append(ReadRow(k, row, source, stream, cursor))
+                rows.append(ReadRow(k, row, source, stream, cursor, self._encoder.skipped.copy()))
         return rows
 
     def read(self, source: int, number: int) -> tuple[Row, Cursor]:
@@ -113,6 +119,7 @@ class BatchReader:
             packer = self._open[source, stream] = self._open_stream(source, stream)
         try:
             packer.skip_to(row)  # no step where dp_size divides V; else other ranks read the rows between
+            self._encoder.skipped.clear()  # these are theirs to report
             return packer.next_row(), packer.cursor
         except Exhausted:
             epochs = self._specs[source].max_epochs
@@ -126,25 +133,53 @@ class BatchReader:
         return self._packer(documents, self._seq_len, padding, self._cursors[source][stream])
 
 
-def check_enough(source: Source, encoder: Encoder, seq_len: int) -> None:
-    """Read from the front of `source` until one row is full.
+def open_sources(dataset: Dataset, encoder: Encoder, seq_len: int) -> list[Source]:
+    """The sources of a job, after a first look into each: what can be found wrong at once is said before training.
 
     Raises:
-        UserError: it holds less than one row, or one of its first records cannot be read.
+        UserError: a source cannot be opened, holds less than one row or no text, or the first look found a record that
+            cannot be read.
     """
-    tokens = 0
+    sources = [open_source(spec) for spec in source_specs(dataset)]
+    for source in sources:
+        if isinstance(source, Shards):
+            source.check(encoder.tokenizer, encoder.holdout)
+        _look_into(source, replace(encoder), seq_len)
+    return sources
+
+
+def _look_into(source: Source, encoder: Encoder, seq_len: int) -> None:
+    """Read from the front of `source` until one row is full, then a sample of its documents."""
+    tokens = texts = empty = 0
     for document in _from_the_front(source, encoder):
         tokens += len(document)
-        if tokens > seq_len:
-            return
+        texts += len(document) > encoder.empty_length
+        empty += 0 < len(document) <= encoder.empty_length
+        if (texts and tokens > seq_len) or (empty == _MOST_EMPTY and not texts):
+            break
     what = "held-out documents of" if encoder.held_out else "documents of"
-    raise UserError(
-        f"the {what} {source.name} have {tokens:,} tokens together, fewer than one sequence: training.seq_len is "
-        f"{seq_len:,}. Lower it, or add text."
-    )
+    if empty and not texts:
+        raise UserError(f"the {what} {source.name} are empty: none of the first {empty:,} has any text.")
+    if tokens <= seq_len:
+        too_few = f"fewer than one sequence: training.seq_len is {seq_len:,}. Lower it, or add text."
+        raise UserError(
+            f"the {what} {source.name} have {tokens:,} tokens together, {too_few if seq_len else 'there is no text.'}"
+        )
+    if isinstance(source, RandomAccess) and not isinstance(source, Shards):
+        for index in sample_numbers(source):
+            try:
+                source[index]
+            except BadRecord as error:
+                encoder.encode(error)
 
 
-def _from_the_front(source: Source, encoder: Encoder) -> Any:
+def sample_numbers(source: RandomAccess) -> list[int]:
+    """Numbers of a few documents, spread over the whole source."""
+    count = len(source)
+    return Permutation(count, "sample")(np.arange(min(count, _SAMPLE_DOCUMENTS))).tolist()
+
+
+def _from_the_front(source: Source, encoder: Encoder) -> Iterator[np.ndarray]:
     if isinstance(source, RandomAccess):
         for index in range(len(source)):
             yield encoder.fetch(source, index)
@@ -153,6 +188,12 @@ def _from_the_front(source: Source, encoder: Encoder) -> Any:
         for part in range(source.num_parts):
             for record in source.read(part, 0):
                 yield encoder.encode(record)
+
+
+def report_skipped(reasons: list[str]) -> None:
+    """Log why records were left out."""
+    for reason in reasons:
+        logging.getLogger("titanlite").warning("skipped a record: %s", reason)
 
 
 def start_cursors(dataset: Dataset, sources: list[Source], holdout: float) -> list[list[Cursor]]:

@@ -22,6 +22,7 @@ from titanlite.data.sources import (
     no_column,
     open_file,
     parse_json_line,
+    refuse_json_array,
     sampled_fingerprint,
 )
 
@@ -36,6 +37,7 @@ class CompressedLines(Sequential):
     def __init__(self, name: str, files: list[Path], column: str) -> None:
         self.name, self._files, self._column = name, files, column
         self.num_parts, self.num_documents, self.size = len(files), None, None
+        refuse_json_array(files[0], next(_blocks(files[0]), b""))  # not all files: each costs a decompression
         self.fingerprint = sampled_fingerprint(files)
 
     def read(self, part: int, start: int) -> Iterator[str | BadRecord]:
@@ -48,10 +50,7 @@ class CompressedLines(Sequential):
             if seen <= start:
                 progress(seen)
                 continue
-            try:
-                yield parse_json_line(line, self._column, lambda number=number: f"{file}, line {number}")
-            except BadRecord as error:
-                yield error
+            yield parse_json_line(line, self._column, lambda number=number: f"{file}, line {number}")
 
 
 class Parquet(Sequential):
@@ -90,12 +89,10 @@ class Parquet(Sequential):
         batches = _open_parquet(file).iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._column])
         try:
             for batch in batches:
-                for text in batch.column(0)[max(0, start - row) :].to_pylist():
-                    try:
-                        yield check_text(text, self._column, lambda: f"{file}, row group {group}")
-                    except BadRecord as error:
-                        yield error
-                row += batch.num_rows
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if row > start:
+                        yield check_text(text, self._column, lambda row=row: f"{file}, row group {group}, row {row}")
         except (OSError, ValueError) as error:
             message = f"{file}, row group {group}: damaged: {error}. Copy or download it again."
             raise UserError(message) from None

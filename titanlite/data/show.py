@@ -5,22 +5,27 @@ May import titanlite.config and data.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
-
-import numpy as np
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data.documents import Encoder
 from titanlite.data.mixing import Schedule, stage_weights
-from titanlite.data.order import Permutation
-from titanlite.data.reader import BatchReader, OutOfData, Part, Row, source_specs, start_cursors
+from titanlite.data.reader import (
+    BatchReader,
+    OutOfData,
+    Part,
+    Row,
+    open_sources,
+    sample_numbers,
+    source_specs,
+    start_cursors,
+)
 from titanlite.data.shards import Shards
-from titanlite.data.sources import FileSpans, RandomAccess, Source, open_source
-from titanlite.data.tokenizer import load_tokenizer
-
-_SAMPLE = 64
+from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Source
+from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 def source_table(
@@ -57,6 +62,26 @@ def _shares(dataset: Dataset, steps: int) -> list[Fraction]:
     return shares
 
 
+def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
+    """What to say about characters in a sample of `source` that the tokenizer cannot represent; None if it keeps all.
+    tiktoken's format always does."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not isinstance(source, RandomAccess):
+        return None
+    characters: set[str] = set()
+    for index in sample_numbers(source):
+        with suppress(BadRecord):
+            document = source[index]
+            characters.update(document if isinstance(document, str) else "")
+    lost = [c for c in sorted(characters) if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
+    if not lost:
+        return None
+    some = ", ".join(map(repr, lost[:5]))
+    return (
+        f"{tokenizer.path} cannot represent {len(lost):,} characters in a sample of {source.name}, such as {some}: the "
+        "model does not see them. A tokenizer with a byte-level vocabulary or byte fallback keeps every text."
+    )
+
+
 def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]:
     """Tokens of a source, None if unknown, and whether that is exact."""
     if isinstance(source, Shards):
@@ -64,15 +89,14 @@ def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]
     if not isinstance(source, RandomAccess):
         return None, False
     whole = Encoder(encoder.tokenizer, skip_bad=True)
-    count = len(source)
-    sample = Permutation(count, "sample")(np.arange(count if count <= _SAMPLE else _SAMPLE))
-    tokens = sum(len(whole.fetch(source, int(i))) for i in sample)
-    if count <= _SAMPLE:
+    sample = sample_numbers(source)
+    tokens = sum(len(whole.fetch(source, index)) for index in sample)
+    if len(sample) == len(source):
         return tokens, True
     if isinstance(source, FileSpans):  # long documents weigh more: by bytes the estimate is closer
         sizes = source.sizes()
         return int(tokens * sizes.sum() / max(1, sizes[sample].sum())), False
-    return tokens * count // _SAMPLE, False
+    return tokens * len(source) // len(sample), False
 
 
 def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> str:
@@ -91,14 +115,11 @@ def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> s
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
     holdout = job.validation.holdout
-    sources = [open_source(spec) for spec in source_specs(dataset)]
-    for source in sources:
-        if isinstance(source, Shards):
-            source.check(tokenizer, holdout)
+    encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
+    sources = open_sources(dataset, encoder, training.seq_len)
     schedule = Schedule(dataset, size)
     for _ in range(step - 1):
         schedule.next_batch()
-    encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
     seed = training.seed if dataset.seed is None else dataset.seed
     cursors = start_cursors(dataset, sources, holdout)
     reader = BatchReader(dataset, sources, encoder, seed, training.seq_len, schedule, cursors, Part(0, 1))

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SCAN_BYTES = 1 << 22
+_HEAD_BYTES = 4096
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 COMPRESSED = (".gz", ".zst")
 
@@ -148,9 +150,10 @@ class FileSpans(RandomAccess):
         try:
             return raw.decode("utf-8").removeprefix("\ufeff")  # byte order mark
         except UnicodeDecodeError as error:
+            byte = start + error.start
             raise BadRecord(
-                f"{file}, byte {start + error.start}: not valid UTF-8 (0x{raw[error.start]:02x}); convert the file, "
-                f"for example with: iconv -f latin1 -t utf-8"
+                f"{file}, line {line_number(file, byte)} (byte {byte} of the file): not valid UTF-8 "
+                f"(0x{raw[error.start]:02x}); it can be converted, for example with: iconv -f latin1 -t utf-8"
             ) from None
 
 
@@ -161,53 +164,78 @@ class JsonLines(FileSpans):
     """One JSON object a line; blank lines are no documents."""
 
     def __init__(self, name: str, files: list[Path], column: str) -> None:
+        for file in files:
+            with open_file(file) as stream:
+                refuse_json_array(file, stream.read(_HEAD_BYTES))
         super().__init__(name, files, [file.name for file in files], _line_ends)
         self._column = column
 
     def __getitem__(self, index: int) -> str:
         file, start, raw = self._read(index)
+        blank = len(raw) - len(raw.lstrip())  # blank lines before this one
 
         def place() -> str:
-            skipped = len(raw) - len(raw.lstrip())
-            with open_file(file) as stream:  # only an error pays for counting the lines before it
-                line, left = 1, start + skipped
-                while left:
-                    part = stream.read(min(left, _SCAN_BYTES))
-                    line, left = line + part.count(b"\n"), left - len(part)
-            return f"{file}, line {line}"
+            return f"{file}, line {line_number(file, start + blank)}"
 
-        return parse_json_line(raw, self._column, place)
+        return text_or_raise(parse_json_line(raw, self._column, place))
 
 
-def parse_json_line(raw: bytes, column: str, place: Callable[[], str]) -> str:
-    """The text in a line; `place` is asked where the line stands if it has none.
+def line_number(file: Path, offset: int) -> int:
+    """The line, from 1, that holds byte `offset`. Reads the file up to there: only an error message pays for it."""
+    line, left = 1, offset
+    with open_file(file) as stream:
+        while left:
+            block = stream.read(min(left, _SCAN_BYTES))
+            line, left = line + block.count(b"\n"), left - len(block)
+    return line
+
+
+def refuse_json_array(file: Path, head: bytes) -> None:
+    """Refuse a file of JSON lines whose first bytes, `head`, begin one JSON array.
 
     Raises:
-        BadRecord: no JSON object, or no text in it.
+        UserError: they do.
     """
+    if re.match(rb"\s*\[\s*([{\[\"]|$)", head):
+        raise UserError(
+            f'{file} is one JSON array, but source = "jsonl" needs one JSON object on each line. Convert the file, for '
+            f"example with: jq -c '.[]' {file.name} > {file.stem}-lines.jsonl"
+        )
+
+
+def parse_json_line(raw: bytes, column: str, place: Callable[[], str]) -> str | BadRecord:
+    """The text in a line of JSON, or why there is none; `place` names file and line, and is called for that only."""
     try:
-        record = json.loads(raw)
+        record = json.loads(raw.rstrip())  # or a mistake at the end would be in column 1 of the next line
     except UnicodeDecodeError as error:
-        raise BadRecord(f"{place()}: not valid UTF-8 (0x{raw[error.start]:02x})") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"{place()}: not valid JSON: {error}") from None
+        byte = error.start - raw.rfind(b"\n", 0, error.start)
+        return BadRecord(f"{place()}, byte {byte}: not valid UTF-8 (0x{raw[error.start]:02x})")
+    except json.JSONDecodeError as error:
+        return BadRecord(f"{place()}, column {error.colno}: not valid JSON: {error.msg}")
+    except RecursionError:
+        return BadRecord(f"{place()}: JSON that is nested too deeply")
+    except ValueError as error:  # a number of thousands of digits
+        return BadRecord(f"{place()}: not valid JSON: {error}")
     if not isinstance(record, dict):
-        raise BadRecord(f"{place()}: a JSON object is needed, this is a {type(record).__name__}")
+        return BadRecord(f"{place()}: a JSON object is needed, this is a {type(record).__name__}")
     if column not in record:
-        raise BadRecord(f"{place()}: {no_column(column, list(record))}")
+        return BadRecord(f"{place()}: {no_column(column, list(record))}")
     return check_text(record[column], column, place)
 
 
-def check_text(text: object, column: str, place: Callable[[], str]) -> str:
-    """`text` if it is one.
-
-    Raises:
-        BadRecord: it is null or of another type.
-    """
+def check_text(text: object, column: str, place: Callable[[], str]) -> str | BadRecord:
+    """`text` if it is a string, or what it is instead."""
     if isinstance(text, str):
         return text
     found = "null" if text is None else type(text).__name__
-    raise BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
+    return BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
+
+
+def text_or_raise(record: str | BadRecord) -> str:
+    """`record` if it is text; raises it otherwise."""
+    if isinstance(record, BadRecord):
+        raise record
+    return record
 
 
 def no_column(column: str, columns: list[str]) -> str:

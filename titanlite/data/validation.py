@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
 from titanlite.data.documents import Encoder
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Row
-from titanlite.data.reader import BatchReader, OutOfData, Part, check_enough, source_specs, start_cursors
-from titanlite.data.shards import Shards
-from titanlite.data.sources import open_source
+from titanlite.data.reader import BatchReader, OutOfData, Part, open_sources, report_skipped, start_cursors
 from titanlite.data.tokenizer import Tokenizer
 
 
@@ -55,12 +52,9 @@ class ValidationSet:
         once = {"max_epochs": 1}
         mix = tuple(spec.model_copy(update=once) for spec in chosen.sources)
         chosen = chosen.model_copy(update={"sources": mix, **once})
-        sources = [open_source(spec) for spec in source_specs(chosen)]
-        encoder = Encoder(tokenizer, validation.holdout, held_out, chosen.on_bad_record == "skip")
-        for source in sources:
-            if isinstance(source, Shards):
-                source.check(tokenizer, validation.holdout)
-            check_enough(source, replace(encoder), seq_len)
+        section = "dataset" if held_out else "validation"
+        encoder = Encoder(tokenizer, validation.holdout, held_out, chosen.on_bad_record == "skip", section)
+        sources = open_sources(chosen, encoder, seq_len)
         self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
         self._name = " + ".join(source.name for source in sources)
 
@@ -72,6 +66,8 @@ class ValidationSet:
         with suppress(OutOfData):  # fewer rows than asked for: describe() says how many
             for source, number in schedule.next_batch():
                 rows.append(reader.read(source, number)[0])
+                if not held_out:  # what cannot be read in [dataset] the training reports
+                    report_skipped(encoder.skipped)
         self.num_sequences = len(rows)
         filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
         own = rows[dp_rank::dp_size]

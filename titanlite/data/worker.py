@@ -44,9 +44,8 @@ class WorkerPool:
     def __init__(
         self, arguments: dict[str, Any], encoder: Encoder, dp_rank: int, dp_size: int, workers: int, prefetch: int
     ) -> None:
-        settings = {"holdout": encoder.holdout, "held_out": encoder.held_out, "skip_bad": encoder.skip_bad}
+        settings = {name: getattr(encoder, name) for name in ("holdout", "held_out", "skip_bad", "section")}
         setup = (arguments, encoder.tokenizer.path, settings)
-        self.skipped = 0
         self._workers = [_Worker((*setup, Part(dp_rank, dp_size, w, workers)), prefetch) for w in range(workers)]
 
     def next_batch(self) -> list[ReadRow]:
@@ -59,14 +58,11 @@ class WorkerPool:
         for worker in self._workers:
             worker.check_alive()
         results = [worker.get() for worker in self._workers]
-        for _, payload, _ in results:  # a mistake in the data goes before its end
-            if isinstance(payload, Exception) and not isinstance(payload, OutOfData):
-                raise payload
-        for _, payload, _ in results:
-            if isinstance(payload, Exception):
-                raise payload
-        self.skipped = sum(skipped for _, _, skipped in results)
-        return sorted((row for _, rows, _ in results for row in rows), key=lambda row: row.k)
+        failures = [result for result in results if isinstance(result, Exception)]
+        if failures:  # a mistake in the data goes before its end
+            raise min(failures, key=lambda failure: isinstance(failure, OutOfData))
+        rows = [row for result in results if not isinstance(result, Exception) for row in result]
+        return sorted(rows, key=lambda row: row.k)
 
     def close(self) -> None:
         """End the workers."""
@@ -139,13 +135,13 @@ class _Worker:
 
     def __init__(self, setup: tuple[Any, ...], prefetch: int) -> None:
         self._process = WorkerProcess("titanlite.data.worker")
-        self._received: queue.Queue[tuple[str, Any, int]] = queue.Queue(maxsize=prefetch)
+        self._received: queue.Queue[list[ReadRow] | Exception] = queue.Queue(maxsize=prefetch)
         self._died, self._closing = False, False
         self._thread = threading.Thread(target=self._receive, args=(setup,), daemon=True)
         self._thread.start()
 
-    def get(self) -> tuple[str, Any, int]:
-        """The next message: its kind, rows or an exception, and the number of records skipped so far."""
+    def get(self) -> list[ReadRow] | Exception:
+        """The rows of the next batch, or what the worker raised."""
         while True:
             try:
                 return self._received.get(timeout=1.0)
@@ -173,7 +169,7 @@ class _Worker:
             while not self._closing:
                 message = receive(self._process.connection)
                 self._received.put(message)
-                if message[0] != "rows":
+                if isinstance(message, Exception):
                     return
         except (EOFError, OSError):
             self._died = not self._closing
@@ -183,15 +179,14 @@ def main(connection: Connection) -> None:
     """Send batch after batch until the socket is closed, or something is raised."""
     arguments, tokenizer, settings, part = receive(connection)
     logging.getLogger("titanlite").setLevel(logging.ERROR if part.dp_rank else logging.INFO)  # ranks would repeat it
-    reader: BatchReader | None = None
     try:
         reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
         while True:
-            send(connection, ("rows", reader.next_batch(), reader.skipped))
+            send(connection, reader.next_batch())
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        send(connection, ("error", _portable(error), reader.skipped if reader else 0))
+        send(connection, _portable(error))
 
 
 def _portable(error: Exception) -> Exception:

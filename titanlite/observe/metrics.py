@@ -98,7 +98,7 @@ class LoggedStep:
         int,
         Curve(
             "7_counters/skipped_records",
-            'Records of the data that rank 0 could not read since this start (dataset.on_bad_record = "skip").',
+            'Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once.',
         ),
     ] = 0
     failed_saves: Annotated[

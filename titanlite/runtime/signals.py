@@ -19,10 +19,12 @@ SAVE = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Requests:
-    """What signals ask of the run: to save and stop (the name of the signal that did), or to save and go on."""
+    """What is asked of the run: to save and stop (the name of the signal that did), to save and go on, or to end
+    because some rank cannot read its data further."""
 
     stop: str | None = None
     save: bool = False
+    data_fails: bool = False
 
 
 class Signals:
@@ -44,15 +46,15 @@ class Signals:
         self._stop = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def agreed(self) -> Requests:
-        """What some rank had been asked at the last call, on all ranks alike.
+    def agreed(self, data_fails: bool) -> Requests:
+        """What some rank had been asked, or had said by `data_fails`, at the last call; on all ranks alike.
 
         A collective: call it once a step. The CPU all-reduce overlaps with the step that follows.
         """
         answer = self.wait()
         if answer.save:  # about to happen: it serves whoever was asked since, such as a rank that heard a step later
             self._save = 0
-        flags = torch.tensor([self._stop, self._save], dtype=torch.int32)
+        flags = torch.tensor([self._stop, self._save, data_fails], dtype=torch.int32)
         self._save = 0
         self._pending = (flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True))
         return answer
@@ -64,5 +66,5 @@ class Signals:
         (flags, work), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        stop, save = flags.tolist()
-        return Requests(signal.Signals(stop).name if stop else None, bool(save))
+        stop, save, data_fails = flags.tolist()
+        return Requests(signal.Signals(stop).name if stop else None, bool(save), bool(data_fails))
