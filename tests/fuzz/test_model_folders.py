@@ -105,7 +105,7 @@ def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good
     secret = tmp_path / "secret.safetensors"
     shutil.copy(next((good / "hf").glob("*.safetensors")), secret)
     for number, name in enumerate(
-        ("../secret.safetensors", str(secret), "", ".", "..", "a/../../secret.safetensors", "\0")
+        ("../secret.safetensors", str(secret), "", ".", "..", "a/../../secret.safetensors", "\0", "a" * 10**5)
     ):
         folder = tmp_path / f"name{number}"
         shutil.copytree(good / "hf", folder)

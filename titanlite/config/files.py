@@ -112,7 +112,7 @@ def file_inside(folder: Path, name: str) -> Path:
         UserError: `name` is no plain file name, the link leads elsewhere, or it is no regular file.
     """
     path = folder / name
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    if name in ("", ".", "..") or "/" in name or "\0" in name or len(name) > 255:
         raise UserError(f"{folder}: {short(repr(name))} is not the name of a file in this folder.")
     try:
         target, home = path.resolve(), folder.resolve()
