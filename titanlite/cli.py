@@ -36,6 +36,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Tokenize the data of a job file once, into shards that training maps into memory.",
         "titanlite.commands.prepare:main",
     ),
+    "tokenizer": (
+        "`tokenizer train --vocab-size N --out DIR`: make a vocabulary from text of your own.",
+        "titanlite.commands.tokenizer:main",
+    ),
     "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.commands.data:main"),
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),

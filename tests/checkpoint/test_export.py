@@ -21,10 +21,10 @@ from titanlite.checkpoint.meta import MetaReader
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.data.bpe import tiktoken_to_json
 from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
-from titanlite.portable import tiktoken_to_json
 
 TIKTOKEN = Path(__file__).parents[2] / "assets" / "tokenizer" / "tokenizer.model"
 PLAIN = Architecture(48, 3, 6, 2, 80, vocab_size=131, max_seq_len=256, rope_theta=10000.0)
@@ -188,6 +188,19 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
     assert f"{out} cannot be made: Not a directory" in capsys.readouterr().err
     assert main(["import", "--hf", str(tmp_path / "hf"), "--out", "x" * 256]) == 2
     assert "is no path: File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_that_may_not_be_written_is_named(tmp_path, capsys):
+    run = TinyRun()
+    run.train(1)
+    run.manager(tmp_path / "checkpoint").save(1, run.train_state())
+    command = ["export", "--checkpoint", str(tmp_path / "checkpoint"), "--tokenizer", str(TIKTOKEN)]
+    assert main([*command, "--out", "/proc/model"]) == 2  # /proc is there, and takes no folder even from root
+    assert "/proc/model cannot be written: No such file" in capsys.readouterr().err
+    write_hf(tmp_path / "hf", build(PLAIN))
+    assert main(["import", "--hf", str(tmp_path / "hf"), "--out", "/proc"]) == 2
+    assert "/proc cannot be written: No such file" in capsys.readouterr().err
 
 
 def test_the_tables_for_a_job_are_toml_whatever_the_folder(tmp_path):

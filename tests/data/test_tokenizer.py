@@ -238,11 +238,3 @@ def test_a_link_beside_the_tokenizer_stays_in_its_folder_or_in_hugging_faces_cac
     (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
     (snapshot / "tokenizer_config.json").symlink_to("../../blobs/2")
     assert load_tokenizer(snapshot / "tokenizer.json").eos_id == 3849
-
-
-def test_training_again_gives_the_same_files(tmp_path):
-    """Of the interpreter at hand: shipped files hold only for the one that made them."""
-    for name in ("one", "two"):
-        subprocess.run([sys.executable, ROOT / "scripts/train_tokenizer.py", "--out", tmp_path / name], check=True)
-    for file in ("tokenizer.model", "tokenizer.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()

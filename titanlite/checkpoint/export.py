@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
@@ -62,18 +63,27 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        out: must not exist. Raises UserError otherwise.
+        out: must not exist.
         dtype: "float32", "bfloat16" or "float16".
         write_tokenizer: puts the tokenizer's files into a folder and returns bos_token_id and eos_token_id.
+
+    Raises:
+        UserError: it exists, or cannot be written.
     """
-    writer = HuggingFaceWriter(out, source.arch, dtype)
+    writer = None
     try:
+        writer = HuggingFaceWriter(out, source.arch, dtype)
         token_ids = write_tokenizer(writer.folder)
         for name in writer.names:
             writer.add(name, source.read(name))
         writer.publish(token_ids)
-    except BaseException:
-        shutil.rmtree(writer.folder, ignore_errors=True)
+    except BaseException as error:
+        if writer is not None:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{out} cannot be written: {error.strerror}. Choose another folder, or make room."
+            ) from None
         raise
 
 
@@ -99,7 +109,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         origin: where they come from, kept in the manifest.
 
     Raises:
-        UserError: it exists already.
+        UserError: it exists already, or cannot be written.
     """
     if (out / commit.step_name(0)).exists():
         raise UserError(f"{out / commit.step_name(0)} exists already. Choose another folder, or remove it.")
@@ -117,8 +127,14 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
     }
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # DCP holds on to the tensors of a file until it is written
-    with alone():
-        dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source.read), no_dist=True)
+    try:
+        with alone():
+            dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source.read), no_dist=True)
+    except CheckpointException as error:  # DCP hides the cause in it
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            raise UserError(f"{out} cannot be written: {cause.strerror}. Choose another folder.") from None
+        raise
     return out / commit.step_name(0)
 
 

@@ -55,7 +55,7 @@ _BOS_NAMES = ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|starto
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
 # Bounds on files; the largest vocabularies have a million tokens and 60 MB.
-_MOST_BYTES = 1 << 27
+MOST_BYTES = 1 << 27
 _LONGEST_TOKEN = 1024
 TokenId = Annotated[int, Field(ge=0, lt=1 << 24)]
 
@@ -240,7 +240,7 @@ def read_vocab_size(path: str | Path) -> int:
 def _read(path: Path) -> bytes:
     if path.is_dir():
         raise UserError(f"tokenizer {path} is a folder; name the file in it (tokenizer.model or tokenizer.json)")
-    return read_file(path, _MOST_BYTES)
+    return read_file(path, MOST_BYTES)
 
 
 def _parse_ranks(path: Path, raw: bytes) -> dict[bytes, int]:
@@ -337,7 +337,7 @@ def _json_ids(path: Path, raw: bytes) -> tuple[int, int | None, int, dict[str, i
 def _special(path: Path, ids: dict[str, int], key: str, names: Sequence[str]) -> int | None:
     if exists(path.with_name("tokenizer_config.json")):
         config = file_inside(path.parent, "tokenizer_config.json")
-        name = getattr(parse_json(config, read_file(config, _MOST_BYTES), _TokenizerConfig), key)
+        name = getattr(parse_json(config, read_file(config, MOST_BYTES), _TokenizerConfig), key)
         if name is not None:
             if name not in ids:
                 raise UserError(f"{config}: {key} is {short(repr(name))}, which {path.name} does not hold")
