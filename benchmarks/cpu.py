@@ -168,7 +168,7 @@ def start_up(folder: Path, repeats: int) -> dict[str, Any]:
     """Median seconds of START_UP's two commands."""
     seconds: list[list[float]] = [[], []]
     for i in range(repeats):
-        timed = [sys.executable, "-c", TIMED, sys.executable, "-P", "-m", "titanlite.cli", "--help"]
+        timed = [sys.executable, "-c", TIMED, sys.executable, "-P", "-m", "titanlite", "--help"]
         seconds[0].append(float(run_command(timed, {}, folder, measure=False)[3]))
         dump = folder / f"start-{i}"
         command = [ROOT / "run_train.sh", "--job.dump_folder", dump, "--training.steps", 1, "--checkpoint.no-enable"]

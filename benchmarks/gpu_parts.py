@@ -299,7 +299,7 @@ def smoke(part: Part) -> None:
         result["last loss"] = read_lines(folder / "metrics.jsonl")[-1]["loss"]
 
     def generated(result: dict[str, Any]) -> None:
-        command = [sys.executable, "-P", "-m", "titanlite.cli", "generate", "--checkpoint", folder, "--prompt", "def "]
+        command = [sys.executable, "-P", "-m", "titanlite", "generate", "--checkpoint", folder, "--prompt", "def "]
         result["seconds"], output = part.run([*command, "--max-new-tokens", 20])
         result["text"] = "def " + output.rpartition("\ndef ")[2].strip()
 
@@ -424,7 +424,7 @@ def run_titanlite(part: Part, work: Work, cache: Path, own: bool) -> dict[str, A
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     options = titanlite_options(work, folder, part.text, own)
     launched = time.time()
-    part.run([sys.executable, "-P", "-m", "titanlite.cli", "train", *options], **caches(cache))
+    part.run([sys.executable, "-P", "-m", "titanlite", "train", *options], **caches(cache))
     lines = read_lines(folder / "metrics.jsonl")
     steady = [line for line in lines if line["step"] > 2 * work.window] or lines
     rate = statistics.median(line["tps"] for line in steady)

@@ -81,7 +81,7 @@ class Measured:
 
 def prepare_tokens(folder: Path) -> Path:
     """Tokenize the standard library into shards that both sides read; returns their folder."""
-    run_command([sys.executable, "-P", "-m", "titanlite.cli", "prepare", "--out", folder / "shards"], {}, folder)
+    run_command([sys.executable, "-P", "-m", "titanlite", "prepare", "--out", folder / "shards"], {}, folder)
     return folder / "shards"
 
 
@@ -114,7 +114,7 @@ def run_titanlite(work: Work, data: Path, cache: Path, options: Sequence[str] = 
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", *options]
     words += ["--compile.enable"] * work.compile
-    module = ["titanlite.launch"] if work.ranks > 1 else ["titanlite.cli", "train"]
+    module = ["titanlite.launch"] if work.ranks > 1 else ["titanlite", "train"]
     with tempfile.TemporaryDirectory(prefix="titanlite-") as name:
         command = [sys.executable, "-P", "-m", *module, *words, "--job.dump_folder", name]
         launched, peak, total, _ = run_command(command, environment(work, cache), Path(name))

@@ -215,13 +215,10 @@ def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) 
 
 
 def _command(words: list[str], before: Callable[[], None] | None, store: Path) -> None:
-    import torch.distributed as dist
-
     from titanlite import cli
+    from titanlite.runtime.process import STORE
 
-    init = dist.init_process_group
-    # A launcher's ranks meet at a port that it has opened, these at a file.
-    dist.init_process_group = lambda backend, timeout, **_: init(backend, timeout=timeout, **_meeting(store))
+    os.environ[STORE] = str(store)
     if before is not None:
         before()
     sys.exit(cli.main(words))

@@ -16,7 +16,7 @@ from titanlite import cli
 from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.config.load import KEYS, SECTIONS, on_command_line
 
-TITANLITE = [sys.executable, "-m", "titanlite.cli"]
+TITANLITE = [sys.executable, "-m", "titanlite"]
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
     "launch": (
         "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
-        "titanlite.launch.launcher:command",
+        "titanlite.launch.launcher:launch",
     ),
     "check": (
         "Check a job file, for --world-size N ranks, without starting anything.",
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite {name}: unknown command. {_meant(name)}\n\n{usage()}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")
+    if name not in ("train", "launch"):  # these have nothing to tidy up before they have handlers of their own
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_quietly(lambda: getattr(importlib.import_module(module), function)(rest))
 
 
@@ -99,16 +101,17 @@ def _meant(name: str) -> str:
 
 
 def run_quietly(command: Callable[[], object]) -> int:
-    """Call `command` and turn the ways in which it can end into an exit code; a crash of ours keeps its traceback."""
+    """Call `command` and turn the ways in which it can end into an exit code, unless it returns one; a crash of ours
+    keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
         # By the line, into files as well: unbuffered, `print` writes text and newline apart, and those of ranks mix.
         # A terminal that cannot show a character gets its number.
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
     try:
-        command()
+        code = command()
         sys.stdout.flush()
-        return 0
+        return code if isinstance(code, int) else 0
     except UserError as error:
         _report(str(error), error)
         return error.exit_code
@@ -149,32 +152,13 @@ def _report(message: str, error: Exception) -> None:
 
 def train(argv: Sequence[str]) -> None:
     """`titanlite train`: check the job for this world, then train. One rank, or one of torchrun's."""
+    from titanlite.observe.logger import logged_ranks
     from titanlite.validate import load_and_check, world_size
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on": there is nothing to save yet
-    if ERROR_FOLDER in os.environ:
-        stop_with_launcher()
+    logged_ranks(world_size())
     job = load_and_check(argv, world_size())
     gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
     from titanlite.train import run as train_job
 
     gc.freeze()
     train_job(job, argv)
-
-
-def stop_with_launcher() -> None:
-    """Let Linux send SIGTERM to this worker if its launcher dies (even by SIGKILL): it saves and stops, too."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-
-
-if __name__ == "__main__":  # how the launcher starts a rank
-    code = main()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    # All is written and closed. A gloo thread that lets go of a tensor while Python shuts down would abort the process.
-    os._exit(code)

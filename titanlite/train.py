@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import secrets
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +28,14 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.go_on import how_to_go_on
 from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.config.errors import (
+    ERROR_FOLDER,
+    CheckpointError,
+    GuardError,
+    StoppedBySignal,
+    StoppedUnsaved,
+    UserError,
+)
 from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -37,9 +45,9 @@ from titanlite.evaluate import evaluate
 from titanlite.model.flavors import architecture, unused_rows
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
-from titanlite.observe.logger import setup_logging
+from titanlite.observe.logger import LOG_FILE, setup_logging
 from titanlite.observe.metrics import MetricsRecorder
-from titanlite.observe.outputs import LOG_FILE, OutputFolder, describe_environment
+from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
@@ -258,6 +266,7 @@ class Trainer:
 
         Raises:
             StoppedBySignal: After saving.
+            StoppedUnsaved: By a signal, where checkpoint.enable is false.
             UserError: The data ends before the first step, or cannot be read; or there is no step 0 to save.
             CheckpointError: The last save failed.
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
@@ -380,18 +389,19 @@ class Trainer:
         """Close everything, and say by an exception that the run is to go on where it is, that its data could not be
         read further (`failure`), or that it is not saved."""
         self.close()
-        failed = self.checkpoints is not None and not self.checkpoints.holds(self.step)
         if failure is not None:
             raise failure
-        if requests.stop and (failed or not finished):
-            saved = "nothing saved, as checkpoint.enable is false" if self.checkpoints is None else "saved"
-            saved = "the save of this step FAILED" if failed else saved
-            raise StoppedBySignal(f"Stopped by {requests.stop} after step {self.step}: {saved}.")
-        if failed:
+        stopped = f"Stopped by {requests.stop} after step {self.step}"
+        if self.checkpoints is not None and not self.checkpoints.holds(self.step):
             raise CheckpointError(
-                f"The save after the last step, {self.step}, FAILED; the log says why. Once that is mended, start "
-                "again: what the newest checkpoint does not hold is trained again."
+                f"{f'{stopped}. ' if requests.stop else ''}The save after the last step, {self.step}, FAILED; the log "
+                "says why. Once that is mended, start again: what the newest checkpoint does not hold is trained again."
             )
+        if requests.stop and not finished:
+            if self.checkpoints is None:
+                number = signal.Signals[requests.stop]
+                raise StoppedUnsaved(f"{stopped}: nothing saved, as checkpoint.enable is false.", number)
+            raise StoppedBySignal(f"{stopped}: saved.")
 
     def close(self) -> None:
         """Finish what runs in the background and close all files."""

@@ -50,7 +50,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(text)
     out = folder / "shards"
     words = ["--dataset.source", "text", "--dataset.path", folder / "text.txt", "--out", out, "--workers", 1]
-    subprocess.run([sys.executable, "-m", "titanlite.cli", "prepare", *map(str, words)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "titanlite", "prepare", *map(str, words)], cwd=ROOT, check=True)
     return out
 
 

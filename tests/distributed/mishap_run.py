@@ -37,6 +37,9 @@ if __name__ == "__main__":
         ranks, restarts, *rest = sys.argv[2:]
         sys.exit(run_workers([__file__, *rest], World(int(ranks), max_restarts=int(restarts))))
     from titanlite.cli import run_quietly, train
+    from titanlite.runtime import process
+
+    process.begin()
 
     _, mishap, *arguments = sys.argv
     stuck = mishap == "hang_save" and os.environ["RANK"] == "1"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.launch.agent import explain_hang
+from titanlite.launch.verdict import explain_hang
 
 WORKER = Path(__file__).with_name("mishap_run.py")
 JOB = """

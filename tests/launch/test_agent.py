@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from titanlite.launch.agent import Agent, End, explain
+from titanlite.launch.verdict import End, explain
 
 LAUNCHER = """
-import logging, os, sys
-logging.disable(logging.ERROR)
+import os, sys
 from titanlite.launch.agent import World, run_workers
 sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), stop_seconds=float(os.environ.get("STOP_SECONDS", "60")))))
 """
 
 WORKER = """
 import os, resource, shutil, signal, sys, time
-from titanlite.cli import run_quietly, stop_with_launcher
+from titanlite.runtime import process
+process.begin()
+from titanlite.cli import run_quietly
 from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
 rank = int(os.environ["RANK"])
@@ -65,7 +64,7 @@ def out_of_memory():
 
 def save():
     got = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: got.append(number))
     print("ready", flush=True)
     while not got:
@@ -74,7 +73,7 @@ def save():
     raise StoppedBySignal(f"saved after {len(got)} signal")
 
 def stuck():
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     print("ready", flush=True)
     time.sleep(300)
@@ -84,7 +83,6 @@ def early():
     time.sleep(300)
 
 def orphan():
-    stop_with_launcher()
     signal.signal(signal.SIGTERM, lambda number, frame: (open(f"saved{rank}", "w").close(), sys.exit()))
     print("ready", flush=True)
     time.sleep(300)
@@ -248,8 +246,7 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
     worker = tmp_path / "worker.py"
     worker.write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['GROUP_RANK'])")
     launcher = """
-        import logging, sys
-        logging.disable(logging.ERROR)
+        import sys
         from titanlite.launch.agent import World, run_workers
         node = None if sys.argv[2] == "None" else int(sys.argv[2])
         sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", int(sys.argv[3]), (0, 1))))
@@ -270,8 +267,7 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
 
 
 RESTARTING = """
-import logging, sys
-logging.disable(logging.ERROR)
+import sys
 from titanlite.launch.agent import World, run_workers
 from titanlite.config.errors import UserError
 node, port, *worker = sys.argv[1:]
@@ -323,17 +319,8 @@ def test_a_node_that_another_one_leaves_for_good_says_so(tmp_path: Path):
     nodes = start_two_nodes(tmp_path, fails)
     said = [node.communicate(timeout=60)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
-    assert said[0].endswith("Another node has ended the run; its own output says why.\n")
+    assert said[0].endswith(" has ended the run with exit code 2; its own output says why.\n")
     assert "Traceback" not in said[0]
-
-
-def test_workers_that_are_stopped_for_a_node_that_joins_have_the_time_to_save(monkeypatch: pytest.MonkeyPatch):
-    given = []
-    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda self, number, timeout: given.append((number, timeout)))
-    stopping = Agent.__new__(Agent)
-    stopping._stop_seconds = 7
-    stopping._stop_workers(WorkerGroup.__new__(WorkerGroup))  # pyright: ignore[reportCallIssue]  # a decorator's
-    assert given == [(signal.SIGTERM, 7)]
 
 
 # ------------------------------------------------------------------------------------------------------- what is said

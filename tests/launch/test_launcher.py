@@ -53,6 +53,17 @@ def test_a_wrong_job_ends_with_2_before_torch_is_imported_or_a_folder_is_made(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_launcher_needs_no_torch_to_run_its_workers(tmp_path: Path):
+    """So it starts at once, and takes little memory while they train."""
+    (tmp_path / "worker.py").write_text("")
+    program = (
+        "from titanlite.launch.agent import World, run_workers; code = run_workers(['worker.py'], World(2))\n"
+        "import sys, titanlite.validate, titanlite.checkpoint.go_on; print(code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("0 False\n", "")
+
+
 def test_a_wrong_job_is_refused_within_two_seconds(tmp_path: Path):
     file = tmp_path / "wrong.toml"
     file.write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
@@ -77,7 +88,7 @@ def test_the_job_is_checked_for_all_ranks_of_all_nodes(monkeypatch: pytest.Monke
 
 
 def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(agent, "run_workers", lambda command, world: worlds.append(world) or 0)
+    monkeypatch.setattr(agent, "run_workers", lambda command, world, saved: worlds.append(world) or 0)
     for name, value in {"NNODES": "2:3", "NODE_RANK": "1", "MASTER_ADDR": "here", "MAX_RESTARTS": "4"}.items():
         monkeypatch.setenv(name, value)
     for name in ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCHINDUCTOR_CACHE_DIR", "LOGLEVEL"):
@@ -96,7 +107,17 @@ def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPa
         ({"NNODES": "-1"}, "NNODES=-1"),
         ({"NNODES": "2"}, "needs MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "x", "NODE_RANK": "2"}, "NODE_RANK=2 must be less than NNODES=2"),
+        ({"NNODES": "9" * 5000}, "NNODES=999"),
+        ({"NNODES": "2:1"}, "NNODES=2:1"),
+        ({"NNODES": "2", "MASTER_ADDR": "node0;reboot"}, "MASTER_ADDR='node0;reboot'"),
+        ({"NNODES": "2", "MASTER_ADDR": "node0\x1b[2J"}, r"MASTER_ADDR='node0\x1b[2J'"),
+        ({"NNODES": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "99999"}, "MASTER_PORT=99999: a whole number from 1"),
+        ({"MASTER_PORT": "ssh"}, "MASTER_PORT=ssh"),
+        ({"NGPU": "999999999999"}, "so many processes need at least"),
+        ({"NGPU": "1" * 30}, "NGPU=1111"),
         ({"LOG_RANK": "first"}, "LOG_RANK"),
+        ({"LOG_RANK": "1"}, "there is no rank 1. The last of 1 is 0"),
+        ({"LOG_RANK": "0,7", "NGPU": "2"}, "there is no rank 7"),
     ],
 )
 def test_a_wrong_variable_is_named(
@@ -108,22 +129,42 @@ def test_a_wrong_variable_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_no_late_signal_can_replace_the_exit_code():
-    """The launcher does not shut Python down: its handlers would be gone by then."""
-    run = "runpy.run_module('titanlite.launch', None, '__main__')"
-    program = f"import atexit, runpy; atexit.register(print, 'shut down'); {run}"
-    command = [sys.executable, "-c", program, "--training.steps", "0"]
+@pytest.mark.parametrize(("module", "words"), [("titanlite.launch", []), ("titanlite", ["train"])])
+def test_no_late_signal_can_replace_the_exit_code(module: str, words: list[str]):
+    """Neither program shuts Python down: its handlers would be gone by then."""
+    program = (
+        f"import atexit, runpy; atexit.register(print, 'shut down'); runpy.run_module('{module}', None, '__main__')"
+    )
+    command = [sys.executable, "-c", program, *words, "--training.steps", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_to_be_told_to_save_and_go_on_too_early_ends_nothing():
-    program = (
-        "import signal, sys; from titanlite.{} import main; main(sys.argv[1:]); signal.raise_signal(signal.SIGUSR2)"
-    )
-    for module, words in (("launch.launcher", []), ("cli", ["train"])):
-        command = [sys.executable, "-c", program.format(module), *words, "--training.steps", "0"]
-        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_in_the_first_moments_ends_in_silence_or_asks_for_nothing(number: signal.Signals, code: int):
+    """SIGUSR2 means to save and go on, and there is nothing to save yet."""
+    program = "import signal; from titanlite.runtime import process; process.begin(); signal.raise_signal({})"
+    command = [sys.executable, "-c", program.format(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def test_signals_that_came_before_a_worker_could_take_them_are_not_lost():
+    program = "from titanlite.runtime import process; input(); process.begin(); print('not reached')"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the launcher does
+    worker = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    worker.send_signal(signal.SIGINT)
+    assert worker.communicate(b"\n", timeout=60) == (b"", None)
+    assert worker.returncode == 130
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a dead parent is Linux's")
+def test_a_worker_whose_launcher_died_before_it_could_look_ends_at_once():
+    worker = "import os; os.environ['TITANLITE_LAUNCHER'] = '1234567'; from titanlite.runtime import process"
+    command = [sys.executable, "-c", f"{worker}; process.begin(); print('alone')"]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (143, b"")
 
 
 @pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3), (None, 0, 0)])
@@ -167,6 +208,19 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NGPU", "3")
     with pytest.raises(UserError, match="NGPU=3: this machine has 2"):
         launcher.launch([])
+
+
+def test_many_more_processes_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(agent, "run_workers", lambda command, world, saved: 0)
+    monkeypatch.setattr(launcher, "_cores", lambda: 2)
+    monkeypatch.setenv("NGPU", "9")
+    assert launcher.main(["--training.local_batch_size", "1", "--training.global_batch_size", "9"]) == 0
+    assert "NGPU=9: this machine has no GPU and 2 cores" in capsys.readouterr().err
+    monkeypatch.setenv("NGPU", "8")
+    assert launcher.main(["--training.local_batch_size", "1", "--training.global_batch_size", "8"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -28,7 +28,7 @@ def test_bytes_of_a_parameter(overrides: dict[str, Any], world: int, expected: i
 
 @pytest.mark.slow
 def test_a_model_that_cannot_fit_is_refused_at_once(tmp_path: Path):
-    command = [sys.executable, "-m", "titanlite.cli", "train", "--model.flavor", "405b", "--model.vocab_size", "4096"]
+    command = [sys.executable, "-m", "titanlite", "train", "--model.flavor", "405b", "--model.vocab_size", "4096"]
     out = tmp_path / "out"
     ended = subprocess.run([*command, "--job.dump_folder", out], capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -30,6 +30,12 @@ def how_to_go_on(job: JobConfig, argv: Sequence[str]) -> str:
     return f"The last good step is {commit.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
 
 
+def is_saved(job: JobConfig) -> bool:
+    """Whether a start with this job would go on from a checkpoint."""
+    folder = Path(job.job.dump_folder) / job.checkpoint.folder
+    return job.checkpoint.enable and bool(commit.list_checkpoints(folder))
+
+
 def _command_line(argv: Sequence[str]) -> str:
     """What was typed, as far as this process can know: ./run_train.sh says its own name, and a launcher is known by
     the folder that it gives its workers."""

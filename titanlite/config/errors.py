@@ -54,3 +54,11 @@ class StoppedBySignal(UserError):
     """A signal stopped the run after it was saved; starting again goes on."""
 
     exit_code = 75
+
+
+class StoppedUnsaved(UserError):
+    """A signal stopped a run that saves nothing: the exit code is that of a process which the signal ends."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number

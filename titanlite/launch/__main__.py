@@ -2,7 +2,10 @@
 
 import sys
 
-from titanlite.launch.launcher import command
+from titanlite.runtime import process
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    process.begin()  # before the imports: they take long enough for a signal to arrive
+    from titanlite.launch.launcher import main
+
+    process.leave(main(sys.argv[1:]))

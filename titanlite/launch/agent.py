@@ -1,49 +1,48 @@
-"""The workers of one node under torch's elastic agent, and what is said about their end.
+"""The workers of one node: started, stopped, started again after a crash, and never left alone.
 
-Invariant: a worker that stops for a known reason (an exit code of `titanlite.config.errors`) ends the launcher with
-the same code and without a traceback; of a crash the root cause is printed first, and once. A signal reaches each
-worker once, and the worker takes the time that it needs to save. May import torch, titanlite.runtime.hang_report and
-titanlite.config.errors.
+With one node the workers meet by a file in the run's private folder, and all their sockets are on the loopback
+interface, so that no other machine can reach anything. With several, `titanlite.launch.rendezvous` says who is there.
+
+Invariant: a signal reaches each worker once, and the worker takes the time that it needs to save. No worker outlives
+the launcher: it is killed on the way out of here, and stops by itself when the launcher was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.api import LogsDest, SubprocessContext
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.observe.logger import note_end
-from titanlite.observe.outputs import LOG_FILE
-from titanlite.runtime.hang_report import address_towards
-
-KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError
+from titanlite.launch.rendezvous import Closed, Failed, Lost, Message, Node, Present, Regroup, Start
+from titanlite.launch.verdict import KNOWN_EXITS, STOP_SIGNALS, UNSAVED_STOPS, End, explain, explain_hang
+from titanlite.observe.logger import LOG_FILE, note_end
+from titanlite.runtime.network import address_towards, interface_of, loopback_interface
+from titanlite.runtime.process import LAUNCHER, LISTENER, STORE
 
 POLL_SECONDS = 0.1
 # Seconds for the other ranks, once one has ended. After a crash they wait in vain, at best until a collective fails.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
+ROLL_CALL_SECONDS = 30.0  # to learn whether a node was lost: a little more than the rendezvous needs to miss one
+MEET_SECONDS = 900.0  # for all nodes to come, also for lost ones to come back
+SAY_AFTER = 10.0  # seconds of waiting for nodes
+
+PREFIX = "titanlite-run-"  # of the private folders
+_OTHER_ENDED = "{0.name} has ended the run with exit code {0.code}; its own output says why."
 
 
 @dataclass(frozen=True)
@@ -59,309 +58,433 @@ class World:
     stop_seconds: float = 3600.0  # for the workers to save, once a signal has reached them
     max_restarts: int = 0  # after crashes, from the newest checkpoint
     min_nodes: int | None = None  # with so many the run goes on when machines are lost; None: with all
-    how_to_go_on: Callable[[], str] = str  # the last lines after a crash of workers that could say none themselves
+    meet_seconds: float = MEET_SECONDS
 
 
 @dataclass(frozen=True)
-class End:
-    """How a worker ended: its exit code (minus the signal's number if one killed it), when, what it reported, and what
-    it said last: how to go on."""
+class Saved:
+    """What a person, or a scheduler, has to know of a run that ended early.
 
-    rank: int
-    code: int
-    time: float
-    message: str | None
-    closing: str = ""
+    Attributes:
+        exists: whether there is a checkpoint to go on from.
+        how_to_go_on: the last lines after the end of workers that could say none themselves.
+    """
 
-
-class _Logs(DefaultLogsSpecs):
-    """Standard output of the shown ranks only; standard error of all. No pipes: a terminal stays a terminal."""
-
-    def __init__(self, folder: str, shown: tuple[int, ...]) -> None:
-        super().__init__(log_dir=folder)
-        self._shown = shown
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destination = super().reify(envs)
-        for local_rank, env in envs.items():
-            if int(env["RANK"]) not in self._shown:
-                destination.stdouts[local_rank] = os.devnull
-        return destination
+    exists: Callable[[], bool] = lambda: False
+    how_to_go_on: Callable[[], str] = str
 
 
-class Agent(LocalElasticAgent):
-    """Torch's agent, except that it forwards signals instead of killing, and lets workers finish after a known exit."""
+def run_workers(command: Sequence[str], world: World, saved: Saved | None = None) -> int:
+    """Run `python -u COMMAND` once for each worker of this node, print why it ended, and return the exit code.
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, stop_seconds: float, folder: Path) -> None:
-        super().__init__(spec, logs)
-        self._folder = folder  # where workers leave the reason of their end
-        self._stop_seconds = stop_seconds
-        self.signal: int | None = None  # the first one that was forwarded
-        self.ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
-        self.killed: set[int] = set()  # ranks that we killed
-        self._deadline: float | None = None
-        self._waiting = False  # for other nodes, without workers
+    The program must call `titanlite.runtime.process.begin` first: it starts with all signals blocked.
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._waiting = True
-        if self.signal is not None:  # it came while the workers before were stopped
-            self._forward(self.signal, None)
-        super()._rendezvous(worker_group)  # type: ignore[call-arg]  # untyped decorator
+    Raises:
+        UserError: the nodes did not find each other.
+    """
+    with _private_folder() as (folder, lock):
+        return Agent(command, world, saved or Saved(), folder, lock).run()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.ends, self.killed, self._deadline = {}, set(), None
+
+class _Over(Exception):
+    """The run has ended while no worker was there: its exit code, and what to say."""
+
+    def __init__(self, code: int, reason: str = "") -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class Agent:
+    """Looks after the workers of this node until the run ends.
+
+    Args:
+        folder: of this run alone; workers leave the reason of their end there.
+        lock: a descriptor that workers keep open, because the folder is in use as long as one of them lives.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: World,
+        saved: Saved,
+        folder: Path,
+        lock: int,
+    ) -> None:
+        self._command, self._world, self._saved = command, world, saved
+        self._folder, self._lock = folder, lock
+        least = world.nodes if world.min_nodes is None else world.min_nodes
+        self._node: Node | None = None
+        if world.nodes > 1:
+            self._node = Node(world.master_addr, world.master_port, world.node_rank, least, world.nodes, world.workers)
+        self._generation = 0
+        self._restarts = world.max_restarts  # that are left
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}  # by global rank
+        self._ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
+        self._killed: set[int] = set()  # ranks that we killed
+        self._signal: int | None = None  # the first one that asked for the end
+        self._regroup: Regroup | None = None  # other nodes want to start anew
+        self._closed: Closed | None = None  # another node has ended the run
+        self._lost: list[str] = []  # nodes that are gone
+
+    def run(self) -> int:
+        """Start the workers, again after each crash that allows another attempt; returns the exit code.
+
+        Raises:
+            UserError: the nodes cannot meet.
+        """
+        before, code = self._take_signals(), 1
+        try:
+            while (ended := self._run_generation()) is None:
+                pass
+            code = ended
+        except _Over as end:
+            self._say_end(end.reason)
+            code = end.code
+        except UserError as error:
+            code = error.exit_code
+            raise
+        finally:
+            self._kill()
+            if self._node is not None:
+                self._node.leave(code)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code
+
+    def _run_generation(self) -> int | None:
+        """Meet, start, watch; the exit code of the run, or None if it is to start anew."""
+        self._regroup, self._lost = None, []
+        with contextlib.ExitStack() as stack:
+            start, listener = self._meet()
+            if listener is not None:
+                stack.enter_context(listener)  # the first worker has its own copy
+            self._start(start, listener)
+        self._generation += 1
+        while self._running():
+            time.sleep(POLL_SECONDS)
+            self._hear()
+            self._end_the_late()
+        return self._judge()
+
+    # ------------------------------------------------------------------------------------------------------- nodes
+
+    def _meet(self) -> tuple[Start, socket.socket | None]:
+        """Wait for the nodes of a generation; on the first one also the socket for the store of its workers.
+
+        Raises:
+            UserError: they never met, or do not belong together.
+            _Over: a signal came, another node has ended the run, or one is lost for good.
+        """
+        node, listener = self._node, None
+        began, joined, said, why = time.monotonic(), False, False, "too few have come"
+        while self._signal is None:
+            if node is None:
+                return Start(node=0, nodes=1, port=0), None
+            if not node.connected and self._generation == 0:
+                try:
+                    node.connect()
+                except OSError as error:  # it starts later, or its name is not known yet
+                    why = error.strerror or str(error)
+            if node.connected and not joined:
+                joined, listener, why = True, node.open_port(), "too few have come"
+                node.join(0 if listener is None else listener.getsockname()[1])
+            for message in self._hear():
+                if isinstance(message, Start):
+                    return message, listener
+            if self._closed is not None:
+                if self._closed.reason:
+                    raise UserError(f"The nodes do not belong together: {self._closed.reason}.")
+                raise _Over(self._closed.code or 1, _OTHER_ENDED.format(self._closed))
+            waited = time.monotonic() - began
+            if (self._generation > 0 and not node.connected) or waited > self._world.meet_seconds:
+                raise self._missing(why)
+            if waited > SAY_AFTER and not said:
+                said = True
+                _say(f"Waiting for {self._world.nodes} nodes at {node.where}: {why}.")
+            time.sleep(POLL_SECONDS if node.connected else 1.0)
+        raise _Over(128 + self._signal)
+
+    def _missing(self, why: str) -> Exception:
+        """What to raise when nodes have not come in time."""
+        assert self._node is not None
+        if self._generation > 0:
+            return self._end_of_lost()
+        return UserError(
+            f"{self._world.nodes} nodes did not meet at {self._node.where}: {why}. The same values, and "
+            f"NNODES={self._world.nodes}, must be set on every node."
+        )
+
+    def _end_of_lost(self) -> _Over:
+        """The run cannot go on without a node that is gone: that is no crash if a later start can go on."""
+        gone = f"Lost: {', '.join(self._lost) or 'a node that did not come back'}."
+        code = StoppedBySignal.exit_code if self._saved.exists() else 1
+        return _Over(code, _lines(gone, self._saved.how_to_go_on()))
+
+    def _hear(self) -> list[Message]:
+        """What other nodes have said since the last call; remembers what concerns the end of the workers."""
+        messages = self._node.hear() if self._node is not None else []
+        for message in messages:
+            if isinstance(message, Lost):
+                self._lost.append(message.name)
+            elif isinstance(message, Closed):
+                self._closed = message
+            elif isinstance(message, Regroup) and self._running():
+                self._regroup = message
+                if message.joined:
+                    _say("Another node has joined: saving, and starting again with it.")
+                    self._send(signal.SIGTERM)
+        return messages
+
+    def _learn_of_losses(self) -> None:
+        """Wait until every node has answered, or is known to be lost, or has ended the run."""
+        if self._node is None:
+            return
+        self._node.say(Failed())
+        until = time.monotonic() + ROLL_CALL_SECONDS
+        while time.monotonic() < until and self._signal is None and not self._lost and self._closed is None:
+            if any(isinstance(message, Present) for message in self._hear()):
+                return
+            time.sleep(POLL_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------------- workers
+
+    def _start(self, start: Start, listener: socket.socket | None) -> None:
+        """Start the workers of this node. No signal can fall between the start of one and the note of it.
+
+        Raises:
+            UserError: the system refuses another process.
+        """
+        self._workers, self._ends, self._killed = {}, {}, set()
+        self._patience = self._deadline = float("inf")
         for file in self._folder.glob("*.json"):
             file.unlink()
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # workers inherit it until they have something to save
-        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-        # Installs handlers that raise: ours below replace them.
-        ids = super()._start_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
-        signal.signal(signal.SIGINT, self._forward)
-        signal.signal(signal.SIGTERM, self._forward)
-        signal.signal(signal.SIGUSR1, self._forward)
-        signal.signal(signal.SIGUSR2, self._forward)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores_hangup else self._forward)
-        self._waiting = False
-        return ids
+        world, count = self._world, self._world.workers
+        common = (
+            os.environ
+            | self._meeting_place(start)
+            | {
+                ERROR_FOLDER: str(self._folder),
+                LAUNCHER: str(os.getpid()),
+                "WORLD_SIZE": str(count * start.nodes),
+                "LOCAL_WORLD_SIZE": str(count),
+                "GROUP_RANK": str(start.node),
+                "TORCHELASTIC_RESTART_COUNT": str(world.max_restarts - self._restarts),
+            }
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
+        try:
+            for local_rank in range(count):
+                rank = start.node * count + local_rank
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                descriptors = [self._lock]
+                if rank == 0 and listener is not None:
+                    own[LISTENER] = str(listener.fileno())
+                    descriptors.append(listener.fileno())
+                self._workers[rank] = subprocess.Popen(
+                    [sys.executable, "-u", *self._command],
+                    env=common | own,
+                    stdout=None if rank in world.shown_ranks else subprocess.DEVNULL,  # no pipe: a terminal stays one
+                    pass_fds=descriptors,
+                    start_new_session=True,  # Ctrl-C reaches the workers through us alone
+                )
+        except OSError as error:
+            raise UserError(
+                f"NGPU={count}: the system refused process number {len(self._workers) + 1} "
+                f"({error.strerror}). Lower NGPU, or raise the limit of processes (ulimit -u)."
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _running(self) -> dict[int, Any]:
-        """Global rank -> Popen of each worker that has not ended; notes the ends."""
-        assert isinstance(self._pcontext, SubprocessContext)
+    def _meeting_place(self, start: Start) -> dict[str, str]:
+        """Variables that tell the workers where they meet, and on which interface."""
+        if self._node is None:
+            loopback = loopback_interface()  # whatever is set for runs on many machines
+            interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+            return {STORE: str(self._folder / f"store-{self._generation}"), **interfaces}
+        address = self._world.master_addr
+        place = {STORE: f"{address}:{start.port}", "MASTER_ADDR": address, "MASTER_PORT": str(start.port)}
+        own_address = address_towards(address, start.port)
+        interface = interface_of(own_address) if own_address is not None else None
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            place["GLOO_SOCKET_IFNAME"] = interface  # gloo would take the address of this machine's name
+        return place
+
+    def _running(self) -> dict[int, subprocess.Popen[bytes]]:
+        """The workers that have not ended; notes the ends."""
         running = {}
-        for worker in self._worker_group.workers:
-            process = self._pcontext.subprocess_handlers[worker.local_rank].proc
+        for rank, process in self._workers.items():
             code = process.poll()
             if code is None:
-                running[worker.global_rank] = process
+                running[rank] = process
             else:
-                self.ends.setdefault(worker.global_rank, (code, time.time()))
+                self._ends.setdefault(rank, (code, time.time()))
         return running
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler. Workers have a session of their own, so that Ctrl-C reaches them through here alone."""
-        if self._waiting and number != signal.SIGUSR2:
-            raise SignalException("stopped between two generations of workers", signal.Signals(number))
+    def _send(self, number: int) -> None:
+        for process in self._running().values():
+            process.send_signal(number)
+
+    def _kill(self) -> None:
+        running = self._running()
+        for rank, process in running.items():
+            self._killed.add(rank)
+            os.killpg(process.pid, signal.SIGKILL)
+        for process in running.values():
+            process.wait()
+
+    def _end_the_late(self) -> None:
+        """Kill the workers that have not ended within the time that the end of the first one leaves them."""
+        bad = {code for code, _ in self._ends.values() if code != 0}
+        ended_elsewhere = self._closed.code if self._closed is not None else 0
+        joined = self._regroup is not None and self._regroup.joined
+        stopping = self._signal is not None or joined or StoppedBySignal.exit_code in {*bad, ended_elsewhere}
+        patience = float("inf")
+        if bad.intersection(UNSAVED_STOPS) and stopping:  # what is left of the ranks cannot save
+            patience = CRASH_PATIENCE
+        elif bad.difference(KNOWN_EXITS) and stopping:
+            patience = KNOWN_EXIT_PATIENCE
+        elif stopping:
+            patience = self._world.stop_seconds
+        elif bad.intersection(KNOWN_EXITS) or ended_elsewhere:
+            patience = KNOWN_EXIT_PATIENCE
+        elif bad or self._regroup is not None:
+            patience = CRASH_PATIENCE
+        if patience < self._patience:
+            self._patience, self._deadline = patience, time.monotonic() + patience
+        if time.monotonic() > self._deadline:
+            self._kill()
+
+    # ------------------------------------------------------------------------------------------------------- ends
+
+    def _judge(self) -> int | None:
+        """The exit code of the run whose workers have ended, or None to start again. Says what there is to say."""
+        ends = self._failures()
+        if not ends:
+            return 0
+        known = any(end.code in KNOWN_EXITS for end in ends)
+        joined = self._regroup is not None and self._regroup.joined
+        stopped = all(end.code in (StoppedBySignal.exit_code, *UNSAVED_STOPS) for end in ends)
+        if joined and stopped and self._signal is None:
+            return None
+        text, code = explain(ends, self._signal, self._killed)
+        hangs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._folder.glob("*.hang.json"))]
+        report = explain_hang(hangs, self._killed)
+        said = any(end.rank == 0 and end.message and end.message == ends[0].message for end in ends)
+        if known or self._signal is not None:  # it would end in the same way again
+            self._say_end(text, report, self._closing(ends) if text or report else "", by_rank0=said)
+            return code
+        if self._regroup is not None and not self._regroup.joined:
+            text = "Workers of another node failed; its output says why."
+        if self._restarts > 0:
+            self._restarts -= 1
+            self._say_end(text, report, by_rank0=said)
+            _say(f"Starting again from the newest checkpoint ({self._restarts} restarts left).")
+            return None
+        self._learn_of_losses()
+        if self._lost:
+            _say(report)
+            raise self._end_of_lost()
+        if self._closed is not None and self._closed.code != 0:
+            text, code = _OTHER_ENDED.format(self._closed), self._closed.code
+        self._say_end(text, report, self._closing(ends), by_rank0=said)
+        return code
+
+    def _closing(self, ends: Sequence[End]) -> str:
+        """How to go on, as a worker said it; in its stead, where it had opened the run's folder and then crashed."""
+        closing = next((end.closing for end in ends if end.closing), "")
+        if not closing and ends[0].code not in KNOWN_EXITS and (self._folder / LOG_FILE).exists():
+            closing = self._saved.how_to_go_on()
+        return closing
+
+    def _say_end(self, *texts: str, by_rank0: bool = False) -> None:
+        """Why the workers ended: on the terminal, and in train.log, unless rank 0 has written it there itself."""
+        text = _lines(*texts)
+        _say(text)
+        if text and not by_rank0:
+            with contextlib.suppress(OSError):  # no worker of this node had opened it
+                note_end(text, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
+
+    def _failures(self) -> list[End]:
+        """The workers that did not end with 0, the first one first."""
+        ends = []
+        for rank, (code, seen) in self._ends.items():
+            try:
+                record = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
+                record = {"time": seen - 2 * POLL_SECONDS, "message": None, "closing": ""}
+            if code != 0:
+                ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
+        return sorted(ends, key=lambda end: (end.rank in self._killed, end.time))
+
+    # ------------------------------------------------------------------------------------------------------- signals
+
+    def _take_signals(self) -> dict[int, Any]:
+        """Install our handlers; returns those that were there."""
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR2)}
+        if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup; workers inherit it
+            del before[signal.SIGHUP]
+        for number in before:
+            signal.signal(number, self._receive)
+        return before
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
         if number == signal.SIGUSR2:  # save and go on
-            for process in self._running().values():
-                process.send_signal(number)
-        elif self.signal is None:
-            self.signal = number
-            for process in self._running().values():
-                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
-                os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
+            self._send(number)
+        elif self._signal is None:
+            self._signal = number
+            if self._running():
+                self._send(number)
+                with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+                    os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
         elif number == signal.SIGINT:  # a second SIGTERM is a scheduler's impatience: it has SIGKILL for that
             self._kill()
 
-    def _kill(self) -> None:
-        for rank, process in self._running().items():
-            self.killed.add(rank)
-            os.killpg(process.pid, signal.SIGKILL)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        running = self._running()
-        bad = [code for code, _ in self.ends.values() if code != 0]
-        if running and (bad or self.signal is not None):
-            now = time.monotonic()
-            if self._deadline is None:
-                patience = KNOWN_EXIT_PATIENCE if any(code in KNOWN_EXITS for code in bad) else CRASH_PATIENCE
-                stopping = self.signal is not None or StoppedBySignal.exit_code in bad
-                self._deadline = now + (self._stop_seconds if stopping else patience)
-            if now < self._deadline:
-                return RunResult(state=WorkerState.HEALTHY)
-            self._kill()
-        result: RunResult = super()._monitor_workers(worker_group)  # type: ignore[call-arg]  # untyped decorator
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            ends = _ends(self, self._folder)
-            if self.signal is not None or any(end.code in KNOWN_EXITS for end in ends):
-                self._remaining_restarts = 0  # it would end in the same way again
-            if self._remaining_restarts > 0:
-                left = self._remaining_restarts - 1
-                _say_end(_why(ends, self, self._folder), ends, self._folder)
-                _say(f"Starting again from the newest checkpoint ({left} restarts left).")
-        return result
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0) -> None:
-        """Stop running workers, for a node that joins, say: they take the time that they need to save."""
-        super()._shutdown(death_sig, int(self._stop_seconds))
-
-
-def run_workers(command: Sequence[str], world: World) -> int:
-    """Run `python -u COMMAND` once for each worker of this node, print why it ended, and return the exit code.
-
-    Raises:
-        UserError: the nodes did not find each other, or another one ended the run.
-    """
-    with tempfile.TemporaryDirectory(prefix="titanlite-") as folder:
-        os.environ[ERROR_FOLDER] = folder
-        parameters = _rendezvous(world)
-        if parameters.backend == "c10d":  # a new store for each start: in a shared one the addresses of the dead remain
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        agent = Agent(
-            WorkerSpec(
-                role="trainer",
-                local_world_size=world.workers,
-                rdzv_handler=get_rendezvous_handler(parameters),
-                entrypoint=sys.executable,
-                args=tuple(command),
-                max_restarts=world.max_restarts,
-                monitor_interval=POLL_SECONDS,
-                master_addr=world.master_addr if parameters.backend == "static" else None,
-                master_port=world.master_port if parameters.backend == "static" else None,
-                local_addr=parameters.local_addr,
-            ),
-            _Logs(folder, world.shown_ranks),
-            world.stop_seconds,
-            Path(folder),
-        )
+@contextmanager
+def _private_folder() -> Iterator[tuple[Path, int]]:
+    """A folder that only this user can enter, and the descriptor that locks it for as long as one process of the run
+    has it. Removes what runs have left that were killed."""
+    place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or another launcher is removing it
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(left)
+            finally:
+                os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         try:
-            result: Any = agent.run()
-        except SignalException as stopped:  # while there were no workers
-            return 128 + stopped.sigval
-        except RendezvousClosedError:
-            raise UserError("Another node has ended the run; its own output says why.") from None
-        except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-            where = f"MASTER_ADDR={world.master_addr}, MASTER_PORT={world.master_port}"
-            text = f"{world.nodes} nodes did not meet at {where}: {error}."
-            raise UserError(f"{text} The same values, and NNODES={world.nodes}, must be set on every node.") from None
-        finally:
-            agent._worker_group.spec.rdzv_handler.shutdown()
-        if not result.is_failed():
-            return 0
-        ends = _ends(agent, Path(folder))
-        if text := _why(ends, agent, Path(folder)):
-            closing = next((end.closing for end in ends if end.closing), "")
-            if not closing and ends[0].code not in KNOWN_EXITS and Path(folder, LOG_FILE).exists():
-                closing = world.how_to_go_on()
-            _say_end("\n".join(filter(None, (text, closing))), ends, Path(folder))
-        return explain(ends, agent.signal, agent.killed)[1]
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                break
+        except OSError:  # another launcher took it for a leftover before it was locked
+            continue
+    try:
+        yield folder, lock
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+        os.close(lock)
 
 
-def _say_end(text: str, ends: Sequence[End], folder: Path) -> None:
-    """Why the workers ended: on the terminal, and in train.log, unless rank 0 has written that there itself."""
-    _say(text)
-    if text and not any(end.rank == 0 and end.message and end.message == ends[0].message for end in ends):
-        with contextlib.suppress(OSError):  # no worker of this node had opened it
-            note_end(text, Path((folder / LOG_FILE).read_text(encoding="utf-8")))
+def _remove(folder: Path) -> None:
+    """Remove what a run leaves in its folder, and then the folder; anything else stays where it is."""
+    for pattern in ("*.json", "store-*", LOG_FILE):
+        for file in folder.glob(pattern):
+            file.unlink()
+    folder.rmdir()
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
-        print(text, file=sys.stderr, flush=True)
+def _lines(*texts: str) -> str:
+    return "\n".join(text for text in texts if text)
 
 
-def _rendezvous(world: World) -> RendezvousParameters:
-    if world.nodes == 1:  # "localhost" rather than a look-up of this machine's name, which can take seconds
-        return RendezvousParameters("c10d", "localhost:0", f"titanlite-{os.getpid()}", 1, 1, local_addr="localhost")
-    least = world.nodes if world.min_nodes is None else world.min_nodes
-    numbered, fixed = world.node_rank is not None, world.max_restarts == 0 and least == world.nodes
-    backend = "static" if numbered and fixed else "c10d"  # machines can only meet again where they number themselves
-    options: dict[str, Any] = {"timeout": 900, "last_call_timeout": 15}  # for lost machines to come back; 15 s
-    if numbered:
-        options |= {"rank": world.node_rank} if fixed else {"is_host": world.node_rank == 0}
-    endpoint = f"{world.master_addr}:{world.master_port}"
-    here = address_towards(world.master_addr, world.master_port)
-    return RendezvousParameters(backend, endpoint, "titanlite", least, world.nodes, local_addr=here, **options)
-
-
-def _ends(agent: Agent, folder: Path) -> list[End]:
-    """The workers that did not end with 0, the first one first."""
-    agent._running()
-    ends = []
-    for rank, (code, seen) in agent.ends.items():
-        try:
-            record = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
-            record = {"time": seen - 2 * POLL_SECONDS, "message": None, "closing": ""}
-        if code != 0:
-            ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
-    return sorted(ends, key=lambda end: (end.rank in agent.killed, end.time))
-
-
-def _why(ends: Sequence[End], agent: Agent, folder: Path) -> str:
-    """All that is known about the end of the workers."""
-    hangs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.hang.json"))]
-    return "\n".join(
-        text for text in (explain(ends, agent.signal, agent.killed)[0], explain_hang(hangs, agent.killed)) if text
-    )
-
-
-def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
-    """Which rank was late, and in what the others waited for it.
-
-    Args:
-        hangs: What `titanlite.runtime.hang_report.HangWatch` wrote for each rank of this machine.
-        killed: Ranks that did not end by themselves.
-    """
-    if not hangs:
-        return ""
-    reached: dict[str, int] = {}  # process group -> number of the last collective that any rank has joined
-    for hang in hangs:
-        for group, (number, _) in hang["collectives"].items():
-            reached[group] = max(number, reached.get(group, 0))
-    silent = killed - {hang["rank"] for hang in hangs}
-    lines = [f"Rank {rank} is LATE: its process was stopped, or hangs outside of Python." for rank in sorted(silent)]
-    here = {hang["rank"] for hang in hangs} | silent
-    elsewhere = [f"{rank} ({host})" for rank, host in enumerate(hangs[0]["hosts"]) if rank not in here]
-    waiting = []
-    for hang in hangs:
-        behind = [group for group, (number, _) in hang["collectives"].items() if number < reached[group]]
-        who = f"Rank {hang['rank']} ({hang['host']}), step {hang['step']}, "
-        last = list(hang["collectives"].values())[-1:] or [(0, "none")]
-        if behind:
-            number, name = hang["collectives"][behind[0]]
-            lines.insert(
-                0,
-                f"{who}is LATE: after {name} number {number} it did not join the next one. It is at "
-                f"{hang['line']}\n    inside of {hang['inside']}",
-            )
-        else:
-            number, name = last[0]
-            waiting.append(f"{who}waits in {name} number {number}, at {hang['line']}")
-    if not lines and elsewhere:
-        lines = [f"No rank of this machine is late. Gone, or late: rank {', '.join(elsewhere)}."]
-    return "\n".join(lines + waiting)
-
-
-def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tuple[str, int]:
-    """What to print about ended workers, and the exit code of the launcher.
-
-    Args:
-        ends: Those that did not end with 0, in order of time, at least one.
-        stopped_by: Number of the signal that was forwarded to them, if one was.
-        killed: Ranks that the launcher killed.
-    """
-    known = [end for end in ends if end.code in KNOWN_EXITS]
-    if known:
-        code = known[0].code
-        texts: dict[str, list[int]] = {}  # equal messages of many ranks are printed once
-        for end in known:
-            if end.message:
-                texts.setdefault(end.message, []).append(end.rank)
-        lines = list(texts) if len(texts) == 1 else [f"[{_ranks(ranks)}] {text}" for text, ranks in texts.items()]
-        return "\n".join([*lines, *(_short(end, killed) for end in ends if end.code not in KNOWN_EXITS)]), code
-    # A stop before there was anything to save.
-    quiet = (130, *(-number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)))
-    if stopped_by is not None and all(end.code in quiet for end in ends):
-        return "", 128 + stopped_by
-    root, *others = ends
-    lines = [f"Rank {root.rank} failed first: {_how(root)}", (root.message or "").rstrip()]
-    lines += [_short(end, killed) for end in others]
-    return "\n".join(line for line in lines if line), root.code if root.code > 0 else 128 - root.code
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _how(end: End) -> str:
-    if end.code == -signal.SIGKILL:
-        return "it was killed (SIGKILL). The system does that when memory runs out."
-    return f"it ended with {f'exit code {end.code}' if end.code > 0 else signal.Signals(-end.code).name}."
-
-
-def _short(end: End, killed: set[int]) -> str:
-    if end.rank in killed:
-        return f"Then rank {end.rank} did not end by itself and was killed."
-    last_line = (end.message or "").rstrip().rpartition("\n")[2]
-    return f"Then rank {end.rank} failed: {last_line or _how(end)}"
+def _say(*texts: str) -> None:
+    if text := _lines(*texts):
+        with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
+            print(text, file=sys.stderr, flush=True)

@@ -1,20 +1,17 @@
-"""What ./run_train.sh starts: checks the job, then starts torchrun's agent with the workers of this node.
+"""What ./run_train.sh starts: checks the job and the environment, then starts the workers of this node.
 
-Invariant: a wrong job ends here, in a fraction of a second, before torch is imported or a process is started. May
-import titanlite.config, titanlite.validate and titanlite.observe.logger, none of which has torch; after the check also
-titanlite.launch.agent.
+Invariant: a wrong job or variable ends here, in a fraction of a second, before a process is started. The launcher never
+imports torch: it is small, and stays so while the workers train.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from titanlite.config.errors import UserError
 
@@ -25,28 +22,18 @@ EXPLAINED = {
     "NODE_RANK": "number of this machine, from 0",
     "MASTER_PORT": "a port of MASTER_ADDR that is free",
 }
+LARGEST = {"MASTER_PORT": 65535, "NNODES": 100_000}
+WORKER_BYTES = 200 << 20  # of memory that a process with torch needs for itself, at the least
+CROWDED = 4  # processes a core
 
 
 def main(argv: Sequence[str]) -> int:
     """Check, launch and wait; returns the exit code of the run."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it, workers too
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on": there is nothing to save yet
     try:
         return launch(argv)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # before there were workers
-        return 130
-
-
-def command(argv: Sequence[str]) -> NoReturn:
-    """Run `main` and end this process with its exit code."""
-    code = main(argv)
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # while Python shuts down, a signal that comes late would replace the exit code
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -62,15 +49,20 @@ def launch(argv: Sequence[str]) -> int:
     if wanted and 0 < gpus < wanted:
         raise UserError(f"NGPU={wanted}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
     workers = wanted or gpus or 1
+    if not gpus:
+        _check_processes(workers)
     least, nodes = _nodes()
     node_rank = _number("NODE_RANK", 0)
     if node_rank is not None and node_rank >= nodes:
         raise UserError(f"NODE_RANK={node_rank} must be less than NNODES={nodes}.")
-    if nodes > 1 and "MASTER_ADDR" not in os.environ:
+    if nodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise UserError(
             f"NNODES={nodes} needs MASTER_ADDR: the name or address of the first machine, as others see it."
         )
-    shown_ranks = logged_ranks()
+    address = os.environ.get("MASTER_ADDR") or "localhost"
+    if not re.fullmatch(r"[\w.:%-]+", address, re.ASCII):
+        raise UserError(f"MASTER_ADDR={address!r}: the name or address of the first machine is allowed, such as node0.")
+    shown_ranks = logged_ranks(workers * nodes)
     job = load_and_check(argv, workers * nodes)
     if least < nodes:
         load_and_check(argv, workers * least)  # the run must be able to go on there
@@ -83,29 +75,23 @@ def launch(argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is soon forgotten
     if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory lost to fragments
-    if "LOGLEVEL" not in os.environ:  # torchrun's switch for its own messages
-        import logging
 
-        logging.disable(logging.ERROR)
+    from titanlite.checkpoint.go_on import how_to_go_on, is_saved
+    from titanlite.launch.agent import Saved, World, run_workers
 
-    from titanlite.checkpoint.go_on import how_to_go_on
-    from titanlite.launch.agent import World, run_workers
-
-    restarts = _number("MAX_RESTARTS", 0) or 0
-    addr, port = os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1) or 29500
     world = World(
         workers,
         nodes,
         node_rank,
-        addr,
-        port,
+        address,
+        _number("MASTER_PORT", 1) or 29500,
         shown_ranks,
         job.comm.preemption_seconds,
-        restarts,
+        _number("MAX_RESTARTS", 0) or 0,
         least,
-        how_to_go_on=lambda: how_to_go_on(job, argv),
     )
-    return run_workers(["-P", "-m", "titanlite.cli", "train", *argv], world)
+    saved = Saved(lambda: is_saved(job), lambda: how_to_go_on(job, argv))
+    return run_workers(["-P", "-m", "titanlite", "train", *argv], world, saved)
 
 
 def count_gpus() -> int:
@@ -129,19 +115,40 @@ def _nodes() -> tuple[int, int]:
     if not colon:
         nodes = _number("NNODES", 1) or 1
         return nodes, nodes
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+    if not (_is_number(least, 1, LARGEST["NNODES"]) and _is_number(most, int(least), LARGEST["NNODES"])):
         raise UserError(f"NNODES={least}:{most}: a number, or two rising ones such as 1:2 ({EXPLAINED['NNODES']}).")
     return int(least), int(most)
 
 
-def _number(name: str, minimum: int) -> int | None:
+def _number(name: str, least: int) -> int | None:
     """The environment variable as a number; None where it is not set."""
-    text = os.environ.get(name, "")
+    text, most = os.environ.get(name, ""), LARGEST.get(name, 10**15)
     if not text:
         return None
-    if not text.isdecimal() or int(text) < minimum:
-        raise UserError(f"{name}={text}: a whole number of at least {minimum} is allowed ({EXPLAINED[name]}).")
+    if not _is_number(text, least, most):
+        allowed = f"of at least {least}" if name not in LARGEST else f"from {least} to {most}"
+        raise UserError(f"{name}={text[:40]}: a whole number {allowed} is allowed ({EXPLAINED[name]}).")
     return int(text)
+
+
+def _is_number(text: str, least: int, most: int) -> bool:
+    return bool(re.fullmatch(r"[0-9]{1,16}", text)) and least <= int(text) <= most
+
+
+def _check_processes(workers: int) -> None:
+    """On a CPU: what memory cannot hold is refused, what the cores can hardly carry is said."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if workers * WORKER_BYTES > memory:
+        raise UserError(
+            f"NGPU={workers}: so many processes need at least {workers * WORKER_BYTES / 2**30:,.0f} GiB of memory; "
+            f"this machine has {memory / 2**30:,.0f}. One for each of its {_cores()} cores is the most that helps."
+        )
+    if workers > CROWDED * _cores():
+        print(
+            f"NGPU={workers}: this machine has no GPU and {_cores()} cores. So many processes get in each other's way; "
+            "it can take minutes until all have started.",
+            file=sys.stderr,
+        )
 
 
 def _cores() -> int:

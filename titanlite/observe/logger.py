@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOGGER_NAME = "titanlite"
+LOG_FILE = "train.log"
 
 
 class _Terminal:
@@ -47,17 +49,22 @@ def terminal_console() -> Console:
     return Console(file=cast(IO[str], _Terminal(sys.stdout)))
 
 
-def logged_ranks() -> tuple[int, ...]:
+def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
     """Ranks named by the environment variable LOG_RANK (comma-separated, default "0").
 
     Raises:
-        UserError: LOG_RANK is not a list of ranks.
+        UserError: LOG_RANK is not a list of ranks, or names one that a world of `world_size` does not have.
     """
     text = os.environ.get("LOG_RANK", "0")
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() for word in words):
+    if not words or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
         raise UserError(f'LOG_RANK = "{text}": ranks are allowed, separated by commas, for example LOG_RANK=0,1.')
-    return tuple(int(word) for word in words)
+    ranks = tuple(int(word) for word in words)
+    if world_size is not None and max(ranks) >= world_size:
+        raise UserError(
+            f'LOG_RANK = "{text}": there is no rank {max(ranks)}. The last of {world_size} is {world_size - 1}.'
+        )
+    return ranks
 
 
 def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:

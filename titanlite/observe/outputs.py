@@ -24,9 +24,9 @@ from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
+from titanlite.observe.logger import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
-LOG_FILE = "train.log"
 CURVES = ("validation.jsonl", "metrics.jsonl")
 # Renamed in this order: if a start is cut short, what tells the next one to rename the rest is still there.
 FILES = ("config.toml", "environment.json", LOG_FILE, "tb", *CURVES)

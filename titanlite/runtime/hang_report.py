@@ -1,7 +1,7 @@
 """Where a rank stands when a step takes too long: for the report of a hang.
 
 Invariant: it only looks and writes a file; what ends the run is the time-out of a collective, and what reports is the
-launcher, which sees the files of all ranks of its machine. May import torch.
+launcher, which sees the files of all ranks of its machine.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from titanlite.runtime.network import address_towards
+
 SHARE = 0.8  # of the time-out: the file must be there before the first rank gives up
 
 
 def record_collectives() -> None:
     """Have torch's flight recorder keep the last collectives of this process. Call it before there are groups."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """This machine's address as `host` sees it; None if there is no way there. Nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return probe.getsockname()[0]
-    except OSError:
-        return None
 
 
 def all_hosts() -> list[str]:

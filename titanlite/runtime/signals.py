@@ -1,7 +1,7 @@
 """Signals that reach one rank, obeyed by all ranks at the same step.
 
 Invariant: every rank sees the same requests at the same step, and none waits for them: a step reads what the ranks
-said during the step before. May import torch.
+said during the step before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: Slurm's usual warning before it kills
+# SIGHUP: the terminal is gone. SIGUSR1: Slurm's usual warning before it kills.
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVE = signal.SIGUSR2
 
 
@@ -28,8 +29,8 @@ class Requests:
 
 
 class Signals:
-    """Catches SIGINT, SIGTERM and SIGUSR1 (stop) and SIGUSR2 (save). A SIGINT after one of the first ends at once,
-    a further SIGTERM does not: a scheduler's comes twice, once passed on by the launcher."""
+    """Catches SIGINT, SIGTERM, SIGHUP and SIGUSR1 (stop) and SIGUSR2 (save). A SIGINT after one of the first ends at
+    once. A further SIGTERM does not, because a scheduler's comes twice: once passed on by the launcher."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Install the handlers; `group` must carry CPU tensors."""
@@ -37,7 +38,8 @@ class Signals:
         self._stop, self._save = 0, 0
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
         for number in (*STOP, SAVE):
-            signal.signal(number, self._receive)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if number == SAVE:

@@ -1,6 +1,6 @@
 """The world of ranks: its start and its end.
 
-Invariant: one process is a world of size one, on the same path as many. May import torch, model and config.
+Invariant: one process is a world of size one, on the same path as many.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
 from titanlite.runtime.hang_report import record_collectives
+from titanlite.runtime.process import LISTENER, STORE
 
 
 def keep_freed_memory() -> None:
@@ -50,9 +51,31 @@ def use_large_pages() -> None:
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
+def meeting_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks of our own launcher find each other: a file in the run's private folder, where there is one
+    machine, and otherwise a socket of the first rank, which listens at MASTER_ADDR alone."""
+    if world_size == 1:
+        return HashStore()
+    host, _, port = os.environ[STORE].rpartition(":")
+    if not port.isdecimal():
+        store: Store = FileStore(os.environ[STORE])
+        store.set_timeout(timeout)
+        return store
+    listener = os.environ.get(LISTENER)
+    return TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else int(listener),
+    )
+
+
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """The world of ranks, of size one without torchrun, and this rank's device."""
+    """The world of ranks, of size one without a launcher, and this rank's device."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -71,10 +94,12 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         torch.use_deterministic_algorithms(True)
     record_collectives()
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    if "MASTER_ADDR" in os.environ:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1 and STORE not in os.environ:  # another launcher, such as torchrun: by its own variables
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        store = meeting_store(rank, world_size, timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     with backend_order(device):
         yield device
     dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one

@@ -1,0 +1,40 @@
+"""Addresses and interfaces of this machine, found without torch."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address as `host` sees it; None if there is no way there. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def loopback_interface() -> str:
+    """The interface that no other machine can reach: lo on Linux, lo0 on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this IPv4 address; None if it is not known, as on systems other than Linux."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR of netdevice(7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
