@@ -91,7 +91,7 @@ def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(agent, "run_workers", lambda command, world, saved: worlds.append(world) or 0)
     for name, value in {"NNODES": "2:3", "NODE_RANK": "1", "MASTER_ADDR": "here", "MAX_RESTARTS": "4"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCHINDUCTOR_CACHE_DIR", "LOGLEVEL"):
+    for name in ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCHINDUCTOR_CACHE_DIR", "TITANLITE_COMMAND"):
         monkeypatch.setenv(name, "1")  # the launcher leaves them, and the state of this process, as they are
     worlds: list[agent.World] = []
     assert launcher.launch(["--comm.preemption_seconds", "7"]) == 0

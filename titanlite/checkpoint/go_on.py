@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.checkpoint import commit
-from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.schema import JobConfig
 
 
@@ -37,8 +36,6 @@ def is_saved(job: JobConfig) -> bool:
 
 
 def _command_line(argv: Sequence[str]) -> str:
-    """What was typed, as far as this process can know: ./run_train.sh says its own name, and a launcher is known by
-    the folder that it gives its workers."""
-    started_as = "titanlite launch" if ERROR_FOLDER in os.environ else "titanlite train"
+    """What was typed, as far as this process can know: launchers say their own name."""
     processes = [f"NGPU={os.environ['NGPU']}"] if os.environ.get("NGPU") else []
-    return " ".join([*processes, os.environ.get("TITANLITE_COMMAND", started_as), *map(shlex.quote, argv)])
+    return " ".join([*processes, os.environ.get("TITANLITE_COMMAND", "titanlite train"), *map(shlex.quote, argv)])

@@ -70,6 +70,7 @@ def launch(argv: Sequence[str]) -> int:
     # Threads of all processes together use each core once; more only gets in each other's way.
     threads = job.training.num_threads or max(1, _cores() // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TITANLITE_COMMAND", "titanlite launch")  # ./run_train.sh says its own name
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is soon forgotten
