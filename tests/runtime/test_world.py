@@ -53,3 +53,16 @@ def test_the_heap_moves_to_large_pages_with_what_it_holds():
     """)
     assert large - small > 48 << 10
     assert correct
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_meet_by_its_variables(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    sizes = "dim = 64\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64"
+    job.write_text(f"[model]\n{sizes}\n[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "-m", "titanlite", "train", "--job.config_file", job, "--job.dump_folder", tmp_path / "out"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 x cpu" in ended.stdout
+    assert (tmp_path / "out" / "checkpoint" / "step-00000002").is_dir()
