@@ -154,6 +154,13 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
     return world.results()
 
 
+def run_process(function: Callable[..., Any], *args: Any, timeout: float = 240) -> Any:
+    """Call `function(*args)` in a process of its own, without a process group; what it returns."""
+    world = World(1, _alone, function, args)
+    world.ends_with(0, timeout)
+    return world.results()[0]
+
+
 def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
     """`titanlite WORDS`, as the launcher runs it on each rank; `before` is called first in each of them."""
     return World(ranks, _command, list(map(str, words)), before)
@@ -202,6 +209,10 @@ def _meeting(store: Path) -> dict[str, Any]:
     """Where the ranks of this world find each other, as arguments of init_process_group."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
+
+
+def _alone(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
+    return function(*args)
 
 
 def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import json
 import os
 import pickle
 import resource
@@ -16,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from test_commit import reseal
-from tiny_run import TinyRun, assert_equal
+from tiny_run import TinyRun, assert_equal, go_on
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit, find, state
@@ -742,15 +742,8 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert_equal(restored, expected)
 
 
-def train_ranks(ranks: int, folder: Path, first: int, last: int, layout: str = "fsdp", **keys: object) -> list[float]:
-    script = Path(__file__).with_name("tiny_run.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*launcher, str(script), str(folder), str(first), str(last), json.dumps(keys), layout]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
-    return [float.fromhex(word) for word in line.split()[1:]]
+def train_ranks(ranks: int, folder: Path, first: int, last: int, hsdp: bool = False, **keys: object) -> list[float]:
+    return run_ranks(ranks, go_on, folder, first, last, hsdp, keys)[0]
 
 
 @pytest.mark.slow
@@ -766,7 +759,11 @@ def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
 def test_a_run_moves_between_layouts(tmp_path):
     expected = TinyRun(seed=1).train(8)
     assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
-    moved = [*train_ranks(2, tmp_path, 2, 4), *train_ranks(2, tmp_path, 4, 6, "hsdp"), *train_ranks(1, tmp_path, 6, 8)]
+    moved = [
+        *train_ranks(2, tmp_path, 2, 4),
+        *train_ranks(2, tmp_path, 4, 6, hsdp=True),
+        *train_ranks(1, tmp_path, 6, 8),
+    ]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
     assert not commit.verify_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))

@@ -1,13 +1,6 @@
-"""A training run in miniature: a sharded two-block Llama, AdamW with two groups, data that depends on the step alone.
-
-As a script it runs under torchrun: `tiny_run.py FOLDER FIRST LAST JSON LAYOUT` loads what FOLDER holds, trains
-from step FIRST to LAST, saves every second step, and prints each loss on rank 0. JSON has keys of [checkpoint]; LAYOUT
-is fsdp or hsdp.
-"""
+"""A training run in miniature: a sharded Llama of two blocks, AdamW with two groups, data that depends on the step."""
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -120,25 +113,20 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert not different
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def go_on(folder: Path, first: int, last: int, hsdp: bool, keys: dict) -> list[float]:
+    """The losses of a rank that loads what `folder` holds, trains from step `first` to `last`, and saves every second
+    step. `keys` are some of [checkpoint]."""
     # Other initial weights for each number of ranks: only a real load can make runs agree.
-    run = TinyRun(seed=dist.get_world_size(), hsdp=sys.argv[5] == "hsdp")
+    run = TinyRun(seed=dist.get_world_size(), hsdp=hsdp)
     lines: list[str] = []
-    manager = run.manager(Path(sys.argv[1]), lines=lines, **json.loads(sys.argv[4]))
+    manager = run.manager(folder, lines=lines, **keys)
     state = manager.load()
     run.step = state["step"] if state else 0
-    assert run.step == int(sys.argv[2]), (run.step, lines)
+    assert run.step == first, (run.step, lines)
     losses = []
-    while run.step < int(sys.argv[3]):
+    while run.step < last:
         losses += run.train(2)
         manager.save(run.step, run.train_state())
     manager.close()
     assert manager.stats()["failed_saves"] == 0, lines
-    if dist.get_rank() == 0:
-        print("losses", *(loss.hex() for loss in losses), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return losses
