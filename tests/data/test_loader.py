@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +107,32 @@ def test_each_document_is_read_once_an_epoch_and_each_token_predicted_once(datas
     second = [positions[p] for p in range(150, 300)]
     assert sorted(first) == sorted(second) == list(range(150))
     assert first != second
+
+
+def times_read(dataset, documents, tokens):
+    """How often each document was begun when `tokens` tokens have been read."""
+    loader = make_loader(dataset, global_batch_size=1)
+    loader.start()
+    assert isinstance(loader._reader, BatchReader)
+    counts = np.zeros(documents, dtype=int)
+    for _ in range(tokens // 32):
+        ((_, row, *_),) = loader._reader.next_batch()
+        counts[row.segments[row.segments[:, 2] == 0, 1]] += 1
+    return counts
+
+
+def test_streams_drift_as_the_page_on_data_says_and_not_with_max_epochs(tmp_path):
+    texts = some_texts(1000)
+    lengths = np.array([len(TOKENIZER.encode(text)) + 2 for text in texts])
+    dataset = dataset_of(tmp_path, texts)
+    counts = times_read(dataset, 1000, lengths.sum())
+    expected = 0.4 * lengths.std() / lengths.mean() * (64 / 1000) ** 0.5
+    assert set(counts) == {0, 1, 2}
+    assert expected / 2 < (counts == 0).mean() < 2 * expected
+    assert expected / 2 < (counts == 2).mean() < 2 * expected
+    exactly = times_read(capped(dataset, 9), 1000, lengths.sum() - 32)
+    assert (exactly == 1).sum() >= 1000 - 32  # the last row may be missing
+    assert exactly.max() == 1
 
 
 def test_the_seed_changes_the_order_and_dataset_seed_wins(dataset):

@@ -1,7 +1,8 @@
 """The documents of one virtual stream of a source, one after the other, as tokens.
 
 Invariant: the documents of a stream and their order are a pure function of (seed, source, stream). Together the streams
-of a source read each document once an epoch. May import titanlite.config and data: tokenizer, sources, order.
+of a source have each document once in an epoch. They reach the end of an epoch at different steps, because rows are
+equal in tokens and documents are not.
 
 Random access: global document position p = 0, 1, ... means document `order of epoch p // N (p % N)` of N documents.
 Stream v of V reads the positions v, v + V, v + 2V, ... Sequential sources: the same with parts in place of documents;
