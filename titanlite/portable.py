@@ -13,15 +13,14 @@ from typing import Any
 from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.config.files import exists, file_inside, not_writable, parse_json, read_file
 
 
 def make_folder(path: Path) -> Path:
-    """Raises UserError: `path` is a file or under one, or may not be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be made: {error.strerror}. Choose another folder.") from None
+    """Raises UserError: `path` is a file or under one, or cannot be written to."""
+    if problem := not_writable(path.absolute()):
+        raise UserError(f"{path} cannot be made: {problem}")
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 

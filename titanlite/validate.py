@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,11 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import not_writable
 from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import read_vocab_size
 from titanlite.model.flavors import FLAVORS, Architecture, architecture, fit_vocabulary
+from titanlite.observe.outputs import FILES
 from titanlite.parallel.constraints import divisors, fills_world, layout_problems, nearest
 from titanlite.parallel.layout import degrees
 
@@ -322,9 +323,9 @@ def stages_run(context: Context) -> Iterator[str]:
 @rule("job.dump_folder", "checkpoint.folder")
 def output_folders(context: Context) -> Iterator[str]:
     run = Path(context.job.job.dump_folder).absolute()
-    problems = {"job.dump_folder": _not_writable(run)}
+    problems = {"job.dump_folder": not_writable(run) or _wrong_kind(run)}
     if context.job.checkpoint.enable:
-        problems["checkpoint.folder"] = _not_writable(run / context.job.checkpoint.folder)
+        problems["checkpoint.folder"] = not_writable(run / context.job.checkpoint.folder)
     if problems["job.dump_folder"]:
         problems.pop("checkpoint.folder", None)
     for key, problem in problems.items():
@@ -332,17 +333,23 @@ def output_folders(context: Context) -> Iterator[str]:
             yield context.wrong(key, problem)
 
 
-def _not_writable(folder: Path) -> str | None:
-    """Why no file can be made in `folder` or where it is to be. Tried out in the part of it that is there, because
-    permissions say nothing about /proc, a full disk or the root user of another machine."""
-    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-    if not nearest.is_dir():
-        return f"{nearest} is a file; a folder is needed there."
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".titanlite-", dir=nearest))
-    except OSError as error:
-        return f"{nearest} cannot be written to: {error.strerror}. Name another folder."
+def _wrong_kind(run: Path) -> str | None:
+    """Which output of a run a folder or a file is in the way of."""
+    for name in FILES:
+        path = run / name
+        if os.path.exists(path) and os.path.isdir(path) != (name == "tb"):
+            return f"{path} is {'a file' if name == 'tb' else 'a folder'}, where a run writes its own. Move it away."
     return None
+
+
+@rule("checkpoint", "job.dump_folder")
+def initial_weights(context: Context) -> Iterator[str]:
+    checkpoint = context.job.checkpoint
+    folder, origin = Path(context.job.job.dump_folder, checkpoint.folder), checkpoint.initial_load_path or "."
+    resumes = os.path.isdir(folder) and any(folder.glob("step-*"))  # then nothing is read there
+    if checkpoint.enable and not resumes and not os.path.isdir(origin):
+        found = "is a file" if os.path.exists(origin) else "does not exist"
+        yield context.wrong("checkpoint.initial_load_path", f"{found}; a folder of a checkpoint is needed.")
 
 
 @rule("checkpoint.folder")

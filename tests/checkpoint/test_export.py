@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
     write_hf(tmp_path / "hf", build(PLAIN))
     out = tmp_path / "hf" / "config.json" / "out"
     assert main(["import", "--hf", str(tmp_path / "hf"), "--out", str(out)]) == 2
-    assert f"{out} cannot be made: Not a directory" in capsys.readouterr().err
+    assert f"{out} cannot be made: {out.parent} is a file" in capsys.readouterr().err
     assert main(["import", "--hf", str(tmp_path / "hf"), "--out", "x" * 256]) == 2
     assert "is no path: File name too long" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,19 @@ def read_file(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise UserError(f"{path} is larger than {limit:,} bytes, which no such file is.")
     return content
+
+
+def not_writable(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, or where it is to be; None if one can. It is tried out, because permissions
+    say nothing about /proc, a full disk or the root user of another machine."""
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        return f"{nearest} is a file; a folder is needed there."
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".titanlite-", dir=nearest))
+    except OSError as error:
+        return f"{nearest} cannot be written to: {error.strerror}. Name another folder."
+    return None
 
 
 def check_regular(path: Path) -> None:

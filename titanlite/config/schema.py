@@ -79,7 +79,7 @@ class Section(BaseModel):
 class Job(Section):
     """What this run is and where its outputs go."""
 
-    config_file: str | None = None
+    config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
     dump_folder: PathText = ""
     """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs."""

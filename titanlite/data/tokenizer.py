@@ -280,11 +280,15 @@ def _parse_ranks(path: Path, raw: bytes) -> dict[bytes, int]:
 
 
 class _Added(BaseModel):
+    model_config = ConfigDict(strict=True)
+
     content: str
     id: TokenId
 
 
 class _Vocabulary(BaseModel):
+    model_config = ConfigDict(strict=True)
+
     vocab: dict[str, TokenId] | list[tuple[str, float]]  # Unigram has scores; a token's place is its id
 
 

@@ -17,9 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
@@ -39,6 +36,9 @@ def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) 
         run: The identity of the run, which its checkpoints hold, too.
         layout: Parallel degrees by name.
     """
+    import torch  # here, because a job file is checked with the names above, without torch
+    import torch.distributed as dist
+
     return {
         "run": run,
         "python": platform.python_version(),
