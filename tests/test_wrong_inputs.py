@@ -178,6 +178,9 @@ COMMAND_LINES = [
     Case("line: export as int8", "export --checkpoint run --out x --dtype int8", "float32 | bfloat16"),
     Case("line: import of nothing", "import --out x", "--hf | --meta"),
     Case("line: import of both", "import --out x --hf a --meta b", "--hf | --meta"),
+    Case("line: tokenizer alone", "tokenizer", "titanlite tokenizer train"),
+    Case("line: tokenizer without out", "tokenizer train --data text.jsonl", "--out"),
+    Case("line: a tokenizer of 5 tokens", "tokenizer train --data text.jsonl --vocab-size 5 --out x", "--vocab-size 5"),
     Case("line: verify nothing", "verify", "PATH"),
     Case("line: verify two", "verify run other", "other"),
 ]
@@ -206,6 +209,20 @@ ENVIRONMENTS = [
     ),
     Case("env: MAX_RESTARTS in words", "launch", "MAX_RESTARTS=often", env={"MAX_RESTARTS": "often"}),
     Case("env: LOG_RANK in words", "launch", "LOG_RANK", env={"LOG_RANK": "first"}),
+    Case("env: NGPU that nobody has", "launch", "NGPU=999999999999", env={"NGPU": "999999999999"}),
+    Case("env: LOG_RANK of no rank", "launch", "LOG_RANK", env={"LOG_RANK": "7"}),
+    Case(
+        "env: MASTER_PORT too large",
+        "launch",
+        "MASTER_PORT=99999",
+        env={"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+    ),
+    Case(
+        "env: MASTER_ADDR with a semicolon",
+        "launch",
+        "MASTER_ADDR",
+        env={"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost;reboot"},
+    ),
     Case("env: a wrong job", "launch --training.steps 0", "training.steps = 0"),
 ]
 
