@@ -25,6 +25,7 @@ from titanlite.parallel.constraints import Problem, layout_problems
 
 SAMPLE = (
     *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
+    "fsdp4, vocabulary of 32,000",
     *(
         "fsdp2, accumulation 4, each reduced",
         "fsdp2, float8 all-gather",
