@@ -49,10 +49,10 @@ def main() -> None:
         gc.collect()
         gc.disable()  # as in Trainer.train
         for _ in range(WARM_UP):
-            trainer.train_step()
+            trainer.step()
         clock.steps.clear()
         for _ in range(TIMED):
-            trainer.train_step()
+            trainer.step()
         parts = clock.medians()
         floors = part_floors(trainer, rates)
         result["step, ms"] = 1e3 * sum(parts.values())
@@ -62,7 +62,7 @@ def main() -> None:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (device.type == "cuda"))]
         ) as profiler:
             for _ in range(TRACED):
-                trainer.train_step()
+                trainer.step()
             synchronize(device)
         profiler.export_chrome_trace(trace)
         with gzip.open(trace, "rt") as file:
@@ -122,7 +122,7 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
     trainer.forward_backward = wrapped(trainer.forward_backward, "backward", before="batch")  # pyright: ignore
     train.clip_grad_norm_ = wrapped(train.clip_grad_norm_, "clipping")
     trainer.optimizer.step = wrapped(trainer.optimizer.step, "optimizer")
-    trainer.train_step = wrapped(trainer.train_step, "rest", before="")
+    trainer.step = wrapped(trainer.step, "rest", before="")
 
 
 def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.observe.metrics import LoggedStep
 from titanlite.train import Trainer
 
 
@@ -25,21 +26,21 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("a step read a tensor")
 
 
-train_step = Trainer.train_step
+plain_step = Trainer.step
 
 
-def without_recompiling(self: Trainer) -> None:
-    torch._dynamo.config.error_on_recompile = self.step >= 2  # pyright: ignore
-    train_step(self)
+def without_recompiling(self: Trainer) -> LoggedStep | None:
+    torch._dynamo.config.error_on_recompile = self.steps_done >= 2  # pyright: ignore
+    return plain_step(self)
 
 
-def without_reading(self: Trainer) -> None:
-    if self.metrics.is_log_step(self.step + 1):
-        return train_step(self)
+def without_reading(self: Trainer) -> LoggedStep | None:
+    if self.metrics.is_log_step(self.steps_done + 1):
+        return plain_step(self)
     with NoReads(), patch.object(Tensor, "cpu", refuse), patch.object(Tensor, "tolist", refuse):
-        return train_step(self)
+        return plain_step(self)
 
 
 def arm(forbidden: str) -> None:
     """Let no step of this process do what is `forbidden`: reads or recompiles."""
-    Trainer.train_step = {"reads": without_reading, "recompiles": without_recompiling}[forbidden]
+    Trainer.step = {"reads": without_reading, "recompiles": without_recompiling}[forbidden]

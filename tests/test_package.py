@@ -25,6 +25,15 @@ SHORT = [
 SHORT += ["--training.global_batch_size", "2", "--lr_scheduler.warmup_steps", "1", "--metrics.no-enable_tensorboard"]
 
 
+def test_all_names_of_the_library_are_there_and_cost_nothing_before_they_are_used() -> None:
+    assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
+    assert set(titanlite.__all__) <= set(dir(titanlite))
+    with pytest.raises(AttributeError, match="'titanlite' has no attribute 'Lama'"):
+        _ = titanlite.Lama  # pyright: ignore[reportAttributeAccessIssue]
+    program = "import sys, titanlite; print([name for name in sys.modules if name.startswith(('titanlite.', 'torch'))])"
+    assert call([sys.executable, "-c", program], ROOT) == "[]\n"
+
+
 def call(command: list[object], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", **variables}

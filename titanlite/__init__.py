@@ -1,3 +1,60 @@
-"""titanlite: pretrain Llama-style language models, from one laptop CPU up to thousands of GPUs."""
+"""titanlite: pretrain Llama-style language models, from one laptop CPU up to thousands of GPUs.
+
+The names below are what a Python program needs; docs/python.md shows them. Each is imported when it is first used, so
+that `import titanlite` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titanlite.commands.generate import LoadedCheckpoint, generate, load_checkpoint
+    from titanlite.config.errors import UserError
+    from titanlite.config.load import load_job
+    from titanlite.config.schema import JobConfig
+    from titanlite.data.loader import Loader
+    from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.model.flavors import FLAVORS, Architecture
+    from titanlite.model.llama import Llama
+    from titanlite.train import Trainer
 
 __version__ = "0.2.0"
+__all__ = [
+    "FLAVORS",
+    "Architecture",
+    "JobConfig",
+    "Llama",
+    "LoadedCheckpoint",
+    "Loader",
+    "Trainer",
+    "UserError",
+    "generate",
+    "load_checkpoint",
+    "load_job",
+    "load_tokenizer",
+]
+
+_HOMES = {
+    "titanlite.commands.generate": ("LoadedCheckpoint", "generate", "load_checkpoint"),
+    "titanlite.config.errors": ("UserError",),
+    "titanlite.config.load": ("load_job",),
+    "titanlite.config.schema": ("JobConfig",),
+    "titanlite.data.loader": ("Loader",),
+    "titanlite.data.tokenizer": ("load_tokenizer",),
+    "titanlite.model.flavors": ("FLAVORS", "Architecture"),
+    "titanlite.model.llama": ("Llama",),
+    "titanlite.train": ("Trainer",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

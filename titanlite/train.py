@@ -12,12 +12,15 @@ import os
 import platform
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -41,12 +44,12 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import ValidationSet
-from titanlite.evaluate import evaluate
+from titanlite.evaluate import Score, evaluate
 from titanlite.model.flavors import architecture, unused_rows
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
 from titanlite.observe.logger import LOG_FILE, setup_logging
-from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
@@ -98,14 +101,46 @@ def run(job: JobConfig, argv: Sequence[str] = ()) -> None:
 
 
 class Trainer:
-    """Everything that one rank needs for a run."""
+    """Everything that one rank needs for a run. `with Trainer(job) as trainer` closes it at the end.
 
-    def __init__(self, job: JobConfig, device: torch.device) -> None:
+    Attributes:
+        steps_done: Optimizer steps since the beginning of the run, those of earlier starts included.
+        model: All of the model that this rank holds; its parameters are sharded (DTensor).
+        loader: The training data.
+    """
+
+    def __init__(self, job: JobConfig, device: torch.device | None = None) -> None:
         """Build and parallelize; resume from the newest checkpoint if there is one.
 
+        Args:
+            device: That of a world of ranks which the caller has started with `process_group`, for a job that it has
+                checked. None checks the job and starts the world.
+
         Raises:
-            UserError: The data, the tokenizer or the checkpoint cannot be used.
+            UserError: The job breaks a rule, or the data, the tokenizer or the checkpoint cannot be used.
         """
+        self.opened = ExitStack()  # what `close` ends, the newest first
+        try:
+            if device is None:
+                job = checked(job, world_size())
+                device = self.opened.enter_context(process_group(job))
+            self.build(job, device)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error of one rank, the others may wait for it in another place: closing together would never end.
+        if error is None or (dist.is_initialized() and dist.get_world_size() == 1):
+            self.close()
+
+    def build(self, job: JobConfig, device: torch.device) -> None:
+        """All that the step loop needs, in the order in which one part needs the other."""
         self.job, self.device = job, device
         check_memory(job, num_params(architecture(job.model)), dist.get_world_size(), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
@@ -120,7 +155,7 @@ class Trainer:
         self.model = sharded.whole
         self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
         self.optimizer = build_optimizer(self.model, job.optimizer, self.compiles("optimizer"))
-        self.step = 0
+        self.steps_done = 0
         self.data_time = 0.0  # seconds waited for data that no step has used yet
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
@@ -129,6 +164,8 @@ class Trainer:
             precompute_scales(self.model)
         self.loader.start()
         self.metrics = self.start_metrics(state)
+        self.opened.callback(self.metrics.close)
+        self.opened.callback(self.watch.close)
 
     def open_folder(self) -> None:
         """Keep other runs out of the output folder, then let the log write there: never into that of another run.
@@ -144,6 +181,7 @@ class Trainer:
             self.lock = commit.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), self.log)
             return secrets.token_hex(8)
 
+        self.opened.callback(lambda: self.lock is None or os.close(self.lock))
         ranks = Ranks(seconds)
         self.run = ranks.on_rank0(lock)  # the identity of a run that begins here
         ranks.close()
@@ -157,22 +195,15 @@ class Trainer:
         """Open tokenizer, training data and validation data; log what is trained, and on what."""
         job, mesh, training = self.job, self.mesh, self.job.training
         self.tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-        global_batch_size = training.global_batch_size
-        if global_batch_size == -1:
-            global_batch_size = training.local_batch_size * mesh.data_degree
-        self.loader = Loader(
-            job.dataset,
+        self.loader = Loader.of_job(
+            job,
             self.tokenizer,
-            seed=training.seed,
-            seq_len=training.seq_len,
-            global_batch_size=global_batch_size,
-            local_batch_size=training.local_batch_size,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_degree,
             dp_group=mesh.data_group,
             device=self.device,
-            holdout=job.validation.holdout,
         )
+        self.opened.callback(self.loader.close)
         self.validation = None
         if job.validation.freq:
             self.validation = ValidationSet(
@@ -186,11 +217,11 @@ class Trainer:
                 dp_size=mesh.data_degree,
                 device=self.device,
             )
-        tokens = training.steps * global_batch_size * training.seq_len
+        tokens = training.steps * self.loader.global_batch_size * training.seq_len
         self.log(
             f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(architecture(job.model)):,} "
             f"parameters, on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
-            f"{global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
+            f"{self.loader.global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
         )
         if unused := unused_rows(architecture(job.model), self.tokenizer.vocab_size):
             self.log(unused)
@@ -223,13 +254,14 @@ class Trainer:
             tokenizer=self.tokenizer.fingerprint,
             write_tokenizer=lambda folder: write_tokenizer(path, folder, length),
         )
+        self.opened.callback(self.checkpoints.close)
         state = self.checkpoints.load()
         if state is None:
             return None
         if "data" in state:
             self.loader.load_state_dict(state["data"])
-        self.step, self.run = state["step"], state.get("run", self.run)
-        self.log(f"Resumed after step {self.step}: {state['tokens']:,} tokens seen")
+        self.steps_done, self.run = state["step"], state.get("run", self.run)
+        self.log(f"Resumed after step {self.steps_done}: {state['tokens']:,} tokens seen")
         return state
 
     @property
@@ -244,7 +276,7 @@ class Trainer:
         layout = asdict(self.mesh.degrees)
         environment = describe_environment(device_name, self.run, layout)
         if self.rank == 0:
-            self.folder.start(job, environment, None if state is None else self.step)
+            self.folder.start(job, environment, None if state is None else self.steps_done)
         metrics = MetricsRecorder(
             Path(job.job.dump_folder),
             job.metrics,
@@ -254,7 +286,7 @@ class Trainer:
             dist.get_world_size(),
             self.device,
             job.training.steps,
-            self.step,
+            self.steps_done,
             0 if state is None else state["tokens"],
         )
         texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
@@ -272,87 +304,102 @@ class Trainer:
             GuardError: The loss or the gradient norm is not finite; nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
-        first_step, finished = self.step, self.step >= job.training.steps
+        first_step, finished = self.steps_done, self.steps_done >= job.training.steps
         if job.checkpoint.create_seed_checkpoint:
-            if self.checkpoints is None or self.step:
-                why = f"the run has come to step {self.step}" if self.step else "checkpoint.enable is false"
+            if self.checkpoints is None or self.steps_done:
+                why = f"the run has come to step {self.steps_done}" if self.steps_done else "checkpoint.enable is false"
                 raise UserError(f"checkpoint.create_seed_checkpoint: {why}, so there is no step 0 to save.")
             self.save()
             return self.finish(Requests(), finished=False)
         if finished:
-            self.log(f"Nothing to do: step {self.step} is done. A training.steps above {job.training.steps} goes on.")
+            self.log(
+                f"Nothing to do: step {self.steps_done} is done. A training.steps above {job.training.steps} goes on."
+            )
         gc.collect()
         gc.disable()
-        with ProgressBar(job.training.steps, self.step, self.rank) as bar:
-            if self.step == 0:
+        self.opened.callback(gc.enable)
+        with ProgressBar(job.training.steps, self.steps_done, self.rank) as bar:
+            if self.steps_done == 0:
                 self.validate()
             failure = self.data_failure()
             signals.agreed(self.data_fails(2))
             while not finished and requests.stop is None and failure is None:
                 try:
-                    self.train_step()
+                    self.step()
                 except OutOfData as end:  # on all ranks at the same step
-                    if self.step == 0:
+                    if self.steps_done == 0:
                         remedy = "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
                         raise UserError(f"The data is smaller than one global batch: {end}. {remedy}") from None
-                    self.log(f"The data ends after step {self.step}: {end}")
+                    self.log(f"The data ends after step {self.steps_done}: {end}")
                     break
-                if self.step % job.training.gc_freq == 0:
+                if self.steps_done % job.training.gc_freq == 0:
                     gc.collect(1)  # the young generations: what a step leaves behind
-                bar.update(self.step, self.metrics.status() if self.metrics.is_log_step(self.step) else None)
+                bar.update(
+                    self.steps_done, self.metrics.status() if self.metrics.is_log_step(self.steps_done) else None
+                )
                 # The answer is a step old: it is about the next step, the one after which was looked into now.
                 requests = signals.agreed(self.data_fails(2))
                 failure = self.data_failure() if requests.data_fails else None
-                finished = self.step == job.training.steps
-                if not finished and (requests.save or self.step % job.checkpoint.interval == 0):
+                finished = self.steps_done == job.training.steps
+                if not finished and (requests.save or self.steps_done % job.checkpoint.interval == 0):
                     self.save()
-                if not finished and self.step % (job.validation.freq or job.training.steps) == 0:
+                if not finished and self.steps_done % (job.validation.freq or job.training.steps) == 0:
                     self.validate()
-                self.watch.passed(self.step, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
-                if self.step == first_step + 1:
+                self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
+                if self.steps_done == first_step + 1:
                     set_timeout(self.training_groups, job.comm.train_timeout_seconds)
                     if self.device.type == "cpu":
                         use_large_pages()
-            validated = not finished and self.step % (job.validation.freq or 1) == 0  # before the data ended
+            validated = not finished and self.steps_done % (job.validation.freq or 1) == 0  # before the data ended
             finished = finished or (requests.stop is None and failure is None)
-            if failure is None or self.step > first_step:
+            if failure is None or self.steps_done > first_step:
                 self.save(last=finished)
-            if requests.stop is None and failure is None and self.step > first_step and not validated:
+            if requests.stop is None and failure is None and self.steps_done > first_step and not validated:
                 self.validate()
         signals.wait()
         self.finish(requests, finished, failure)
 
-    def train_step(self) -> None:
-        """One optimizer step over this rank's part of the global batch."""
+    def step(self) -> LoggedStep | None:
+        """One optimizer step over this rank's part of the global batch.
+
+        Returns:
+            What was measured, if this step is logged (metrics.log_freq): to read it, the host waits for the device.
+
+        Raises:
+            OutOfData: The data has no further batch (dataset.max_epochs); on all ranks at the same step.
+            UserError: A record cannot be read.
+            GuardError: On a step that is logged: the loss or the gradient norm is not finite.
+        """
         waited_from = time.perf_counter()
         batch = self.loader.next_global_batch()
         data_time, self.data_time = self.data_time + time.perf_counter() - waited_from, 0.0
-        self.step += 1
+        self.steps_done += 1
         num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
         # Waited for where it is read: in the loss, by when the sum has long arrived.
         num_valid_tokens = collectives.all_reduce(num_valid_tokens, "sum", self.mesh.data_group)
         loss = self.forward_backward(batch.microbatches, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles("clip"))
-        lr = learning_rate(self.step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
+        lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
-        if self.metrics.is_log_step(self.step):
+        if self.metrics.is_log_step(self.steps_done):
             self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
             saves = self.checkpoints.stats() if self.checkpoints else {}
-            self.log(self.metrics.log(self.step, lr, **saves, **self.loader.stats()))
+            self.log(self.metrics.log(self.steps_done, lr, **saves, **self.loader.stats()))
             assert self.metrics.latest is not None
-            check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.step)
-        else:  # nobody reads this step's loss, so the ranks' shares of it are not summed
-            self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
+            check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.steps_done)
+            return self.metrics.latest
+        self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)  # nobody reads it: no sum over ranks
+        return None
 
     def data_fails(self, steps: int) -> bool:
         """Whether this rank cannot read its data of one of the next `steps` steps; waits until they are read."""
         waited_from = time.perf_counter()
-        fails = self.loader.fails_within(min(steps, self.job.training.steps - self.step))
+        fails = self.loader.fails_within(min(steps, self.job.training.steps - self.steps_done))
         self.data_time += time.perf_counter() - waited_from
         return fails
 
@@ -368,22 +415,22 @@ class Trainer:
         dist.all_reduce(value, group=group)
         return value
 
-    def validate(self) -> None:
-        """Log the loss on held-out data, if the job has any."""
-        if self.validation is not None:
-            score = evaluate(
-                self.validation, self.forward_backward.evaluate, self.mesh.data_group, self.mesh.loss_group
-            )
-            self.metrics.validated(self.step, asdict(score))
-            self.log(f"validation after step {self.step}: {score}")
+    def validate(self) -> Score | None:
+        """Log the loss on held-out data, if the job has any, and return it."""
+        if self.validation is None:
+            return None
+        score = evaluate(self.validation, self.forward_backward.evaluate, self.mesh.data_group, self.mesh.loss_group)
+        self.metrics.validated(self.steps_done, asdict(score))
+        self.log(f"validation after step {self.steps_done}: {score}")
+        return score
 
     def save(self, last: bool = False) -> None:
         """Save what a resume needs. Never saves weights that a non-finite gradient has spoiled."""
         if self.grad_norm is not None:
-            check_finite(0.0, self.grad_norm.item(), self.step)
+            check_finite(0.0, self.grad_norm.item(), self.steps_done)
         if self.checkpoints is not None:
-            state = {"step": self.step, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
-            self.checkpoints.save(self.step, {**state, "run": self.run}, last=last)
+            state = {"step": self.steps_done, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
+            self.checkpoints.save(self.steps_done, {**state, "run": self.run}, last=last)
 
     def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
         """Close everything, and say by an exception that the run is to go on where it is, that its data could not be
@@ -391,11 +438,12 @@ class Trainer:
         self.close()
         if failure is not None:
             raise failure
-        stopped = f"Stopped by {requests.stop} after step {self.step}"
-        if self.checkpoints is not None and not self.checkpoints.holds(self.step):
+        stopped = f"Stopped by {requests.stop} after step {self.steps_done}"
+        if self.checkpoints is not None and not self.checkpoints.holds(self.steps_done):
             raise CheckpointError(
-                f"{f'{stopped}. ' if requests.stop else ''}The save after the last step, {self.step}, FAILED; the log "
-                "says why. Once that is mended, start again: what the newest checkpoint does not hold is trained again."
+                f"{f'{stopped}. ' if requests.stop else ''}The save after the last step, {self.steps_done}, FAILED; "
+                "the log says why. Once that is mended, start again: what the newest checkpoint does not hold is "
+                "trained again."
             )
         if requests.stop and not finished:
             if self.checkpoints is None:
@@ -405,10 +453,4 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what runs in the background and close all files."""
-        self.watch.close()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        self.loader.close()
-        self.metrics.close()
-        if self.lock is not None:
-            os.close(self.lock)
+        self.opened.close()

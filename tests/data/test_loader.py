@@ -23,9 +23,9 @@ from test_validation import make_set
 from torch import Tensor
 
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.schema import Dataset, Validation
+from titanlite.config.schema import Dataset, JobConfig, Validation
 from titanlite.data.documents import MAX_STREAMS
-from titanlite.data.loader import OutOfData
+from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.reader import BatchReader
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -76,6 +76,19 @@ def test_restarts_on_other_layouts_change_nothing(dataset, reference, sizes, eve
             assert torch.equal(ranks.batch(), batches[step])
         state = ranks.state()
         assert state == states[min(start + every, STEPS) - 1]
+
+
+def test_a_loader_of_a_job_is_an_iterable_that_ends_with_the_data(tmp_path):
+    spec = dataset_of(tmp_path, some_texts(60)).model_dump() | {"max_epochs": 1}
+    tokenizer = {"path": str(ROOT / "assets/tokenizer/tokenizer.json")}
+    training = {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
+    job = JobConfig.model_validate({"dataset": spec, "tokenizer": tokenizer, "training": training})
+    loader = Loader.of_job(job)
+    batches = list(loader)
+    assert len(batches) > 3
+    assert {len(batch.microbatches) for batch in batches} == {2}
+    with pytest.raises(OutOfData):
+        loader.next_global_batch()
 
 
 def test_a_state_loaded_and_saved_is_the_same(dataset, reference):

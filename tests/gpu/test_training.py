@@ -22,7 +22,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
     """Train so many steps, each of which is logged."""
     values = []
     for _ in range(steps):
-        trainer.train_step()
+        trainer.step()
         assert trainer.metrics.latest is not None
         values.append(trainer.metrics.latest.loss)
     return values
@@ -77,7 +77,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(training: Training, mode
         trainer.save()
         expected = losses(trainer, 3), weights(trainer)
     with training(*options) as trainer:
-        assert trainer.step == 3
+        assert trainer.steps_done == 3
         found = losses(trainer, 3), weights(trainer)
     assert found[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
@@ -104,13 +104,13 @@ ALL = ("--compile.enable", "--compile.components", "model", "loss", "optimizer",
 def test_a_step_never_waits_for_the_gpu(training: Training, options: tuple[str, ...]):
     """Invariant 7. Two steps come first: there kernels are compiled, and the first one is logged."""
     with training("--metrics.log_freq", "50", "--checkpoint.no-enable", *options) as trainer:
-        trainer.train_step()
-        trainer.train_step()
+        trainer.step()
+        trainer.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
             with pytest.raises(RuntimeError, match="synchronizing"):  # it does see one
                 torch.zeros(1, device="cuda").item()
             for _ in range(3):
-                trainer.train_step()
+                trainer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -222,6 +222,11 @@ def build(arch, seed=0):
     return model
 
 
+def test_a_model_that_is_simply_built_has_the_initial_weights_of_seed_0():
+    model, expected = Llama(BASE), build(BASE)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
 def test_initial_weights_are_truncated_normals_that_shrink_with_depth():
     arch = dataclasses.replace(BASE, dim=256, n_layers=3, ffn_dim=512, vocab_size=1024)
     shrink = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2)))  # cut at 3 sigma

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ import torch.distributed as dist
 
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.load import resolve_path
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
 from titanlite.data.documents import Encoder, Place
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Cursor
 from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow, open_sources, report_skipped, start_cursors
 from titanlite.data.show import lost_characters, source_table
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerPool
 
 __all__ = ["GlobalBatch", "Loader", "Microbatch", "OutOfData"]
@@ -81,6 +83,46 @@ class Loader:
         self._ahead: deque[list[ReadRow] | Exception] = deque()  # read already, not yet asked for
         self._valid_tokens = self._tokens = self._num_skipped = 0
         self._skipped: list[str] = []  # reasons that were not reported yet
+
+    @classmethod
+    def of_job(
+        cls,
+        job: schema.JobConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        dp_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> Loader:
+        """The training data of a job, for one of its data-parallel ranks, by the job's tokenizer unless another is
+        given. Raises UserError as the class does."""
+        training = job.training
+        size = training.global_batch_size
+        return cls(
+            job.dataset,
+            tokenizer or load_tokenizer(resolve_path(job.tokenizer.path)),
+            seed=training.seed,
+            seq_len=training.seq_len,
+            global_batch_size=training.local_batch_size * dp_size if size == -1 else size,
+            local_batch_size=training.local_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            dp_group=dp_group,
+            device=device or torch.device("cpu"),
+            holdout=job.validation.holdout,
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one optimizer step, over all ranks."""
+        return self._global_batch_size
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """The global batches from where the loader stands, until the data ends (never, without dataset.max_epochs)."""
+        with suppress(OutOfData):
+            while True:
+                yield self.next_global_batch()
 
     def start(self) -> None:
         """Start reading ahead in the background, if it has not begun. The first batch does it otherwise."""

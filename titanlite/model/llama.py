@@ -144,7 +144,9 @@ def project(x: Tensor, weight: Tensor, labels: Tensor | None, loss: LossFunction
 
 
 class Llama(nn.Module):
-    """A Llama 3.x decoder. Build it under `torch.device("meta")`, then `to_empty`, then `init_weights`.
+    """A Llama 3.x decoder with initial weights of seed 0; `init_weights` draws those of another seed.
+
+    Under `torch.device("meta")` it has none: `to_empty` allocates them, and then `init_weights` draws them.
 
     With tied embeddings there is no `output` module: one parameter, one gradient, nothing that could come untied.
     """
@@ -164,6 +166,8 @@ class Llama(nn.Module):
         untied = last and not arch.tied_embeddings
         self.output = Output(arch) if untied else None
         self.loss: LossFunction | None = None  # exchangeable, as it may be fused with the output matrix
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.init_weights()  # or the output matrix would be whatever the memory held
 
     def forward(
         self,
