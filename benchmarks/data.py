@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
-from titanlite.data.sources import RandomAccess, open_source
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import RandomAccess
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from titanlite.model.flavors import FLAVORS
 from titanlite.model.llama import Llama

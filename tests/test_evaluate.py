@@ -10,8 +10,8 @@ import torch.distributed as dist
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Dataset, Validation
 from titanlite.data.batch import IGNORED, Microbatch
+from titanlite.data.heldout import ValidationSet
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.validation import ValidationSet
 from titanlite.evaluate import Score, evaluate
 
 

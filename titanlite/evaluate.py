@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.data.batch import Microbatch
-from titanlite.data.validation import ValidationSet
+from titanlite.data.heldout import ValidationSet
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ from titanlite.config.errors import (
 )
 from titanlite.config.load import dump_config, resolve_path
 from titanlite.config.schema import JobConfig
+from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.validation import ValidationSet
 from titanlite.evaluate import Score, evaluate
 from titanlite.model.flavors import architecture, unused_rows
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops

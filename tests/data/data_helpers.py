@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 
 from titanlite.config.schema import Dataset
@@ -28,6 +30,24 @@ def write_jsonl(path, texts, opener=open):
     with opener(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
     return path
+
+
+def write_zst(path, texts):
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as stream:
+        stream.write(raw)
+
+
+def write_parquet(path, texts, **columns):
+    pyarrow.parquet.write_table(pyarrow.table({**columns, "text": texts}), path, row_group_size=20)
+
+
+def write_hub(folder, texts, files=6):
+    """A local repository as `datasets` reads it: jsonl files."""
+    folder.mkdir()
+    for i in range(files):
+        write_jsonl(folder / f"train-{i}.jsonl", texts[i::files])
+    return folder
 
 
 def hide_bad_records(path, texts, count=1, bad="not json"):

@@ -19,7 +19,7 @@ from data_helpers import (
     write_jsonl,
 )
 from ranks import run_ranks
-from test_validation import make_set
+from test_heldout import make_set
 from torch import Tensor
 
 from titanlite.config.errors import CheckpointError, UserError
@@ -129,8 +129,9 @@ def times_read(dataset, documents, tokens):
     assert isinstance(loader._reader, BatchReader)
     counts = np.zeros(documents, dtype=int)
     for _ in range(tokens // 32):
-        ((_, row, *_),) = loader._reader.next_batch()
-        counts[row.segments[row.segments[:, 2] == 0, 1]] += 1
+        (read,) = loader._reader.next_batch()
+        segments = read.row.segments[read.cursor.row > 1 :]  # a row begins with the last token of the row before
+        counts[segments[segments[:, 2] == 0, 1]] += 1
     return counts
 
 

@@ -16,7 +16,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
 from titanlite.data import prepare as module
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import BLOCK_BYTES
+from titanlite.data.sources.shards import BLOCK_BYTES
 
 TEXTS = some_texts(3000, words=120)
 

@@ -6,37 +6,28 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from data_helpers import ROOT, TOKENIZER, Ranks, make_loader, some_texts, write_jsonl
+from data_helpers import (
+    ROOT,
+    TOKENIZER,
+    Ranks,
+    make_loader,
+    some_texts,
+    write_hub,
+    write_jsonl,
+    write_parquet,
+    write_zst,
+)
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data import documents
 from titanlite.data.documents import Encoder, epoch_order, num_streams, open_documents
-from titanlite.data.sources import BadRecord, Sequential, open_source
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import BadRecord, Sequential
 
 TEXTS = some_texts(230)
-
-
-def write_zst(path, texts):
-    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as stream:
-        stream.write(raw)
-
-
-def write_parquet(path, texts, **columns):
-    pyarrow.parquet.write_table(pyarrow.table({**columns, "text": texts}), path, row_group_size=20)
-
-
-def write_hub(folder, texts, files=6):
-    """A local repository as `datasets` reads it: jsonl files."""
-    folder.mkdir()
-    for i in range(files):
-        write_jsonl(folder / f"train-{i}.jsonl", texts[i::files])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -125,44 +116,6 @@ def test_a_streaming_source_works_in_background_processes(sources):
     ranks.close()
 
 
-def test_the_library_in_memory_mapped_and_streamed_form_holds_the_same_documents(sources, tmp_path):
-    import datasets
-
-    mapped = open_source(sources["streaming"].model_copy(update={"streaming": False}))
-    streamed = sequential(sources["streaming"])
-    texts = [text for part in range(streamed.num_parts) for text in streamed.read(part, 0)]
-    assert [mapped[i] for i in range(len(mapped))] == texts  # type: ignore[index]
-    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"held": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "dict")
-    one = open_source(Dataset(source="arrow", path=str(tmp_path / "one"), text_column="body"))
-    two = open_source(Dataset(source="arrow", path=str(tmp_path / "dict"), split="held"))
-    for source in (one, two):
-        assert [source[i] for i in range(len(source))] == TEXTS  # type: ignore[index]
-    again = open_source(Dataset(source="arrow", path=str(tmp_path / "one"), text_column="body"))
-    assert again.fingerprint == one.fingerprint
-
-
-def test_a_stream_may_begin_with_an_empty_file(tmp_path):
-    folder = write_hub(tmp_path / "hub", ["fine"], files=1)
-    (folder / "train--.jsonl").touch()
-    source = sequential(Dataset(source="huggingface", path=str(folder), streaming=True))
-    assert [list(source.read(part, 0)) for part in range(source.num_parts)] == [[], ["fine"]]
-
-
-def test_c4_is_preconfigured(sources, monkeypatch):
-    import datasets
-
-    asked, load = [], datasets.load_dataset
-
-    def fake(path, **keys):
-        asked.append((path, keys))
-        return load(sources["streaming"].path, split="train", streaming=True)
-
-    monkeypatch.setattr("datasets.load_dataset", fake)
-    assert sequential(Dataset(source="c4")).num_parts == 6
-    assert asked == [("allenai/c4", {"name": "en", "split": "train", "streaming": True})]
-
-
 def test_skipping_after_a_restart_says_how_far_it_is(sources, monkeypatch, caplog):
     ticks = iter(range(0, 1000, 3))
     monkeypatch.setattr("time.monotonic", lambda: next(ticks))
@@ -221,47 +174,6 @@ def test_broken_records_are_named(tmp_path):
     write_hub(tmp_path / "hub", ["fine", None], files=1)
     records = list(sequential(Dataset(source="huggingface", path=str(tmp_path / "hub"), streaming=True)).read(0, 0))
     assert "part 0, document 1: field 'text' must be a string, it is null" in str(records[1])
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_what_datasets_cannot_load_is_an_error_that_says_what_was_tried(tmp_path, streaming, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"no local folder 'nobody/nothing' here, so the Hugging Face hub was asked"):
-        open_source(Dataset(source="huggingface", path="nobody/nothing", streaming=streaming))
-    folder = write_hub(tmp_path / "hub", ["fine"], files=1)
-    dataset = Dataset(source="huggingface", path=str(folder), streaming=streaming)
-    with pytest.raises(UserError, match=r"no field 'body' \(dataset\.text_column\); there are: 'id', 'text'"):
-        open_source(dataset.model_copy(update={"text_column": "body"}))
-    with pytest.raises(UserError, match=r"split held.*tried the local folder .*hub"):
-        open_source(dataset.model_copy(update={"split": "held"}))
-
-
-def test_parquet_without_the_column_or_rows_is_an_error(tmp_path):
-    write_parquet(tmp_path / "a.parquet", ["fine"], id=[1])
-    with pytest.raises(UserError, match=r"a\.parquet: no field 'body' .* there are: 'id', 'text'"):
-        open_source(Dataset(source="parquet", path=str(tmp_path / "a.parquet"), text_column="body"))
-    write_parquet(tmp_path / "lists.parquet", [["one"], ["two"]])
-    with pytest.raises(UserError, match=r"lists\.parquet: field 'text' .* must be a string, it is list<.*string>"):
-        open_source(Dataset(source="parquet", path=str(tmp_path / "lists.parquet")))
-    write_parquet(tmp_path / "b.parquet", [])
-    with pytest.raises(UserError, match="holds no document"):
-        open_source(Dataset(source="parquet", path=str(tmp_path / "b.parquet")))
-    (tmp_path / "c.parquet").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=r"c\.parquet: not a parquet file"):
-        open_source(Dataset(source="parquet", path=str(tmp_path / "c.parquet")))
-
-
-def test_damaged_parquet_is_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    write_parquet(path, [str(np.random.default_rng(i).bytes(99)) for i in range(20)])
-    raw = path.read_bytes()
-    path.write_bytes(raw[:100] + b"\xff" * 300 + raw[400:])
-    with pytest.raises(UserError, match=r"a\.parquet, row group 0: damaged: .* Copy or download it again"):
-        list(sequential(Dataset(source="parquet", path=str(path))).read(0, 0))
-    path.write_bytes(raw[:-200] + b"\xff" * 190 + raw[-10:])
-    with pytest.raises(UserError, match=r"a\.parquet: not a parquet file, or a damaged one"):
-        open_source(Dataset(source="parquet", path=str(path)))
 
 
 def test_capped_epochs_of_a_sequential_source_end(sources):

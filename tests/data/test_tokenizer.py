@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data import tokenizer as module
-from titanlite.data.sources import RandomAccess, open_source
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import RandomAccess
 from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer, read_vocab_size
 
 ROOT = Path(__file__).parents[2]
@@ -238,3 +239,14 @@ def test_a_link_beside_the_tokenizer_stays_in_its_folder_or_in_hugging_faces_cac
     (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
     (snapshot / "tokenizer_config.json").symlink_to("../../blobs/2")
     assert load_tokenizer(snapshot / "tokenizer.json").eos_id == 3849
+
+
+def test_a_text_for_which_there_is_no_token_is_said_in_words_with_the_remedy(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    vocabulary = [("<s>", 0.0), ("</s>", 0.0), ("a", -1.0)]
+    Tokenizer(models.Unigram(vocabulary, None, False)).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("aa") == [2, 2]
+    with pytest.raises(UserError, match=r"tokenizer\.json: .* cannot encode a text .*byte fallback.*unknown token"):
+        tokenizer.encode("b")

@@ -1,7 +1,4 @@
-"""Rows as the tensors that a training step reads.
-
-May import torch and data.packing.
-"""
+"""Rows as the tensors that a training step reads."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ class Microbatch:
     labels: Tensor
     """(B, T) int64, on the device: the token after each input; -100 where none is to be predicted."""
     document_ids: Tensor | None = None
-    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to those of equal id."""
+    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to tokens of the same id."""
     positions: Tensor | None = None
-    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document."""
+    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document, or piece of one, in a row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def make_microbatch(
     tokens = np.stack([row.tokens for row in rows]).astype(np.int64)  # (B, T + 1)
     arrays, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
     for label, row in zip(labels, rows, strict=True):
-        label[max(0, int(row.segments[:, 3].sum()) - 1) :] = IGNORED  # what pads the row
+        label[max(0, int(row.segments[:, 3].sum()) - 1) :] = IGNORED  # padding
     if document_mask:
         ids, positions = _documents(rows, seq_len)  # (B, T + 1)
         labels[positions[:, 1:] == 0] = IGNORED  # no document predicts the next one
@@ -60,7 +57,7 @@ def make_microbatch(
 
 
 def _documents(rows: list[Row], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Document ids, int32, and positions, int64, both (B, T + 1); what pads a row is a document of its own."""
+    """Document ids, int32, and positions, int64, both (B, T + 1). The padding of a row is a document of its own."""
     ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)
     positions = np.empty((len(rows), seq_len + 1), dtype=np.int64)
     for i, row in enumerate(rows):

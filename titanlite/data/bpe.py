@@ -14,8 +14,8 @@ import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.data.order import Permutation
-from titanlite.data.shards import Shards
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import (
     LLAMA3_PATTERN,
     TiktokenTokenizer,
@@ -72,10 +72,7 @@ class Sample:
         assert isinstance(self.source, RandomAccess)
         order = Permutation(len(self.source), "tokenizer")
         for number in range(len(self.source)):
-            try:
-                record = self.source[int(order(np.array([number]))[0])]
-            except BadRecord as error:
-                record = error
+            record = self.source.record(int(order(np.array([number]))[0]))
             assert not isinstance(record, np.ndarray)
             yield record
 

@@ -4,9 +4,9 @@ Invariant: the documents of a stream and their order are a pure function of (see
 of a source have each document once in an epoch. They reach the end of an epoch at different steps, because rows are
 equal in tokens and documents are not.
 
-Random access: global document position p = 0, 1, ... means document `order of epoch p // N (p % N)` of N documents.
-Stream v of V reads the positions v, v + V, v + 2V, ... Sequential sources: the same with parts in place of documents;
-a part is read from its front in windows of neighbours, and each window is shuffled.
+Random access: there are N documents. Position p = 0, 1, ... means document number p % N in the order of epoch p // N.
+Stream v of V reads the positions v, v + V, v + 2V, ... Sequential sources: the same with parts in place of documents. A
+part is read from its front in windows of neighbours, and each window is shuffled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.data.order import EpochOrder, Permutation
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, text_hash
+from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source, text_hash
 from titanlite.data.tokenizer import Tokenizer
 
 MAX_STREAMS = 64
-"""Part of the data order: changing it changes every run. A power of two, so that usual numbers of data-parallel
-ranks divide it and each rank then tokenizes only its own streams."""
+"""Changing this number changes the data order of every run. It is a power of two, so that usual numbers of ranks divide
+it: each data-parallel rank then tokenizes only its own streams."""
 
-_WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends at the first of these
+_WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
 
 
 class Exhausted(Exception):
@@ -57,14 +57,14 @@ class Document(NamedTuple):
 
 
 def num_streams(source: Source, max_epochs: int, holdout: float = 0.0) -> int:
-    """V of a source: a power of two, no more than it has documents or parts, or streams would read the same text at
-    once. One, if its epochs are capped: then each rank sees by itself where it ends, and nothing is left over in a
-    longer stream."""
+    """V of a source: a power of two, at most its number of documents or parts, because more streams would read the same
+    text at the same time. With max_epochs it is 1: then each rank sees by itself where the source ends, and no stream
+    has text left when another one ends."""
     if max_epochs:
         return 1
     units = source.num_parts if isinstance(source, Sequential) else len(source)  # type: ignore[arg-type]
     if holdout and isinstance(source, RandomAccess):
-        units = max(1, units // 8)  # a stream without a document of its own in an epoch repeats those of others
+        units = max(1, units // 8)  # or a stream without a document in an epoch reads those of others
     return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
 
 
@@ -102,12 +102,9 @@ class Encoder:
         Raises:
             BadRecord: it cannot be read, and such records are not skipped.
         """
-        try:
-            record = source[index]
-        except BadRecord as error:
-            return self.encode(error, again)
-        if isinstance(record, str):
-            return self.encode(record)
+        record = source.record(index)
+        if not isinstance(record, np.ndarray):
+            return self.encode(record, again)
         return record if not self.holdout or self._reads(source.text_hash(index)) else self._end[:0]
 
     def encode(self, record: str | BadRecord, again: bool = False) -> np.ndarray:
@@ -146,7 +143,7 @@ class Documents(ABC):
         """The document at `place`.
 
         Raises:
-            Exhausted: there is none, as the epochs are used up.
+            Exhausted: there is none, because all epochs are read.
         """
 
     @abstractmethod
@@ -175,7 +172,7 @@ class RandomDocuments(Documents):
         self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
         self._order = order
         self._end = max_epochs * len(source) or None
-        # Turns are permuted many at once, as numpy's cost is a call, not an element; but no more than an epoch has.
+        # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
         self._block_turns = max(8, min(256, len(source) // streams))
         self._block, self._numbers = -1, np.empty(0, dtype=np.int64)
         self._document: Document | None = None
@@ -212,7 +209,7 @@ class SequentialDocuments(Documents):
         self._source, self._encoder, self._stream, self._streams = source, encoder, stream, streams
         self._order = order
         self._end = max_epochs * source.num_parts or None
-        self._records: Iterator[str | BadRecord] | None = None  # what follows the window in its part
+        self._records: Iterator[str | BadRecord] | None = None  # the rest of the part, behind the window
         self._window: list[str | BadRecord] | None = None
         self._shuffle = np.empty(0, dtype=np.int64)
         self._document: Document | None = None
@@ -245,7 +242,8 @@ class SequentialDocuments(Documents):
         return self._document
 
     def _fill_window(self) -> int:
-        """Have the window of `place` in memory, in a later part if this one is over; returns its part."""
+        """Read the window of `place` if it is not in memory, and return its part. If the part is over, `place` moves to
+        the stream's next one."""
         while True:
             position = self.place.turn * self._streams + self._stream
             if self._end is not None and position >= self._end:

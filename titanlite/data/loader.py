@@ -1,8 +1,7 @@
 """Global batches for one data-parallel rank, and the one small state that resumes them on any number of ranks.
 
 Invariant: row k of a global batch depends on the seed, the sources, the tokenizer, seq_len, packing and the batches
-before it, never on the number of ranks, the local batch size, the workers or restarts. May import titanlite.config and
-data.
+before it. It never depends on the number of ranks, the local batch size, the workers or restarts.
 """
 
 from __future__ import annotations
@@ -41,12 +40,14 @@ class Loader:
     """Global batches of one source or a mix.
 
     Args:
-        dataset: where the text comes from; dataset.seed wins over `seed`.
+        dataset: where the text comes from. If dataset.seed is set, it is used instead of `seed`.
         seq_len: tokens of a row, T.
         global_batch_size: rows of one optimizer step over all ranks; dp_size times local_batch_size divides it.
         dp_rank, dp_size: which of how many data-parallel ranks this one is.
         dp_group: the process group of these ranks; None if this is the only one.
-        holdout: share of the documents that is kept for validation; held_out: read those, and no others.
+        holdout: share of the documents that is kept for validation.
+        held_out: read these documents only; otherwise all others.
+        gather: in place of an all-gather over dp_group, for tests.
 
     Raises:
         UserError: a source is missing, empty, or smaller than one row.
@@ -125,7 +126,7 @@ class Loader:
                 yield self.next_global_batch()
 
     def start(self) -> None:
-        """Start reading ahead in the background, if it has not begun. The first batch does it otherwise."""
+        """Start reading ahead in the background. Without this call the first batch starts it."""
         if self._reader is not None:
             return
         arguments = {
@@ -133,7 +134,7 @@ class Loader:
             "sources": self.sources,
             "seed": self._seed,
             "seq_len": self._seq_len,
-            "schedule": self._new_schedule(),  # the reader's own: it runs ahead of ours
+            "schedule": self._new_schedule(),  # a copy, because the reader is ahead of this one
             "cursors": [list(cursors) for cursors in self._cursors],
         }
         if self._dataset.num_workers:
@@ -204,7 +205,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
-        dp_group call it together, because each one knows only the streams that it read."""
+        dp_group call it together, because each one knows only the streams that it has read."""
         self.stats()  # what was skipped before a checkpoint is reported before it
         known = [list(cursors) for cursors in self._cursors]
         for gathered in self._gather(self._cursors):
@@ -231,12 +232,12 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state`, saved on any number of ranks, left off.
+        """Go on where `state` was saved, on any number of ranks.
 
         Raises:
-            UserError: a source, the tokenizer, the seed, seq_len or packing is another one than in the run that saved
-                it, and dataset.on_change is not "warn", or the old place means nothing in the new data.
-            CheckpointError: a version of titanlite wrote it that this one does not know.
+            UserError: the data is not that of the run that saved it (sources, tokenizer, seed, seq_len or packing). If
+                dataset.on_change is "warn": only if the saved place means nothing in the new data.
+            CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
         """
         if state["version"] != _STATE_VERSION:
             found = state["version"]
@@ -278,7 +279,7 @@ class Loader:
         return source_table(*arguments)
 
     def close(self) -> None:
-        """End the background processes. The next batch starts them again."""
+        """End the background processes, and forget what was read ahead. The next batch starts them again."""
         if isinstance(self._reader, WorkerPool):
             self._reader.close()
         self._reader = None

@@ -1,7 +1,7 @@
 """Which source each sequence of a run comes from.
 
-Invariant: the choice depends on the weights and the step alone, and after N sequences of a stage each source has had
-less than one sequence more or less than its share. May import titanlite.config.
+Invariant: the choice depends on the weights and the step alone. After any number of sequences of a stage, each source
+has had its share of them, less than one sequence more or less.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from titanlite.config.schema import Dataset
 class Schedule:
     """The sources of the sequences, batch by batch.
 
-    Tijdeman's rule ("The chairman assignment problem", 1980): of the sources that lag behind their share by enough,
-    take the one that would be the first to lag behind by one. Whole numbers only: nothing is rounded.
+    Tijdeman's rule ("The chairman assignment problem", 1980): consider the sources that lag far enough behind their
+    share; take the one that would be the first to lag by a whole sequence. All numbers are whole: nothing is rounded.
 
     Attributes:
         step: batches scheduled so far.
@@ -53,8 +53,8 @@ class Schedule:
                 # parts * total times the sequences by which source i lags behind its share
                 lag = parts * (weight * length - self._stage_rows[i] * self._total)
                 if weight and lag >= self._total:
-                    # (1 - 1/parts - lag) / weight, the time until it lags by one, times whole numbers that are the
-                    # same for all
+                    # Time until source i lags by one: (1 - 1/parts - lag) / weight, multiplied by whole numbers that
+                    # are the same for all sources.
                     time_left = ((parts - 1) * self._total - lag) * (self._scale // weight)
                     if best is None or time_left < best:
                         best, source = time_left, i
@@ -70,16 +70,17 @@ class Schedule:
         return copy.deepcopy(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; where the weights have changed since, their count begins anew."""
+        """Go on from `state`. If the weights have changed since, the sequences of the stage are counted from 0."""
         self.step, self.rows = state["step"], list(state["rows"])
         self._weights, self._stage_rows = list(state["weights"]), list(state["stage_rows"])
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
-    """First step of each stage and its weights as whole numbers, in order of the steps; the first one starts at 0.
+    """First step of each stage and its weights as whole numbers, in the order of the steps. The first stage starts at
+    step 0.
 
     Raises:
-        UserError: weights that cannot be.
+        UserError: the number of weights is wrong, or all of them are 0.
     """
     stages = [(0, [source.weight for source in dataset.sources] or [1.0], "dataset.sources")]
     for number, stage in enumerate(dataset.stages):
@@ -96,7 +97,8 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
 
 
 def _whole(weights: list[float]) -> list[int]:
-    """The same proportions in whole numbers without a common divisor; 0.1 counts as one tenth, not as its float."""
+    """The same proportions in whole numbers without a common divisor. 0.1 counts as one tenth: the float is another
+    number."""
     exact = [Fraction(str(weight)) for weight in weights]
     scaled = [int(weight * math.lcm(*(w.denominator for w in exact))) for weight in exact]
     return [weight // math.gcd(*scaled) for weight in scaled]

@@ -1,7 +1,6 @@
 """The order of documents: a seeded permutation of range(n) that is computed, not stored.
 
 Invariant: `Permutation(n, key)` maps range(n) onto itself, each value once, and depends on n and key alone.
-May import numpy only.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ _ROUNDS = 6  # four make a balanced Feistel network indistinguishable from rando
 
 
 class Permutation:
-    """A pseudo-random permutation of range(n) in constant memory, so that a billion documents cost nothing.
+    """A pseudo-random permutation of range(n) in constant memory: a billion documents need no table.
 
-    A Feistel network permutes the smallest 2^(2b) >= n numbers, b >= 1; a number that leaves range(n) is permuted
-    again until it is back ("cycle walking": Black and Rogaway, Ciphers with arbitrary finite domains, 2002). The
-    domain is less than 4n, so that takes fewer than four turns on average.
+    A Feistel network permutes range(2^(2b)), the smallest such range that holds range(n), b >= 1. If the image of a
+    number is outside range(n), it is permuted again until it is inside ("cycle walking": Black and Rogaway, Ciphers
+    with arbitrary finite domains, 2002). The larger range has less than 4n numbers, so that this takes fewer than four
+    turns on average.
     """
 
     def __init__(self, n: int, key: str) -> None:
@@ -53,10 +53,10 @@ class EpochOrder:
     """An endless order of n things: a permutation of all of them, then another one, and so on.
 
     Attributes:
-        seed: it is a function of this and n.
+        seed: the order is a function of the seed and n.
     """
 
-    _SMALL = 1 << 14  # for up to so many things the latest permutations are kept
+    _SMALL = 1 << 14  # up to this n, the permutations of the latest epochs are kept in memory
 
     def __init__(self, n: int, seed: int) -> None:
         self._n, self.seed = n, seed

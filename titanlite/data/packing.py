@@ -1,7 +1,6 @@
-"""Documents of a stream to rows of equal length.
+"""Rows of equal length from the documents of a stream.
 
-Invariant: row i of a stream is a pure function of (the stream, seq_len, i), and four integers say where it begins.
-May import data.documents and data.order.
+Invariant: row i of a stream is a pure function of (the stream, seq_len, i). Four integers say where it begins.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
 
 
 class Row(NamedTuple):
-    """What one sequence of a batch is made of."""
+    """One sequence of a batch."""
 
     tokens: np.ndarray
-    """(T + 1,) int32: inputs and, one further, labels. What lies behind the last segment is padding."""
+    """(T + 1,) int32. Inputs are the first T, labels the last T. Tokens after the last segment are padding."""
     segments: np.ndarray
-    """(S, 4) int64, a document or a piece of one in each line: part, document number, offset of its first token in the
+    """(S, 4) int64. Each line is a document or a piece of one: part, document number, offset of the first token in the
     document, number of tokens."""
 
 
@@ -38,7 +37,7 @@ class Cursor:
     place: Place = field(default_factory=Place)
     """concat: the document it begins in. best_fit: the first document of its window."""
     offset: int = 0
-    """concat: token of that document. best_fit: row of the window."""
+    """concat: which token of that document. best_fit: which row of the window."""
 
 
 class Packer(ABC):
@@ -54,14 +53,14 @@ class Packer(ABC):
 
     @abstractmethod
     def next_row(self) -> Row:
-        """The row at `cursor`, which goes on to the next one.
+        """The row at `cursor`. Moves `cursor` to the next row.
 
         Raises:
-            Exhausted: there is no further one.
+            Exhausted: there is no further row.
         """
 
     def skip_to(self, row: int) -> None:
-        """Go forward to `row`. Tokenizes what lies between, as only its length says where a row begins."""
+        """Go forward to `row`. The documents on the way are tokenized, because their lengths say where rows begin."""
         assert row >= self.cursor.row
         while self.cursor.row < row:
             self.next_row()
@@ -74,8 +73,9 @@ class Packer(ABC):
 
 
 class ConcatPacker(Packer):
-    """Documents joined and cut. The last token of a row is the first one of the next, so that each token of the stream
-    but the very first is predicted exactly once. Only the last row of a capped source is padded."""
+    """Documents are joined, and the result is cut. The last token of a row is also the first token of the next row, so
+    that each token of the stream except the very first is predicted exactly once. Only the last row of a source with
+    max_epochs is padded."""
 
     def next_row(self) -> Row:
         documents, offset = self._documents, self.cursor.offset
@@ -91,14 +91,14 @@ class ConcatPacker(Packer):
                     parts.append(part)
                     segments.append((document.part, document.number, offset, len(part)))
                     need -= len(part)
-                    # place is read after current(), which moves on to the next part where one is over
+                    # Read `place` after current(): at the end of a part, current() moves it to the next part.
                     last = Cursor(self.cursor.row + 1, documents.place, offset + len(part) - 1)
                 if not need:
                     break
                 documents.advance()
                 offset = 0
         except Exhausted:
-            if need > self._length - 2:  # not one token to predict
+            if need > self._length - 2:  # fewer than two tokens: none to predict
                 raise
         self.cursor = last
         return self._row(parts, segments)
@@ -138,7 +138,7 @@ class BestFitPacker(Packer):
             if not pieces:
                 raise
         rows = [self._row([pieces[i][0] for i in bin], [pieces[i][1] for i in bin]) for bin in self._fit(pieces)]
-        # By construction the fullest rows come first: shuffle them, so that each batch is like the others.
+        # _fit returns the fullest rows first. Shuffle them, so that batches are alike.
         order = Permutation(len(rows), f"rows {start} {total}")(np.arange(len(rows)))
         return start, self._documents.place, [rows[i] for i in order]
 

@@ -1,11 +1,10 @@
 """Tokenize the sources of a job once, into shards that training maps into memory.
 
-Invariant: the bytes written depend on the sources and the tokenizer alone, not on the number of processes or on how
-often the work was interrupted. May import titanlite.config and data.
+Invariant: the bytes written depend on the sources and the tokenizer alone. The number of processes and interruptions
+change nothing.
 
-Documents are tokenized in units of about 4 MiB of text by background processes; the units are written in order. A shard
-is published by a rename once it is complete, so that what a killed run leaves is whole shards, after which the next run
-goes on.
+Background processes tokenize units of about 4 MiB of text, which are written in order. A shard gets its name by a
+rename when it is complete. So a killed run leaves whole shards, and the next run goes on after them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from titanlite.config.load import resolve_path
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import open_sources, source_specs
-from titanlite.data.shards import FORMAT, Header, Shards, block_checksums
-from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Sequential, Source, text_hash
+from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source, text_hash
+from titanlite.data.sources.files import FileSpans
+from titanlite.data.sources.shards import FORMAT, Header, Shards, block_checksums
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerProcess, receive, send
 
@@ -42,7 +42,8 @@ _UNITS_PER_SHARD = 64  # 256 MiB of text: large enough for few files, small enou
 
 @dataclass(frozen=True)
 class _Unit:
-    """Documents that are tokenized together: a range of a source at random access, or the records themselves."""
+    """Documents that are tokenized together: a range of numbers if the source has random access, otherwise the records
+    themselves."""
 
     start: int
     end: int
@@ -50,12 +51,12 @@ class _Unit:
     next: list[int]
     """Where the unit after this one begins: document, or part and document."""
     done: float | None
-    """Share of the source that is behind this unit, where it is known."""
+    """Share of the source up to the end of this unit; None if unknown."""
 
 
 def prepare(job: JobConfig, out: Path, workers: int) -> list[Path]:
-    """Write the shards of the sources of `job` to `out`, of a mix each to a folder of its own in `out`; returns the
-    folders. What is there already from an interrupted run is kept, what is complete is not made again.
+    """Write the shards of the source of `job` to `out`. Each source of a mix gets a folder of its own in `out`. Shards
+    of an interrupted run are kept, and a complete folder is left as it is. Returns the folders.
 
     Raises:
         UserError: a source cannot be read, or `out` holds something else.
@@ -110,7 +111,7 @@ def _prepare_source(source: Source, folder: Path, tokenizer: Tokenizer, workers:
 
 
 def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Entries of the shards that are there; None if all are."""
+    """Entries of the shards that are in `folder`; None if the folder is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("manifest.json", "prepare.json"):
         if not (folder / name).is_file():
@@ -139,7 +140,7 @@ def _units(source: Source, start: list[int]) -> Iterator[_Unit]:
     if isinstance(source, RandomAccess):
         total = len(source)
         if isinstance(source, FileSpans):
-            numbers = np.cumsum(source.sizes()) // _UNIT_BYTES  # a unit is the documents that end in one stretch
+            numbers = np.cumsum(source.sizes()) // _UNIT_BYTES  # a unit: the documents that end in one such stretch
             ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), total]
         else:
             ends = [*range(_UNIT_DOCUMENTS, total, _UNIT_DOCUMENTS), total]
@@ -307,7 +308,7 @@ def work(connection: Connection) -> None:
         start, end, records = receive(connection)
         encoder = Encoder(tokenizer, skip_bad=skip_bad)
         if records is None:
-            records = [_record(source, i) for i in range(start, end)]
+            records = [source.record(i) for i in range(start, end)]
         try:
             tokens = [encoder.encode(record) for record in records]
         except UserError as error:
@@ -317,15 +318,6 @@ def work(connection: Connection) -> None:
         hashes = np.array([text_hash(r) if isinstance(r, str) else 0 for r in records], dtype=np.uint64)
         raw = np.concatenate([*tokens, np.empty(0, dtype=np.int32)]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
         send(connection, (raw, sizes, hashes, encoder.skipped))
-
-
-def _record(source: RandomAccess, index: int) -> str | BadRecord:
-    try:
-        text = source[index]
-    except BadRecord as error:
-        return error
-    assert isinstance(text, str)
-    return text
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The rows that one process reads of each global batch: all rows of a rank, or those of one of its workers.
 
-Invariant: what a row holds does not depend on who reads it. Imports no torch, because background processes start with
-this module. May import titanlite.config and data: documents, packing, mixing, sources, tokenizer.
+Invariant: the contents of a row do not depend on the process that reads it. Nothing here imports torch, because
+background processes start with this module.
 
-Row i of a source is row i // V of its stream i % V. Rank r of R has the rows r, r + R, r + 2R, ... of a global batch;
-of those, worker w of W reads the streams that it owns, so that a document is tokenized once a rank.
+Row i of a source is row i // V of its stream i % V. Rank r of R has the rows r, r + R, r + 2R, ... of a global batch.
+Each stream belongs to one worker of a rank, so that a rank tokenizes a document once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from titanlite.data.mixing import Schedule
 from titanlite.data.order import Permutation
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor, Packer
 from titanlite.data.packing import Row as Row
-from titanlite.data.shards import Shards
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, open_source
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import Tokenizer
 
 _SAMPLE_DOCUMENTS = 64
@@ -36,9 +37,10 @@ class OutOfData(Exception):
 
 
 class ReadRow(NamedTuple):
-    """A row, its place in the global batch, and what is then known of the stream it came from."""
+    """A row, and where its stream goes on after it."""
 
     k: int
+    """Place in the global batch."""
     row: Row
     source: int
     stream: int
@@ -95,7 +97,8 @@ class BatchReader:
         """The rows of the next global batch.
 
         Raises:
-            OutOfData: a capped source, of which each rank reads all rows for this reason, ends within the batch.
+            OutOfData: a source with max_epochs ends within the batch. All ranks see it, because each of them reads all
+                rows of such a source.
             UserError: a record cannot be read.
         """
         part, rows = self._part, []
@@ -118,7 +121,7 @@ class BatchReader:
         if packer is None:
             packer = self._open[source, stream] = self._open_stream(source, stream)
         try:
-            packer.skip_to(row)  # no step where dp_size divides V; else other ranks read the rows between
+            packer.skip_to(row)  # nothing to skip if dp_size divides V; otherwise other ranks have the rows between
             self._encoder.skipped.clear()  # these are theirs to report
             return packer.next_row(), packer.cursor
         except Exhausted:
@@ -167,10 +170,9 @@ def _look_into(source: Source, encoder: Encoder, seq_len: int) -> None:
         )
     if isinstance(source, RandomAccess) and not isinstance(source, Shards):
         for index in sample_numbers(source):
-            try:
-                source[index]
-            except BadRecord as error:
-                encoder.encode(error)
+            record = source.record(index)
+            if isinstance(record, BadRecord):
+                encoder.encode(record)
 
 
 def sample_numbers(source: RandomAccess) -> list[int]:

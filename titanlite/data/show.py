@@ -1,11 +1,7 @@
-"""For people: a table of the sources before a run, and the text that one step of it reads.
-
-May import titanlite.config and data.
-"""
+"""For people: a table of the sources before a run, and the text that one step of it reads."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from fractions import Fraction
 
 from titanlite.config.errors import UserError, printable
@@ -23,16 +19,17 @@ from titanlite.data.reader import (
     source_specs,
     start_cursors,
 )
-from titanlite.data.shards import Shards
-from titanlite.data.sources import BadRecord, FileSpans, RandomAccess, Source
+from titanlite.data.sources.base import RandomAccess, Source
+from titanlite.data.sources.files import FileSpans
+from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 def source_table(
     dataset: Dataset, sources: list[Source], encoder: Encoder, seq_len: int, global_batch_size: int, steps: int
 ) -> str:
-    """Documents, tokens, share and epochs of each source in a run of `steps`. Tokens that are not counted but
-    estimated, from 64 documents, have a "~"."""
+    """Documents, tokens, share and epochs of each source in a run of `steps`. A "~" marks a number of tokens that is
+    estimated from 64 documents."""
     lines = [("source", "documents", "tokens", "share", "epochs in this run", "left out")]
     shares = _shares(dataset, steps)
     for source, spec, share in zip(sources, source_specs(dataset), shares, strict=True):
@@ -69,9 +66,8 @@ def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
         return None
     characters: set[str] = set()
     for index in sample_numbers(source):
-        with suppress(BadRecord):
-            document = source[index]
-            characters.update(document if isinstance(document, str) else "")
+        record = source.record(index)
+        characters.update(record if isinstance(record, str) else "")
     lost = [c for c in sorted(characters) if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
     if not lost:
         return None
@@ -83,7 +79,7 @@ def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
 
 
 def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]:
-    """Tokens of a source, None if unknown, and whether that is exact."""
+    """Tokens of a source (None: unknown), and whether this number is exact."""
     if isinstance(source, Shards):
         return source.num_tokens, True
     if not isinstance(source, RandomAccess):
@@ -93,7 +89,7 @@ def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]
     tokens = sum(len(whole.fetch(source, index)) for index in sample)
     if len(sample) == len(source):
         return tokens, True
-    if isinstance(source, FileSpans):  # long documents weigh more: by bytes the estimate is closer
+    if isinstance(source, FileSpans):  # tokens per byte vary less than tokens per document
         sizes = source.sizes()
         return int(tokens * sizes.sum() / max(1, sizes[sample].sum())), False
     return tokens * len(source) // len(sample), False

@@ -190,7 +190,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_piece(self, text: str) -> np.ndarray:
         text.encode()  # raises UnicodeEncodeError for a lone surrogate, of which the library makes a TypeError
-        with self._library("encode a text"):
+        with self._library("encode a text (one with byte fallback or a byte-level vocabulary can)"):
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """Background processes that read and tokenize ahead of the trainer.
 
-Invariant: a worker lives as long as the socket to its trainer: it ends when the trainer does, however that ends. What
-it raises, or that it died, is raised in the trainer. Imports no torch: a worker starts in a fraction of a second.
+Invariant: a worker ends when the socket to its trainer is closed, so that it never outlives its trainer. An error in a
+worker, or its death, is raised in the trainer. Nothing here imports torch, so that a worker starts in a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class WorkerPool:
     """The workers of one rank; together they deliver the batches of one `BatchReader`.
 
     Args:
-        arguments: those of `BatchReader` but encoder and part, picklable.
-        encoder: settings of the encoder; its tokenizer is loaded anew in each worker.
+        arguments: the arguments of `BatchReader` except encoder and part; they are pickled.
+        encoder: its settings; each worker loads the tokenizer itself.
         prefetch: batches that each worker may be ahead of the trainer.
     """
 
@@ -52,8 +53,8 @@ class WorkerPool:
         """As `BatchReader.next_batch`.
 
         Raises:
-            OutOfData, UserError: what a worker raised, at the batch in which it did.
-            WorkerError: a worker died; at once, whatever is still waiting.
+            OutOfData, UserError: a worker raised it at this batch.
+            WorkerError: a worker died. Raised at once, also if batches of it are still waiting.
         """
         for worker in self._workers:
             worker.check_alive()
@@ -71,8 +72,8 @@ class WorkerPool:
 
 
 def send(connection: Connection, value: Any) -> None:
-    """Send `value` as plain pickle: Connection.send would let torch share the memory of tensors within it, which needs
-    a common parent process."""
+    """Send `value` as a plain pickle. Connection.send would use torch's reductions, which share the memory of tensors
+    and need a common parent process."""
     connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
@@ -82,8 +83,8 @@ def receive(connection: Connection) -> Any:
 
 
 class WorkerProcess:
-    """A fresh interpreter that runs a module of ours with one end of a socket. Not a fork: forking a process with
-    torch's threads or a CUDA context is not safe.
+    """A fresh interpreter that runs a module of titanlite with one end of a socket. It is not a fork, because forking a
+    process that has torch's threads or a CUDA context is not safe.
 
     Attributes:
         connection: our end.
@@ -102,8 +103,8 @@ class WorkerProcess:
 
     @staticmethod
     def serve(main: Callable[[Connection], None]) -> None:
-        """What the module does in the new process: `main` with the other end, until the one who started it is gone."""
-        # Ctrl-C reaches the whole group, a scheduler's signal every process: the trainer decides.
+        """Call `main` with the other end of the socket, in the new process. Returns when the starter is gone."""
+        # Ctrl-C reaches the whole process group, and a scheduler's signal each process. Only the trainer obeys them.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         handler = logging.StreamHandler()
@@ -113,7 +114,7 @@ class WorkerProcess:
             main(Connection(int(sys.argv[1])))
 
     def failed(self) -> bool:
-        """Whether it ended otherwise than by itself and in order."""
+        """Whether it ended by a signal or with an exit code other than 0."""
         return self._process.poll() not in (None, 0)
 
     def error(self) -> WorkerError:
@@ -124,14 +125,14 @@ class WorkerProcess:
         return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}")
 
     def kill(self) -> None:
-        """End it; it holds nothing that needs an orderly end."""
+        """End it by SIGKILL: it holds nothing that must be closed."""
         self._process.kill()
         self._process.wait()
 
 
 class _Worker:
-    """One process, and the thread that receives what it sends. The queue bounds how far it runs ahead: when it is
-    full the thread stops receiving, and the worker blocks in sending."""
+    """One process, and the thread that receives its batches. The queue limits how far the process runs ahead: when the
+    queue is full, the thread stops receiving, and the process blocks in sending."""
 
     def __init__(self, setup: tuple[Any, ...], prefetch: int) -> None:
         self._process = WorkerProcess("titanlite.data.worker")
@@ -149,14 +150,14 @@ class _Worker:
                 self.check_alive()
 
     def check_alive(self) -> None:
-        """Raise WorkerError if the process ended without a word: after one it ends with exit code 0."""
+        """Raise WorkerError if the process died. (After it has sent an error it ends with exit code 0.)"""
         if self._died or self._process.failed():
             raise self._process.error()
 
     def close(self) -> None:
         self._closing = True
         self._process.kill()
-        while self._thread.is_alive():  # it may be waiting for room in the queue
+        while self._thread.is_alive():  # the thread may be waiting for room in the queue
             try:
                 self._received.get(timeout=0.05)
             except queue.Empty:
@@ -176,7 +177,7 @@ class _Worker:
 
 
 def main(connection: Connection) -> None:
-    """Send batch after batch until the socket is closed, or something is raised."""
+    """Send batch after batch, until the socket is closed or an error is sent."""
     arguments, tokenizer, settings, part = receive(connection)
     logging.getLogger("titanlite").setLevel(logging.ERROR if part.dp_rank else logging.INFO)  # ranks would repeat it
     try:
@@ -190,7 +191,7 @@ def main(connection: Connection) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """`error` if it can be sent, with its traceback if it is a fault of ours."""
+    """`error` if a user can mend it; otherwise a WorkerError with its traceback."""
     if isinstance(error, (UserError, OutOfData)):
         return error
     return WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error)))

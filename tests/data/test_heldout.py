@@ -6,9 +6,9 @@ from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, some_texts
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, Validation, ValidationSource
+from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import OutOfData
 from titanlite.data.prepare import prepare
-from titanlite.data.validation import ValidationSet
 
 
 def make_set(validation, dataset, *, rank=0, size=1, local=3, **keys):

@@ -1,7 +1,7 @@
-"""A fixed set of rows for validation, shared out among the ranks.
+"""The fixed rows of validation, divided among the ranks.
 
-Invariant: the rows depend on the sources, the seed and seq_len alone; all ranks have the same number of microbatches,
-so that none of them waits for another one in a collective. May import titanlite.config and data.
+Invariant: the rows depend on the sources, the seed and seq_len alone. All ranks have the same number of microbatches,
+because a rank with more would wait for the others in a collective.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from titanlite.data.tokenizer import Tokenizer
 
 
 class ValidationSet:
-    """Rows of [validation], or with validation.holdout the held-out documents of [dataset]. No document is read twice:
-    a source that is too small gives fewer rows.
+    """Rows of the source in [validation]; with validation.holdout, rows of the held-out documents of [dataset]. No
+    document is read twice: a source that is too small gives fewer rows.
 
     Attributes:
         num_sequences: rows over all ranks.
-        num_tokens: labels in this rank's rows that are not -100. Loss: sum over ranks / sum of this over ranks.
-        num_bytes: bytes of text that these labels stand for. Bits per byte: summed loss / ln 2 / sum of this.
+        num_tokens: labels in this rank's rows that are not -100. The loss is the sum of cross entropies over all ranks,
+            divided by the sum of this number.
+        num_bytes: bytes of text that these labels stand for. Bits per byte are the same sum / ln 2, divided by the sum
+            of this number.
 
     Raises:
         UserError: a source is missing, or holds less than one row.
@@ -63,10 +65,10 @@ class ValidationSet:
         seed = seed if chosen.seed is None else chosen.seed
         reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
         rows: list[Row] = []
-        with suppress(OutOfData):  # fewer rows than asked for: describe() says how many
+        with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
             for source, number in schedule.next_batch():
                 rows.append(reader.read(source, number)[0])
-                if not held_out:  # what cannot be read in [dataset] the training reports
+                if not held_out:  # otherwise the training reads, and reports, the same records
                     report_skipped(encoder.skipped)
         self.num_sequences = len(rows)
         filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
@@ -86,7 +88,7 @@ class ValidationSet:
         self.num_bytes = int(np.dot(sizes, counts))
 
     def batches(self) -> Iterator[Microbatch]:
-        """This rank's rows, the same each time; fillers, where rows do not come out even, have no valid label."""
+        """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""
         for rows in self._batches:
             yield make_microbatch(rows, self._seq_len, self._document_mask, self._device)[0]
 

@@ -1,6 +1,6 @@
-"""What the `datasets` library loads: ids on the hub, local folders, folders that it saved to disk; streaming or not.
+"""What Hugging Face's `datasets` library loads: ids on the hub, local folders, folders that it saved; streaming or not.
 
-Invariant: as in sources. May import titanlite.config, data.sources and, where used, datasets.
+Invariant: as in base. The library is imported where it is used, because that takes a second.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from titanlite.config.errors import UserError
-from titanlite.data.sequential import skip_progress
-from titanlite.data.sources import BadRecord, RandomAccess, Sequential, Source, check_text, no_column, text_or_raise
+from titanlite.data.sources.base import (
+    BadRecord,
+    RandomAccess,
+    Sequential,
+    Source,
+    check_text,
+    no_column,
+    skip_progress,
+)
 
 if TYPE_CHECKING:
     from titanlite.config.schema import TextSource
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 _SAMPLE_DOCUMENTS = 64
 
 
-class HubDataset(RandomAccess):
+class MappedDataset(RandomAccess):
     """A dataset on disk, memory-mapped by `datasets`. The fingerprint covers its length and a sample of its texts."""
 
     def __init__(self, name: str, dataset: Any, column: str) -> None:
@@ -38,12 +45,11 @@ class HubDataset(RandomAccess):
             digest.update(repr(self._dataset[i][column]).encode("utf-8", "surrogatepass"))
         self.fingerprint = digest.hexdigest()
 
-    def __getitem__(self, index: int) -> str:
-        text = self._dataset[index][self._column]
-        return text_or_raise(check_text(text, self._column, lambda: f"{self.name}, row {index}"))
+    def record(self, index: int) -> str | BadRecord:
+        return check_text(self._dataset[index][self._column], self._column, lambda: f"{self.name}, row {index}")
 
 
-class HubStream(Sequential):
+class StreamedDataset(Sequential):
     """A dataset that is read while it is downloaded; a part is a shard of it (on the hub: a file)."""
 
     def __init__(self, name: str, dataset: Any, column: str) -> None:
@@ -73,7 +79,7 @@ class HubStream(Sequential):
             raise UserError(f"{self.name}, part {part}: `datasets` cannot read on: {_cause(error)}") from None
 
 
-def open_hub(name: str, spec: TextSource) -> Source:
+def open_datasets(name: str, spec: TextSource) -> Source:
     """Load by `datasets`.
 
     Raises:
@@ -102,8 +108,8 @@ def open_hub(name: str, spec: TextSource) -> Source:
         what = f"(configuration {config or 'default'}, split {spec.split})"
         raise UserError(f"cannot load dataset {path!r} {what}: tried {where}: {_cause(error)}") from None
     if streaming and spec.source != "arrow":
-        return HubStream(name, loaded, spec.text_column)
-    return HubDataset(name, loaded, spec.text_column)
+        return StreamedDataset(name, loaded, spec.text_column)
+    return MappedDataset(name, loaded, spec.text_column)
 
 
 def _check_column(name: str, column: str, columns: list[str]) -> None:

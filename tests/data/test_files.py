@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data import sources
-from titanlite.data.sources import TEXT_DOCUMENT_BYTES, RandomAccess, find_files
+from titanlite.data.sources import files, find_files
+from titanlite.data.sources.base import RandomAccess
+from titanlite.data.sources.files import TEXT_DOCUMENT_BYTES
 
 
 def open_source(dataset) -> RandomAccess:
@@ -48,7 +50,7 @@ def test_python_stdlib_leaves_out_empty_files_and_dangling_links(tmp_path, monke
     (tmp_path / "a.py").write_text("a = 1\n")
     (tmp_path / "b.py").touch()
     (tmp_path / "c.py").symlink_to("nowhere.py")
-    monkeypatch.setattr(sources, "_stdlib", lambda: tmp_path)
+    monkeypatch.setattr(files, "_stdlib", lambda: tmp_path)
     assert find_files(Dataset()) == [tmp_path / "a.py"]
 
 
@@ -71,7 +73,7 @@ def test_jsonl_finds_the_lines_whatever_the_size_of_a_read(tmp_path_factory, lin
     path.write_bytes(b"\n".join(lines) + b"\n" * last)
     expected = [json.loads(line)["text"] for line in lines if line.strip()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_SCAN_BYTES", block)
+        patch.setattr(files, "_SCAN_BYTES", block)
         if expected:
             assert texts(open_source(Dataset(source="jsonl", path=str(path)))) == expected
         else:

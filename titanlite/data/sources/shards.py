@@ -23,7 +23,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.data.sources import RandomAccess, open_file
+from titanlite.data.sources.base import RandomAccess, open_file
 from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 2
@@ -110,7 +110,7 @@ class Shards(RandomAccess):
     def __reduce__(self) -> tuple[Any, ...]:
         return Shards, (self.name, self._folder)  # a background process maps the files itself
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def record(self, index: int) -> np.ndarray:
         number = bisect_right(self._first, index) - 1
         return self._shards[number].document(index - self._first[number])
 
