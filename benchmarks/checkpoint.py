@@ -85,7 +85,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
     blocked, published, meanwhile = [], [], []
     for save in range(SAVES + 1):
         started = time.perf_counter()
-        manager.save(save, {"step": save})
+        manager.save(save, {"step": save, "tokens": 0})
         stopped = time.perf_counter() - started
         steps = []
         target = folder / commit.step_name(save)

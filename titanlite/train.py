@@ -251,7 +251,8 @@ class Trainer:
             self.optimizer,
             log=self.log,
             job=job.model_dump(mode="json"),
-            tokenizer=self.tokenizer.fingerprint,
+            same_tokenizer=self.tokenizer.is_known_as,
+            compare_data=self.loader.compare,
             write_tokenizer=lambda folder: write_tokenizer(path, folder, length),
         )
         self.opened.callback(self.checkpoints.close)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from titanlite.checkpoint.changes import compare_jobs
@@ -105,3 +107,45 @@ def test_keys_of_another_version_are_skipped_and_unknown_ones_change_the_curve()
     assert compare_jobs(before, now).lines() == []
     before["optimizer"]["momentum"], now["optimizer"]["momentum"] = 0.9, 0.8
     assert compare_jobs(before, now).curve == ["optimizer.momentum: 0.9 -> 0.8"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {},
+        {"model": {}},
+        {"model": {"flavor": []}},
+        {"dataset": {"sources": 3}},
+        {"dataset": {"sources": [3]}},
+        {"training": {"global_batch_size": None, "local_batch_size": "x"}},
+        {"tokenizer": {}},
+        {"checkpoint": {}},
+    ],
+)
+def test_a_job_of_another_version_is_compared_as_far_as_it_goes(garbage):
+    compare_jobs(garbage, job(), same_tokenizer=False).lines()
+    before = job()
+    for section, keys in garbage.items():
+        before[section] = keys
+    compare_jobs(before, job()).lines()
+
+
+def test_the_remedy_fits_all_that_is_refused():
+    path = Path("run/step-00000001")
+    shape = compare_jobs(job(), job(model__n_layers=7, training__seq_len=64))
+    order = compare_jobs(job(), job(training__seq_len=64, dataset__source="text"))
+    data = compare_jobs(job(), job(dataset__source="text"))
+    assert "initial_load_path" not in shape.remedy(path)
+    assert order.remedy(path).endswith('checkpoint.initial_load_path = "run/step-00000001".')
+    assert "on_change" not in order.remedy(path)
+    assert data.remedy(path).endswith('dataset.on_change = "warn".')
+
+
+def test_what_the_loader_says_takes_the_place_of_the_keys_that_it_is_about():
+    now = job(dataset__source="text", dataset__path="a", training__seed=1, training__seq_len=64)
+    assert compare_jobs(job(), now, data=([], [])).refused == []
+    assert len(compare_jobs(job(), now, data=([], [])).harmless) == 4
+    changes = compare_jobs(job(), now, data=(["hard"], ["soft"]))
+    assert (changes.harmless, changes.refused) == ([], ["hard", "soft"])
+    changes = compare_jobs(job(), job(dataset__seed=3, dataset__on_change="warn"), data=(["hard"], ["soft"]))
+    assert (changes.curve, changes.refused) == (["soft"], ["hard"])

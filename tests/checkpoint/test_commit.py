@@ -21,7 +21,7 @@ from titanlite.checkpoint import commit, manifest
 from titanlite.config.errors import CheckpointError
 
 INFO = {
-    "train_state": {"tokens": 3},
+    "train_state": {"note": 3},
     "job": None,
     "architecture": None,
     "optimizer_groups": [],

@@ -60,7 +60,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
     first.train(3)
     first.manager(tmp_path).save(3, first.train_state(3))
     second = TinyRun(seed=99, **kind)
-    assert second.manager(tmp_path).load() == {"step": 3, "cursor": {"row": 12}}
+    assert second.manager(tmp_path).load() == {"step": 3, "tokens": 0, "cursor": {"row": 12}}
     second.step = 3
     assert_equal(second.everything(), first.everything())
     assert second.train(3) == losses[3:]
@@ -294,13 +294,13 @@ def test_load_step_that_is_absent_or_damaged_is_an_error(two_saved):
 def test_other_optimizer_groups_are_refused_in_words(two_saved):
     folder, _ = two_saved
     expected = r"tok_embeddings.weight: saved in group 0 \(weight_decay 0.1\), now in group 1 \(weight_decay 0.0\)"
-    with pytest.raises(CheckpointError, match=expected):
+    with pytest.raises(UserError, match=expected):
         TinyRun(decay_embeddings=False).manager(folder).load()
 
 
 def test_another_model_is_refused_with_the_list(two_saved):
     folder, _ = two_saved
-    with pytest.raises(CheckpointError, match=r"model.output.weight: only in it"):
+    with pytest.raises(UserError, match=r"model.output.weight: only in it"):
         TinyRun(tied=True).manager(folder).load()
 
 
@@ -428,7 +428,11 @@ def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
     assert sum("of which training waited" in line for line in lines) == 3
     for step in (2, 4, 6):
         resumed = TinyRun(seed=99)
-        assert resumed.manager(tmp_path, load_step=-1).load() == {"step": 8 - step, "cursor": {"row": (8 - step) * 4}}
+        assert resumed.manager(tmp_path, load_step=-1).load() == {
+            "step": 8 - step,
+            "tokens": 0,
+            "cursor": {"row": (8 - step) * 4},
+        }
         resumed.step = 8 - step
         assert resumed.train(step) == losses[8 - step :]
         shutil.rmtree(tmp_path / f"step-{8 - step:08d}")
@@ -695,8 +699,9 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
     run.manager(tmp_path, job=job, lines=lines).load()
     assert lines[0] == "changed since step-00000001: optimizer.lr: 0.0003 -> 1.0 (changes the curve)"
     job["model"]["n_layers"] = 7
-    with pytest.raises(CheckpointError, match=r"model\.n_layers: 6 -> 7"):
+    with pytest.raises(UserError, match=r"model\.n_layers: 6 -> 7(?s:.*)start a new run in another job") as caught:
         run.manager(tmp_path, job=job).load()
+    assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
 
 
 def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
@@ -705,12 +710,45 @@ def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     train_state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
     run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
     for excluded in ((), ("data",)):
-        with pytest.raises(CheckpointError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
+        with pytest.raises(UserError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
             run.manager(tmp_path, job=job, tokenizer="another", exclude_from_loading=excluded).load()
     lines: list[str] = []
     job["tokenizer"]["path"] = "elsewhere/tokenizer.model"
     assert run.manager(tmp_path, job=job, tokenizer="fingerprint", lines=lines).load() == train_state
     assert lines[0].endswith("tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model (harmless)")
+
+
+def test_the_contents_of_the_data_decide_about_its_keys_and_one_remedy_is_named(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    saved = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    run.manager(tmp_path, job=job).save(1, saved)
+    job["dataset"]["path"] = "elsewhere"
+
+    def resume(hard: list[str], soft: list[str], **keys) -> list[str]:
+        lines: list[str] = []
+        manager = run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: (hard, soft), **keys)
+        assert manager.load() is not None
+        return lines
+
+    assert resume([], [])[0] == "changed since step-00000001: dataset.path: None -> elsewhere (harmless)"
+    changed = "the source a has changed since"
+    with pytest.raises(UserError, match=f"{changed}(?s:.*)Restore the data, or go on .* dataset.on_change = .warn."):
+        resume([], [changed])
+    job["dataset"]["on_change"] = "warn"
+    lines = resume([], [changed])
+    assert f"changed since step-00000001: {changed} (changes the curve)" in lines
+    assert not any("dataset.path" in line for line in lines)  # said once, by what it means
+    step = tmp_path / "step-00000001"
+    with pytest.raises(
+        UserError, match=f'training.seq_len was(?s:.*)checkpoint.initial_load_path = "{step}"'
+    ) as caught:
+        resume(["training.seq_len was 32, it is now 64"], [changed])
+    assert caught.value.exit_code == 2
+    fresh = TinyRun(seed=5)
+    manager = fresh.manager(tmp_path / "new", job=job, initial_load_path=str(step))
+    assert manager.load() is None  # the remedy works
+    assert_equal(weights(fresh), weights(run))
 
 
 def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
@@ -725,17 +763,17 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     manager = CheckpointManager(schema.Checkpoint(), tmp_path, model, optimizer, log=lambda line: None)
-    manager.save(0, {"step": 0})
+    manager.save(0, {"step": 0, "tokens": 0})
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
     assert_equal(dict(plain.state_dict()), expected)
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
     optimizer.step()
-    manager.save(1, {"step": 1})
+    manager.save(1, {"step": 1, "tokens": 0})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert manager.load() == {"step": 1}
+    assert manager.load() == {"step": 1, "tokens": 0}
     load_model_weights(tmp_path / "step-00000001", plain)
     assert_equal(dict(plain.state_dict()), expected)
     restored = {name: tensor.to_local() for name, tensor in state.model_tensors(model).items()}  # type: ignore[attr-defined]

@@ -75,6 +75,7 @@ STATE = ("info", "train_state")
         ),
         put(-1, *STATE, "tokens"),
         put("many", *STATE, "tokens"),
+        pytest.param(lambda body: body["info"]["train_state"].pop("tokens"), "only together", id="without tokens"),
         put([], *STATE, "data"),
         put(3, "invented"),
         put(3, "info", "invented"),

@@ -69,18 +69,31 @@ class TinyRun:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
     def manager(
-        self, folder: Path, *, lines: list[str] | None = None, job=None, tokenizer=None, write_tokenizer=None, **keys
+        self,
+        folder: Path,
+        *,
+        lines: list[str] | None = None,
+        job=None,
+        tokenizer="fingerprint",
+        compare_data=None,
+        write_tokenizer=None,
+        **keys,
     ):
-        log = (lambda line: None) if lines is None else lines.append
-        config, more = (
+        return CheckpointManager(
             schema.Checkpoint(**keys),
-            {"job": job, "tokenizer": tokenizer, "write_tokenizer": write_tokenizer},
+            folder,
+            self.model,
+            self.optimizer,
+            log=(lambda line: None) if lines is None else lines.append,
+            job=job,
+            same_tokenizer=lambda fingerprint: fingerprint == tokenizer,
+            compare_data=compare_data,
+            write_tokenizer=write_tokenizer,
         )
-        return CheckpointManager(config, folder, self.model, self.optimizer, log=log, **more)
 
     def train_state(self, step: int | None = None) -> dict:
         step = self.step if step is None else step
-        return {"step": step, "cursor": {"row": step * ROWS}}
+        return {"step": step, "tokens": 0, "cursor": {"row": step * ROWS}}
 
     def train(self, steps: int) -> list[float]:
         losses = []

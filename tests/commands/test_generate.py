@@ -67,7 +67,7 @@ def save_run(folder, fingerprint, steps, **more):
         for step in steps:
             model = random_model(architecture(JOB.model), seed=step)
             saver = CheckpointManager(JOB.checkpoint, folder / "checkpoint", model, None, log=lambda line: None, **more)
-            saver.save(step, {"step": step, "data": {"tokenizer": fingerprint}})
+            saver.save(step, {"step": step, "tokens": 0, "data": {"tokenizer": fingerprint}})
     finally:
         dist.destroy_process_group()
     return folder
@@ -305,8 +305,13 @@ def test_a_configuration_of_another_model_is_refused(run):
         command.main(["--checkpoint", str(run)])
 
 
-def test_another_tokenizer_is_refused(run, monkeypatch):
-    monkeypatch.setattr(command, "load_tokenizer", lambda path: load_tokenizer(TOKENIZER.with_name("tokenizer.json")))
+def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
+    same = load_tokenizer(TOKENIZER.with_name("tokenizer.json"))
+    monkeypatch.setattr(command, "load_tokenizer", lambda path: same)
+    command.main(["--checkpoint", str(run), "--max-new-tokens", "1"])  # another file, and the same ids
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(TOKENIZER.read_bytes().splitlines(keepends=True)[:-1]))
+    other = load_tokenizer(tmp_path / "tokenizer.model")
+    monkeypatch.setattr(command, "load_tokenizer", lambda path: other)
     with pytest.raises(CheckpointError, match="another tokenizer"):
         command.main(["--checkpoint", str(run)])
 

@@ -177,7 +177,10 @@ def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path)
     state = reference[1][0]
     other, few = dataset_of(tmp_path, some_texts(99)), tmp_path / "few"
     few.mkdir()
-    json_tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
+    lines = (ROOT / "assets/tokenizer/tokenizer.model").read_bytes().splitlines(keepends=True)
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
+    other_tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    Ranks(dataset, 1, tokenizer=load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")).load(state)  # the same ids
     for ranks, message in [
         (Ranks(other, 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
         (Ranks(Dataset(), 1), r"the source jsonl .*a\.jsonl is now python_stdlib"),
@@ -189,7 +192,7 @@ def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path)
             Ranks(capped(dataset, 1), 1),
             r"read in 64 streams, .* is read in 1: another dataset\.max_epochs or number of",
         ),
-        (Ranks(dataset, 1, tokenizer=json_tokenizer), "the tokenizer is another one"),
+        (Ranks(dataset, 1, tokenizer=other_tokenizer), "the tokenizer is another one"),
         (Ranks(dataset, 1, seed=8), "the seed of the data order was 7, it is now 8"),
         (Ranks(dataset, 1, seq_len=64), r"training\.seq_len was 32, it is now 64"),
     ]:

@@ -249,12 +249,28 @@ def test_ids_beyond_the_vocabulary_are_refused(shards, tmp_path):
         Ranks(dataset, 1).batch()
 
 
-def test_shards_of_another_tokenizer_are_refused(shards):
+def test_shards_of_another_tokenizer_are_refused(shards, tmp_path):
     from titanlite.data.tokenizer import load_tokenizer
 
-    other = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")
-    with pytest.raises(UserError, match=r"was made with another tokenizer \(tokenizer\.model\) than .*tokenizer\.json"):
-        Ranks(Dataset(source="shards", path=str(shards)), 1, tokenizer=other)
+    dataset = Dataset(source="shards", path=str(shards))
+    Ranks(dataset, 1, tokenizer=load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json"))  # it gives the same ids
+    lines = (ROOT / "assets/tokenizer/tokenizer.model").read_bytes().splitlines(keepends=True)
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
+    other = load_tokenizer(tmp_path / "tokenizer.model")
+    with pytest.raises(
+        UserError, match=r"was made with another tokenizer \(tokenizer\.model\) than .*tokenizer\.model"
+    ):
+        Ranks(dataset, 1, tokenizer=other)
+
+
+def test_shards_that_version_0_1_made_know_their_tokenizer_by_its_file(shards, tmp_path):
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.model")
+    dataset = copy(shards, tmp_path / "a")
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tokenizer.fingerprint, tokenizer.file_fingerprint))
+    Ranks(dataset, 1, tokenizer=tokenizer)
 
 
 def test_bad_records_end_it_or_are_counted(tmp_path):

@@ -109,10 +109,63 @@ def test_sizes_ids_and_bytes(both):
         assert (tokenizer.bos_id, tokenizer.eos_id) == (3840, 3841)
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("def f(x):\n    pass"))) == b"def f(x):\n    pass"
         assert tokenizer.token_bytes(3841) == b"<|end_of_text|>"
-    assert both[0].fingerprint == load_tokenizer(MODEL).fingerprint != both[1].fingerprint
 
 
-def test_the_fingerprint_follows_the_file(tmp_path):
+def test_two_files_that_compute_the_same_ids_have_one_fingerprint(both):
+    assert both[0].fingerprint == both[1].fingerprint
+    assert both[0].file_fingerprint != both[1].file_fingerprint
+    for tokenizer in both:
+        assert tokenizer.is_known_as(tokenizer.fingerprint)
+        assert tokenizer.is_known_as(tokenizer.file_fingerprint)  # of a checkpoint of version 0.1
+    assert not both[0].is_known_as(both[1].file_fingerprint)
+
+
+def test_the_fingerprint_is_that_of_version_0_1_for_its_checkpoints():
+    assert load_tokenizer(MODEL).file_fingerprint.startswith("e8f9d8852a8b9f07")
+    assert load_tokenizer(JSON).file_fingerprint.startswith("1b4abe1e931d046d")
+
+
+@pytest.mark.parametrize("spaces", [*range(1, 20), 37, 64, 200])
+def test_runs_of_one_character_have_the_same_ids_in_both_formats(both, spaces):
+    """Where several neighbours make the same token, the order in which they are joined could differ."""
+    for text in (" " * spaces, "=" * spaces, "a" * spaces, "\n" * spaces, "\t" * spaces):
+        assert both[0].encode(text) == both[1].encode(text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "same"),
+    [
+        (("truncation",), {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}, True),
+        (("post_processor",), None, True),
+        (("decoder", "trim_offsets"), False, True),
+        (("model", "ignore_merges"), False, False),
+        (("model", "dropout"), 0.1, False),
+        (("normalizer",), {"type": "NFC"}, False),
+        (("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"), "[a-z]+", False),
+        (("pre_tokenizer", "pretokenizers", 0, "behavior"), "Removed", False),
+        (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, False),
+        (("added_tokens", 3, "special"), False, False),
+    ],
+)
+def test_the_fingerprint_follows_what_a_tokenizer_json_computes(tmp_path, keys, value, same):
+    content = json.loads(JSON.read_text())
+    table = content
+    for key in keys[:-1]:
+        table = table[key]
+    table[keys[-1]] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=2))
+    changed = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (changed.fingerprint == load_tokenizer(JSON).fingerprint) == same
+
+
+def test_a_merge_less_is_another_tokenizer(tmp_path):
+    content = json.loads(JSON.read_text())
+    del content["model"]["merges"][100]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint != load_tokenizer(JSON).fingerprint
+
+
+def test_the_fingerprint_follows_the_vocabulary(tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(MODEL.read_bytes()[: MODEL.read_bytes().rindex(b"\n", 0, -1) + 1])
     assert load_tokenizer(path).fingerprint != load_tokenizer(MODEL).fingerprint

@@ -1,17 +1,21 @@
 """What changed in a job between a save and its resume, and what that means for the run.
 
-Invariant: a pure function of two job files. A key that nobody thought of counts as one that changes the curve. May
-import config and model.flavors.
+Invariant: one verdict for each difference, and one remedy that fits all of them. A pure function of two job files and
+of what the loader says of the data, whose contents it compares. A key that nobody thought of counts as one that changes
+the curve.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from titanlite.config.schema import Model
-from titanlite.model.flavors import FLAVORS, architecture
+from titanlite.model.flavors import architecture
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
 _HARMLESS_SECTIONS = (
@@ -31,7 +35,7 @@ _HARMLESS_KEYS = (
     "training.num_threads",
     "training.init_dtype",
     "optimizer.implementation",
-    "dataset.path",  # the loader compares the contents
+    "dataset.path",
     "dataset.streaming",
     "dataset.num_workers",
     "dataset.prefetch",
@@ -39,29 +43,64 @@ _HARMLESS_KEYS = (
 )
 _CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading")  # exceptions from harmless sections
 _DATA_KEYS = ("dataset.source", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources")
+_CONTENT_KEYS = (*_DATA_KEYS, "dataset.path")  # which the loader compares by what lies there
 _MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
-_ORDER_KEYS = ("dataset.seed", "dataset.packing", "training.seq_len")  # the saved place has no meaning without them
+_ORDER_KEYS = (
+    "dataset.seed",
+    "dataset.packing",
+    "training.seq_len",
+    "validation.holdout",
+)  # the saved place has no meaning without them
 
 
 @dataclass(frozen=True)
 class Changes:
-    """One line for each key that differs, "section.key: before -> now", by what it means."""
+    """One line for each difference, "section.key: before -> now" where it is one of a key, by what it means."""
 
-    harmless: list[str]
+    harmless: list[str] = field(default_factory=list)
     """The same curve, up to the order of floating-point sums."""
-    curve: list[str]
+    curve: list[str] = field(default_factory=list)
     """The run goes on, but not as it would have."""
-    refused: list[str]
-    """The checkpoint does not fit."""
+    other_model: list[str] = field(default_factory=list)
+    """Refused: the weights mean nothing in this job."""
+    other_order: list[str] = field(default_factory=list)
+    """Refused: the weights fit, the place in the data does not."""
+    other_data: list[str] = field(default_factory=list)
+    """Refused, unless dataset.on_change = "warn"."""
+
+    @property
+    def refused(self) -> list[str]:
+        """All that keeps the run from going on."""
+        return [*self.other_model, *self.other_order, *self.other_data]
 
     def lines(self) -> list[str]:
         """For the log; empty if nothing changed."""
         labelled = [("harmless", self.harmless), ("changes the curve", self.curve), ("refused", self.refused)]
         return [f"{line} ({label})" for label, lines in labelled for line in lines]
 
+    def remedy(self, path: Path) -> str:
+        """What a person does about what is refused.
+
+        Args:
+            path: the checkpoint.
+        """
+        if self.other_model:
+            return "Restore that, or start a new run in another job.dump_folder."
+        if self.other_order:
+            return (
+                "Restore that, or start a new run from the weights of this one: another job.dump_folder, and "
+                f'checkpoint.initial_load_path = "{path}".'
+            )
+        return 'Restore the data, or go on with the new data by dataset.on_change = "warn".'
+
 
 def compare_jobs(
-    before: dict[str, Any], now: dict[str, Any], *, keeps_data: bool = True, same_tokenizer: bool = True
+    before: dict[str, Any],
+    now: dict[str, Any],
+    *,
+    keeps_data: bool = True,
+    same_tokenizer: bool = True,
+    data: tuple[list[str], list[str]] | None = None,
 ) -> Changes:
     """Compare the job of a checkpoint with the one that resumes from it.
 
@@ -69,56 +108,84 @@ def compare_jobs(
         before, now: `JobConfig.model_dump(mode="json")`. Keys that only one has (of another version) are skipped.
         keeps_data: whether the place in the data is resumed, too.
         same_tokenizer: whether the ids still mean what they meant; a tokenizer that only moved is the same.
+        data: `Loader.compare`, where the data is resumed: what does not fit, and what a user may accept. It decides
+            about the keys that say where the data lies and how it is ordered.
     """
-    changes = Changes([], [], [])
+    changes = Changes()
     if not same_tokenizer:
-        paths = [job["tokenizer"]["path"] for job in (before, now)]
-        where = f"{paths[0]} -> {paths[1]}" if paths[0] != paths[1] else f"{paths[0]} has other contents"
-        changes.refused.append(f"tokenizer.path: {where}, which gives the ids of the vocabulary another meaning")
-        now = now | {"tokenizer": before["tokenizer"]}
-    _compare_models(before["model"], now["model"], changes)
-    before, now = (job | {"dataset": _table_by_table(job["dataset"])} for job in (before, now))
+        paths = [_value(job, "tokenizer.path") for job in (before, now)]
+        where = (
+            f"{_shown(paths[0])} -> {_shown(paths[1])}" if paths[0] != paths[1] else f"{paths[0]} has other contents"
+        )
+        changes.other_model.append(f"tokenizer.path: {where}, which gives the ids of the vocabulary another meaning")
+        before, now = ({**job, "tokenizer": {}} for job in (before, now))
+    _compare_models(before.get("model"), now["model"], changes)
+    before, now = ({**job, "dataset": _table_by_table(job.get("dataset", {}))} for job in (before, now))
     for section in before.keys() & now.keys() - {"model"}:
         for key in before[section].keys() & now[section].keys():
             if before[section][key] != now[section][key]:
-                line = f"{section}.{key}: {before[section][key]} -> {now[section][key]}"
-                _class_of(f"{section}.{key}", before, now, keeps_data, changes).append(line)
-    for lines in (changes.harmless, changes.curve, changes.refused):
+                line = f"{section}.{key}: {_shown(before[section][key])} -> {_shown(now[section][key])}"
+                _class_of(f"{section}.{key}", before, now, keeps_data, data, changes).append(line)
+    if data is not None:
+        changes.other_order.extend(data[0])
+        (changes.curve if _value(now, "dataset.on_change") == "warn" else changes.other_data).extend(data[1])
+    for lines in vars(changes).values():
         lines.sort()
     return changes
 
 
+def _value(job: dict[str, Any], name: str) -> Any:
+    section, key = name.split(".")
+    return job.get(section, {}).get(key)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def _table_by_table(dataset: dict[str, Any]) -> dict[str, Any]:
     """Each key of a mix by a name of its own, such as sources.0.path."""
-    sources = dataset["sources"]
+    sources = dataset.get("sources")
+    if not isinstance(sources, list) or not all(isinstance(table, dict) for table in sources):
+        return dataset  # of another version
     flat = {f"sources.{number}.{key}": value for number, table in enumerate(sources) for key, value in table.items()}
     return dataset | {"sources": f"{len(sources)} tables"} | flat
 
 
-def _compare_models(before: dict[str, Any], now: dict[str, Any], changes: Changes) -> None:
+def _compare_models(before: Any, now: dict[str, Any], changes: Changes) -> None:
     """A flavor and its keys written out are the same model: compare what they stand for."""
-    if before["flavor"] not in FLAVORS:
+    try:
+        old, new = (dataclasses.asdict(architecture(Model(**model))) for model in (before, now))
+    except (ValidationError, KeyError, TypeError):
         return  # of another version; the tensors' shapes will tell
-    old, new = (dataclasses.asdict(architecture(Model(**model))) for model in (before, now))
     for key in old:
         if old[key] != new[key]:
-            lines = changes.refused if key in _SHAPE else changes.curve
+            lines = changes.other_model if key in _SHAPE else changes.curve
             lines.append(f"model.{key}: {old[key]} -> {new[key]}")
 
 
-def _class_of(name: str, before: dict[str, Any], now: dict[str, Any], keeps_data: bool, changes: Changes) -> list[str]:
+def _class_of(
+    name: str,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    keeps_data: bool,
+    data: tuple[list[str], list[str]] | None,
+    changes: Changes,
+) -> list[str]:
     section, key = name.split(".")[0], name.split(".")[-1]
     if name.startswith("dataset.sources."):
         name = "dataset.sources" if key in _MIX_KEYS else f"dataset.{key}"
+    is_order = name in _ORDER_KEYS or (name == "training.seed" and _value(now, "dataset.seed") is None)
+    if data is not None and (is_order or (name in _CONTENT_KEYS and key not in _MIX_KEYS)):
+        return [] if any(data) else changes.harmless  # the loader says it in its own words
     if name in _HARMLESS_KEYS or (section in _HARMLESS_SECTIONS and name not in _CURVE_KEYS):
         return changes.harmless
     if name == "training.local_batch_size":  # a global batch size that is written out fixes what a step sees
-        fixed = before["training"]["global_batch_size"] == now["training"]["global_batch_size"] != -1
-        return changes.harmless if fixed else changes.curve
-    if name == "training.seed" and now["dataset"]["seed"] is None and keeps_data:
-        return changes.refused
-    if name in _ORDER_KEYS and keeps_data:
-        return changes.refused
-    if name in _DATA_KEYS and keeps_data and now["dataset"]["on_change"] == "error":
-        return changes.refused
+        size = _value(now, "training.global_batch_size")
+        return changes.harmless if _value(before, "training.global_batch_size") == size != -1 else changes.curve
+    if is_order and keeps_data:
+        return changes.other_order
+    if name in _DATA_KEYS and keeps_data and _value(now, "dataset.on_change") == "error":
+        return changes.other_data
     return changes.curve

@@ -46,7 +46,8 @@ class CheckpointManager:
         optimizer: None saves and loads weights only.
         log: called on rank 0 with one line of text for each event that a person should know.
         job: the resolved job file as a JSON value, kept in the manifest and compared on resume.
-        tokenizer: fingerprint of the tokenizer, which the saved data state holds, too; another one is refused.
+        same_tokenizer: whether the tokenizer has this fingerprint, which a saved data state holds; another is refused.
+        compare_data: `Loader.compare`: what differs from the data of a saved state.
         write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
     """
 
@@ -59,7 +60,8 @@ class CheckpointManager:
         *,
         log: Callable[[str], None],
         job: dict[str, Any] | None = None,
-        tokenizer: str | None = None,
+        same_tokenizer: Callable[[str], bool] = lambda fingerprint: True,
+        compare_data: Callable[[dict[str, Any]], tuple[list[str], list[str]]] | None = None,
         write_tokenizer: Callable[[Path], dict[str, int | None]] | None = None,
     ) -> None:
         self.config = config
@@ -67,7 +69,7 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self.job = job
-        self.tokenizer = tokenizer
+        self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
         self._log = log
         self._write_tokenizer = write_tokenizer
         self._ranks = Ranks(config.timeout_seconds)
@@ -130,7 +132,8 @@ class CheckpointManager:
             The `train_state` that was saved with it, without "data" if that is excluded; None if the run is new.
 
         Raises:
-            CheckpointError: there are checkpoints but no good one, or it does not fit this model or optimizer.
+            UserError: the job does not fit the newest good one: another model, optimizer, tokenizer or data.
+            CheckpointError: there are checkpoints but no good one.
         """
         path = self._choose()
         if path is None:
@@ -138,7 +141,7 @@ class CheckpointManager:
             return None
         manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
         info = manifest["info"]
-        if info.get("weights_only"):
+        if info.get("weights_only") or info["train_state"].get("step") is None:
             raise CheckpointError(
                 f"{path} holds weights only: there is no run to resume. Start a new one from them: another "
                 f'checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
@@ -296,35 +299,34 @@ class CheckpointManager:
         wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.cuda.") or name in saved}
         if misfits := _misfits(wanted, saved, self._ranks):
-            raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
+            raise UserError(f"{path} does not fit this model:\n  {_abridge(misfits)}\nSet [model] as it was.")
         if self.optimizer is not None and with_optimizer:
             differences = state.group_differences(info["optimizer_groups"], self._optimizer_groups())
             if differences:
-                raise CheckpointError(
+                raise UserError(
                     f"{path}: the optimizer's parameter groups differ from those saved:\n  {_abridge(differences)}\n"
                     "Set the [optimizer] section as it was, or start a new run from the weights alone."
                 )
         return wanted
 
     def _report_changes(self, path: Path, info: dict[str, Any]) -> None:
+        """Raises UserError: this job cannot go on from there."""
         if self.job is None or info["job"] is None:
             return
-        trained_with = (info["train_state"].get("data") or {}).get("tokenizer")
+        data = info["train_state"].get("data") or {}
+        keeps_data = "data" not in self._excluded
         changes = compare_jobs(
             info["job"],
             self.job,
-            keeps_data="data" not in self._excluded,
-            same_tokenizer=None in (trained_with, self.tokenizer) or trained_with == self.tokenizer,
+            keeps_data=keeps_data,
+            same_tokenizer="tokenizer" not in data or self._same_tokenizer(data["tokenizer"]),
+            data=self._compare_data(data) if self._compare_data and data and keeps_data else None,
         )
         for line in changes.lines():
             self._say(f"changed since {path.name}: {line}")
         if changes.refused:
             listed = "\n  ".join(changes.refused)
-            raise CheckpointError(
-                f"{path} cannot be resumed from by this job:\n  {listed}\n"
-                "Restore these keys, or start a new run in another job.dump_folder; where only the data is another, "
-                'dataset.on_change = "warn" goes on with it.'
-            )
+            raise UserError(f"{path} cannot be resumed from by this job:\n  {listed}\n{changes.remedy(path)}")
 
     def _load_initial_weights(self) -> None:
         if self.config.initial_load_path is None:
@@ -384,8 +386,8 @@ def load_model_weights(
         The JSON value of the manifest: train_state, job, layout.
 
     Raises:
-        UserError: there is no such folder.
-        CheckpointError: no checkpoint, a damaged one, or one of another model.
+        UserError: there is no such folder, or it holds another model.
+        CheckpointError: no checkpoint, or a damaged one.
     """
     chosen = find_good(path, log=log) if ranks is None else find_good(path, ranks.verify, ranks.on_rank0, log)
     log(f"starting from the weights in {chosen}")
@@ -397,7 +399,7 @@ def load_verified_weights(path: Path, model: nn.Module, ranks: Ranks | None = No
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     reader = SafeReader(path)
     if misfits := _misfits(tensors, reader.read_index(), ranks):
-        raise CheckpointError(f"{path} does not fit this model:\n  " + _abridge(misfits))
+        raise UserError(f"{path} does not fit this model:\n  {_abridge(misfits)}\nSet [model] as it was.")
     load_tensors(reader, tensors, None if ranks is None else ranks.group)
     return commit.read_manifest(path)["info"]
 

@@ -92,9 +92,12 @@ class TrainState(_Open):
     step: Count | None = None
     tokens: Count | None = None
     data: dict[str, JsonValue] | None = None
+    run: str | None = None
 
     @model_validator(mode="after")
-    def _data(self) -> TrainState:
+    def _complete(self) -> TrainState:
+        if (self.step is None) != (self.tokens is None):
+            raise ValueError("step and tokens are known only together")
         if self.data is not None and self.data.get("version") == DATA_VERSION:  # the loader refuses any other
             try:
                 DataState.model_validate(self.data)

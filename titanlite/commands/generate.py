@@ -179,7 +179,7 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
     model.to_empty(device=device)
     info = load_verified_weights(step_folder, model)
     trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
-    if trained_with != tokenizer.fingerprint or tokenizer.vocab_size > model.arch.vocab_size:
+    if not tokenizer.is_known_as(trained_with) or tokenizer.vocab_size > model.arch.vocab_size:
         raise CheckpointError(
             f"{step_folder} was trained with another tokenizer than {job.tokenizer.path} is now: its tokens would "
             "read as other text. Put the original file back."

@@ -239,18 +239,15 @@ class Loader:
                 dataset.on_change is "warn": only if the saved place means nothing in the new data.
             CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
         """
-        if state["version"] != _STATE_VERSION:
-            found = state["version"]
-            raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
         hard, soft = self._changes(state)
+        if not self._tokenizer.is_known_as(state["tokenizer"]):
+            hard.append("the tokenizer is another one")
         if hard or (soft and self._dataset.on_change == "error"):
             remedy = "Restore that, or start a new run in another job.dump_folder"
             remedy += "." if hard else ', or go on with the new data by dataset.on_change = "warn".'
             raise UserError(
                 f"cannot go on with the data of the checkpoint: {'; '.join([*hard, *soft.values()])}. {remedy}"
             )
-        for change in soft.values():
-            logging.getLogger("titanlite").warning("going on with other data than before: %s", change)
         self.close()
         self._schedule = self._new_schedule(state["schedule"])
         self._cursors = [
@@ -285,9 +282,21 @@ class Loader:
         self._reader = None
         self._ahead.clear()
 
+    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What differs between this data and that of the run that saved `state`: what nobody can go on with, and what a
+        user accepts by dataset.on_change = "warn". (Whether the tokenizer is the same, `Tokenizer.is_known_as` says.)
+
+        Raises:
+            CheckpointError: a version of titanlite wrote it that this one does not know.
+        """
+        hard, soft = self._changes(state)
+        return hard, list(soft.values())
+
     def _changes(self, state: dict[str, Any]) -> tuple[list[str], dict[int, str]]:
-        """What differs from the run that saved `state`: what nobody can go on with, and, by the number of the source,
-        what a user may accept."""
+        """`compare`, with the number of the source for each of the latter."""
+        if state["version"] != _STATE_VERSION:
+            found = state["version"]
+            raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
         hard: list[str] = []
         soft: dict[int, str] = {}
         for key, now, name in (
@@ -298,8 +307,6 @@ class Loader:
         ):
             if state[key] != now:
                 hard.append(f"{name} was {state[key]}, it is now {now}")
-        if state["tokenizer"] != self._tokenizer.fingerprint:
-            hard.append("the tokenizer is another one")
         if len(state["sources"]) != len(self.sources):
             hard.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
             return hard, soft

@@ -30,6 +30,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file, short
+from titanlite.data.fingerprint import of_json, of_ranks
 
 if TYPE_CHECKING:
     import tiktoken
@@ -87,14 +88,23 @@ class Tokenizer(ABC):
         vocab_size: number of ids, special tokens included; every id is below it.
         bos_id: put before each document, or None where the tokenizer has no such token.
         eos_id: put after each document.
-        fingerprint: equal if and only if the file and the choice of bos and eos are.
+        file_fingerprint: by which version 0.1 knew a tokenizer: of the file, and of the choice of bos and eos.
     """
 
     path: Path
     vocab_size: int
     bos_id: int | None
     eos_id: int
-    fingerprint: str
+    file_fingerprint: str
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal if and only if the ids of every text are, whatever the format of the file."""
+
+    def is_known_as(self, fingerprint: str) -> bool:
+        """Whether a checkpoint or shards with this fingerprint, perhaps of version 0.1, have the ids of this one."""
+        return fingerprint in (self.fingerprint, self.file_fingerprint)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without bos and eos."""
@@ -131,7 +141,12 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = base + len(self._special)
         self.bos_id = self._special["<|begin_of_text|>"]
         self.eos_id = self._special["<|end_of_text|>"]
-        self.fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw).hexdigest()
+        self.file_fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        ranks = _parse_ranks(self.path, self._raw)
+        return of_ranks(LLAMA3_PATTERN, ranks, self._special, self.bos_id, self.eos_id)
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
@@ -176,7 +191,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         chosen = f"huggingface {self.bos_id} {self.eos_id} "
-        self.fingerprint = hashlib.sha256(chosen.encode() + raw).hexdigest()
+        self.file_fingerprint = hashlib.sha256(chosen.encode() + raw).hexdigest()
+        self._raw = raw
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return of_json(self._raw, byte_level_symbols(), self.bos_id, self.eos_id)
 
     @contextmanager
     def _library(self, what: str) -> Iterator[None]:

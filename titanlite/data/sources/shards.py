@@ -124,7 +124,7 @@ class Shards(RandomAccess):
         Raises:
             UserError: they are such.
         """
-        if self.manifest.tokenizer != tokenizer.fingerprint:
+        if not tokenizer.is_known_as(self.manifest.tokenizer):
             raise UserError(
                 f"{self._folder} was made with another tokenizer ({self.manifest.tokenizer_path}) than "
                 f"{tokenizer.path}. Set tokenizer.path to that one, or run titanlite prepare again."
