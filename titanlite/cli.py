@@ -23,7 +23,7 @@ from titanlite.config.errors import ERROR_FOLDER, UserError, printable
 
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("Train the model that a job file describes (through torchrun: ./run_train.sh).", "titanlite.cli:train"),
+    "train": ("Train the model that a job file describes, in this process.", "titanlite.cli:train"),
     "launch": (
         "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
         "titanlite.launch.launcher:launch",

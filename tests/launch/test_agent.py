@@ -21,13 +21,22 @@ sys.exit(run_workers(sys.argv[2:], World(int(sys.argv[1]), stop_seconds=float(os
 """
 
 WORKER = """
-import os, resource, shutil, signal, sys, time
+import os, pathlib, resource, shutil, signal, sys, time
 from titanlite.runtime import process
 process.begin()
 from titanlite.cli import run_quietly
 from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
 rank = int(os.environ["RANK"])
+
+def ready():
+    both = pathlib.Path(os.environ[ERROR_FOLDER], "ready.json")
+    if rank == 1:
+        both.touch()
+    else:
+        while not both.exists():
+            time.sleep(0.01)
+        print("ready", flush=True)
 
 def guard():
     raise GuardError("loss is nan at step 5")
@@ -66,7 +75,7 @@ def save():
     got = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: got.append(number))
-    print("ready", flush=True)
+    ready()
     while not got:
         time.sleep(0.02)
     time.sleep(0.3 + rank)  # ranks do not finish at the same time
@@ -75,16 +84,16 @@ def save():
 def stuck():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
-    print("ready", flush=True)
+    ready()
     time.sleep(300)
 
 def early():
-    print("ready", flush=True)
+    ready()
     time.sleep(300)
 
 def orphan():
     signal.signal(signal.SIGTERM, lambda number, frame: (open(f"saved{rank}", "w").close(), sys.exit()))
-    print("ready", flush=True)
+    ready()
     time.sleep(300)
 
 def shown():
@@ -155,11 +164,10 @@ def test_a_killed_rank_comes_before_the_failures_that_follow_from_it(command: li
 
 
 def start(command: list[str], how: str) -> "subprocess.Popen[str]":
-    """The launcher, with rank 0 at work."""
+    """The launcher, with both ranks at work."""
     launcher = subprocess.Popen([*command, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
-    time.sleep(0.3)  # rank 1 prints nothing that we could wait for
     return launcher
 
 
@@ -267,12 +275,15 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
 
 
 RESTARTING = """
-import sys
-from titanlite.launch.agent import World, run_workers
+import os, sys
+from titanlite.launch.agent import Saved, World, run_workers
 from titanlite.config.errors import UserError
 node, port, *worker = sys.argv[1:]
+restarts, seconds = int(os.environ.get("MAX_RESTARTS", "3")), float(os.environ.get("MEET_SECONDS", "900"))
+saved = Saved(lambda: "SAVED" in os.environ, lambda: "To go on: ...")
+world = World(1, 2, int(node), "localhost", int(port), (0, 1), max_restarts=restarts, meet_seconds=seconds)
 try:
-    sys.exit(run_workers(worker, World(1, 2, int(node), "localhost", int(port), (0, 1), max_restarts=3)))
+    sys.exit(run_workers(worker, world, saved))
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -311,6 +322,100 @@ def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(tmp_path: Path):
     _, said = nodes[0].communicate(timeout=20)
     nodes[1].communicate()
     assert (nodes[0].returncode, said) == (128 + signal.SIGTERM, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("restarts", "lost"), [("0", 1), ("2", 1), ("2", 0)])
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_node_that_is_lost_is_no_crash_where_the_run_is_saved(
+    restarts: str, lost: int, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {"MAX_RESTARTS": restarts, "MEET_SECONDS": "2", **({"SAVED": "1"} if saved else {})}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    nodes = start_two_nodes(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
+    workers = [int(node.stdout.readline()) for node in nodes if node.stdout]
+    for pid in (nodes[lost].pid, workers[lost], workers[1 - lost]):  # what is left cannot reach the other ranks
+        os.kill(pid, signal.SIGKILL)
+    _, said = nodes[1 - lost].communicate(timeout=60)
+    nodes[lost].communicate()
+    assert nodes[1 - lost].returncode == (75 if saved else 1)
+    assert "did not meet" not in said
+    assert "Lost: " in said
+    assert said.endswith("To go on: ...\n")
+
+
+@pytest.mark.slow
+def test_nodes_that_never_meet_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEET_SECONDS", "1")
+    (tmp_path / "launcher.py").write_text(RESTARTING)
+    for node, why in (("0", "too few have come"), ("1", "Connection refused")):
+        command = [sys.executable, str(tmp_path / "launcher.py"), node, str(20000 + os.getpid() % 10000), "x"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2
+        assert f"2 nodes did not meet at MASTER_ADDR=localhost, MASTER_PORT={command[3]}: {why}." in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_run_takes_in_a_node_that_comes_back(tmp_path: Path):
+    """Workers are told to save, and start again with it; no restart is used up."""
+    launcher = """
+        import sys
+        from titanlite.launch import rendezvous
+        from titanlite.launch.agent import World, run_workers
+        rendezvous.LAST_CALL = 1.0
+        node, port = int(sys.argv[2]), int(sys.argv[3])
+        sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", port, (0, 1), min_nodes=1)))
+    """
+    worker = """
+        import os, signal, sys, time
+        from titanlite.runtime import process
+        def save(number, frame):
+            print("saved", flush=True)
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, save)
+        process.begin()
+        print("world", os.environ["WORLD_SIZE"], flush=True)
+        if os.environ["WORLD_SIZE"] == "1":
+            time.sleep(300)
+    """
+    (tmp_path / "launcher.py").write_text(textwrap.dedent(launcher))
+    (tmp_path / "worker.py").write_text(textwrap.dedent(worker))
+    command = [sys.executable, tmp_path / "launcher.py", tmp_path / "worker.py"]
+    port = str(20000 + os.getpid() % 10000 + 1)
+    nodes = [subprocess.Popen([*command, "0", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)]
+    assert nodes[0].stdout is not None
+    assert nodes[0].stdout.readline() == "world 1\n"
+    nodes.append(subprocess.Popen([*command, "1", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert outputs == ["saved\nworld 2\n", "world 2\n"]
+    assert [node.returncode for node in nodes] == [0, 0]
+
+
+@pytest.mark.slow
+def test_what_a_killed_launcher_leaves_is_removed_once_its_workers_have_ended(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    mine = tmp_path / "titanlite-run-of-mine"  # named alike, but it holds what no run has made
+    mine.mkdir()
+    (mine / "results.csv").write_text("")
+    launcher = start(command, "stuck")
+    (left,) = set(tmp_path.glob("titanlite-run-*")) - {mine}
+    assert left.stat().st_mode & 0o777 == 0o700
+    listed = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=True).stdout
+    launcher.kill()
+    launcher.wait(timeout=20)
+    assert run(command, "shown")[0] == 0
+    assert left.exists()  # a worker is still there
+    for pid in listed.split():
+        os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while left.exists():  # it takes a moment until they are gone
+        assert run(command, "shown")[0] == 0
+        assert time.monotonic() < deadline
+    assert [path.name for path in tmp_path.glob("titanlite-run-*")] == [mine.name]
 
 
 @pytest.mark.slow
