@@ -62,8 +62,8 @@ def serve_tensorboard(command: str, folder: Path) -> None:
     try:
         deadline = time.monotonic() + 120
         answer = ""
-        while "loss" not in answer:
-            assert time.monotonic() < deadline, f"no loss in {answer!r}"
+        while "nats" not in answer:  # the unit of the loss, in its description
+            assert time.monotonic() < deadline, f"no loss with its unit in {answer!r}"
             time.sleep(1.0)
             try:
                 url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"

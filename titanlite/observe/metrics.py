@@ -301,21 +301,12 @@ class MetricsRecorder:
                 file.write(line + "\n")
                 file.flush()  # whoever follows the file sees the line now, and a killed run keeps it
         if self._tensorboard is not None:
-            from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
-
-            points = [
-                Summary.Value(
-                    tag=curve.tag,
-                    simple_value=value,
-                    metadata=SummaryMetadata(summary_description=curve.description),
-                )
-                for name, curve in curves.items()
-                if (value := values[name]) is not None
-            ]
+            points = [_point(curve, value) for name, curve in curves.items() if (value := values[name]) is not None]
             with self._tolerating_a_full_disk():
                 board, self._tensorboard = self._tensorboard, None
                 assert board.file_writer is not None
-                board.file_writer.add_summary(Summary(value=points), step)  # add_scalar has no place for a description
+                for point in points:
+                    board.file_writer.add_summary(point, step)
                 self._tensorboard = board  # not after a failure: its thread is dead
 
     @contextmanager
@@ -342,6 +333,16 @@ class MetricsRecorder:
             f"step {entry.step:>{width}}/{self._total_steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
             f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  eta {self._eta}"
         )
+
+
+def _point(curve: Curve, value: float) -> Any:
+    """A point of a curve with its description, for which `SummaryWriter.add_scalar` has no place."""
+    from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
+    from tensorboard.plugins.scalar.metadata import create_summary_metadata
+
+    metadata = create_summary_metadata(curve.tag, curve.description)
+    metadata.data_class = DATA_CLASS_SCALAR  # or TensorBoard's server ignores the rest of it
+    return Summary(value=[Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)])
 
 
 def _memory_gib(device: torch.device) -> tuple[float, float]:
