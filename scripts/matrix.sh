@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Run the tests with each torch and each Python that titanlite promises, and print a table.
+#
+#     scripts/matrix.sh FOLDER [--torch "2.11.0 2.13.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
+#
+# FOLDER gets an environment for each pair (4 to 6 GB with a CUDA build of torch) and the log of its tests; one that is
+# there is used again. A Python is a version, looked up as python3.11, or a path. Exit code 1: some pair failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder="${1:?usage: scripts/matrix.sh FOLDER [--torch VERSIONS] [--python VERSIONS] [PYTEST ARGUMENT ...]}"
+shift
+torches="2.11.0 2.12.0 2.13.0" pythons="3.11 3.12 3.13"
+while [[ "${1-}" == --torch || "${1-}" == --python ]]; do
+    [[ "$1" == --torch ]] && torches="$2" || pythons="$2"
+    shift 2
+done
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
+
+making=""
+trap '[[ -z "$making" ]] || rm -r "$making"' EXIT # a half made environment is none
+make() { # where, Python, torch
+    making="$1"
+    "$2" -m venv "$1" && "$1/bin/python" -m pip install --quiet "torch==$3" --editable '.[dev]' || return
+    making=""
+}
+
+failed=0 rows=()
+for python in $pythons; do
+    [[ "$python" == */* ]] || python="python$python"
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" || exit 2
+    for torch in $torches; do
+        name="py$version-torch$torch" said="not installed"
+        echo "$name: its log is $folder/$name.log" >&2
+        if [[ -x "$folder/$name/bin/python" ]] || make "$folder/$name" "$python" "$torch" >"$folder/$name.log" 2>&1; then
+            # No GPU, so that all pairs run the same tests.
+            CUDA_VISIBLE_DEVICES="" PYTHONPATH="$PWD" PATH="$folder/$name/bin:$PATH" "$folder/$name/bin/python" \
+                -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@" >"$folder/$name.log" 2>&1 || failed=1
+            said="$(tail -n 1 "$folder/$name.log")"
+        else
+            failed=1 && rm -rf "$folder/$name" && making=""
+        fi
+        rows+=("| $version | $torch | $said |")
+    done
+done
+printf '%s\n' "| Python | torch | tests |" "| ------ | ----- | ----- |" "${rows[@]}"
+exit "$failed"
