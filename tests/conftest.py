@@ -1,6 +1,7 @@
 """What all tests share: their order, and one thread a process."""
 
 import os
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -8,6 +9,7 @@ import pytest
 hypothesis.settings.register_profile("patient", deadline=None)  # an example is slow where the machine has other work
 hypothesis.settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run beside each other and their ranks
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no helpers that import torch once more in each rank
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,3 +32,19 @@ def order(item: pytest.Item) -> int:
     if item.get_closest_marker("slow") is None:
         return 0
     return 1 if item.get_closest_marker("xdist_group") else 2
+
+
+@pytest.fixture
+def cpu_seconds() -> Callable[[Callable[[], object]], float]:
+    """`cpu_seconds(call)`: seconds of a CPU that a call and its child processes take, the best of three. They hardly
+    grow when other tests run beside it, as those on the clock do."""
+
+    def measure(call: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(3):
+            before = os.times()
+            call()
+            taken.append(sum(os.times()[:4]) - sum(before[:4]))
+        return min(taken)
+
+    return measure

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -169,6 +170,13 @@ def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] |
 def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
     """Run `titanlite WORDS` on each rank, until all have ended with `code`; what they said."""
     return start_titanlite(*words, ranks=ranks).ends_with(code)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 ROOT = Path(__file__).parents[1]
 SHORT = " --training.steps 12 --checkpoint.interval 6"  # instead of two minutes
@@ -55,7 +56,7 @@ def run(command: str, folder: Path, **variables: str) -> str:
 
 def serve_tensorboard(command: str, folder: Path) -> None:
     """Start the server, see that it finds the run, and stop it."""
-    port = 16006
+    port = free_port()
     server = subprocess.Popen(
         f"exec {command} --port {port}", cwd=folder, shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 from titanlite.launch.verdict import End, explain
 
@@ -260,7 +261,7 @@ def test_two_nodes_meet_at_the_master(node_ranks: tuple[int | None, int | None],
         sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", int(sys.argv[3]), (0, 1))))
     """
     (tmp_path / "launcher.py").write_text(textwrap.dedent(launcher))
-    port = str(20000 + os.getpid() % 10000)
+    port = str(free_port())
     nodes = [
         subprocess.Popen(
             [sys.executable, tmp_path / "launcher.py", worker, str(rank), port], stdout=subprocess.PIPE, text=True
@@ -294,7 +295,7 @@ def start_two_nodes(tmp_path: Path, worker: str) -> list["subprocess.Popen[str]"
     """Two launchers that may restart, with a worker each."""
     (tmp_path / "launcher.py").write_text(RESTARTING)
     (tmp_path / "worker.py").write_text(worker)
-    port = str(30000 + os.getpid() % 2000 + len(worker))
+    port = str(free_port())
     command = [sys.executable, str(tmp_path / "launcher.py")]
     return [
         subprocess.Popen(
@@ -382,7 +383,7 @@ def test_the_run_takes_in_a_node_that_comes_back(tmp_path: Path):
     (tmp_path / "launcher.py").write_text(textwrap.dedent(launcher))
     (tmp_path / "worker.py").write_text(textwrap.dedent(worker))
     command = [sys.executable, tmp_path / "launcher.py", tmp_path / "worker.py"]
-    port = str(20000 + os.getpid() % 10000 + 1)
+    port = str(free_port())
     nodes = [subprocess.Popen([*command, "0", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)]
     assert nodes[0].stdout is not None
     assert nodes[0].stdout.readline() == "world 1\n"

@@ -6,7 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,18 +64,18 @@ def test_the_launcher_needs_no_torch_to_run_its_workers(tmp_path: Path):
     assert (ended.stdout, ended.stderr) == ("0 False\n", "")
 
 
-def test_a_wrong_job_is_refused_within_two_seconds(tmp_path: Path):
+def test_a_wrong_job_is_refused_within_two_seconds(tmp_path: Path, cpu_seconds: Callable[..., float]):
     file = tmp_path / "wrong.toml"
     file.write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
-    times = []
-    for _ in range(3):  # the first one may install
-        start = time.perf_counter()
+
+    def refused() -> None:
         command = [REPOSITORY / "run_train.sh", "--job.config_file", file, "--optimizer.lr", "x"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        times.append(time.perf_counter() - start)
         assert ended.returncode == 2
         assert "3 mistakes in the job:" in ended.stderr
-    assert min(times) < 2.0  # 0.4 s on an idle machine
+
+    refused()  # the first one may install
+    assert cpu_seconds(refused) < 2.0  # 0.4 s on an idle machine
     assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
