@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,9 +56,12 @@ def is_loopback(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def training(folder: Path, ranks: int, *prefix: str, **variables: str) -> "Iterator[subprocess.Popen[str]]":
-    """A run that has done two steps and goes on."""
-    (folder / "job.toml").write_text(JOB.replace("steps = 20", "steps = 100000"))
+def training(
+    folder: Path, ranks: int, prefix: Sequence[str] = (), mode: str = "disabled", **variables: str
+) -> "Iterator[subprocess.Popen[str]]":
+    """A run that has saved, by an async_mode, and goes on."""
+    saves = f'interval = 5\nasync_mode = "{mode}"'
+    (folder / "job.toml").write_text(JOB.replace("steps = 20", "steps = 100000").replace("interval = 5", saves))
     log = folder / "log"
     command = [*prefix, sys.executable, "-m", "titanlite.launch", "--job.config_file", str(folder / "job.toml")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GLOO_")}
@@ -71,8 +74,7 @@ def training(folder: Path, ranks: int, *prefix: str, **variables: str) -> "Itera
             text=True,
         )
     try:
-        metrics = folder / "out" / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        while not (folder / "out" / "checkpoint" / "step-00000005").exists():
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
         yield process
@@ -81,10 +83,10 @@ def training(folder: Path, ranks: int, *prefix: str, **variables: str) -> "Itera
         assert process.wait(timeout=120) == 75, log.read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "disabled"), (2, "disabled"), (2, "process")])
+def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(ranks: int, mode: str, tmp_path: Path) -> None:
     cluster = {"MASTER_ADDR": socket.gethostname(), "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
-    with training(tmp_path, ranks, **cluster) as run:  # as set for runs on many machines
+    with training(tmp_path, ranks, mode=mode, **cluster) as run:  # as set for runs on many machines
         pids = descendants(run.pid)
         assert len(pids) > ranks
         found = listening(pids)
@@ -126,7 +128,7 @@ for port in range(1, 65536):
 
 def test_a_stranger_in_another_network_finds_no_open_port(stranger: tuple[str, str], tmp_path: Path) -> None:
     ours, theirs = stranger
-    with training(tmp_path, 2, "ip", "netns", "exec", ours):
+    with training(tmp_path, 2, ["ip", "netns", "exec", ours]):
         knock = ["ip", "netns", "exec", theirs, sys.executable, "-c"]
         assert subprocess.run([*knock, KNOCK], capture_output=True, text=True, check=True).stdout == ""
     listens = "import socket; s = socket.create_server(('10.78.0.1', 4321)); print(flush=True); s.accept()"

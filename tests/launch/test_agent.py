@@ -331,7 +331,7 @@ def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(tmp_path: Path):
 def test_a_node_that_is_lost_is_no_crash_where_the_run_is_saved(
     restarts: str, lost: int, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, value in {"MAX_RESTARTS": restarts, "MEET_SECONDS": "2", **({"SAVED": "1"} if saved else {})}.items():
+    for name, value in {"MAX_RESTARTS": restarts, "MEET_SECONDS": "10", **({"SAVED": "1"} if saved else {})}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     nodes = start_two_nodes(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(300)")

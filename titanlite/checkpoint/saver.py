@@ -20,28 +20,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.staging import Staged, Stager
 from titanlite.checkpoint.storage import CommittingWriter, cause
 from titanlite.config import schema
+from titanlite.runtime.meeting import meeting_store
 
 _serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 
 def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
-    """DCP's process: it would log each request to the terminal, and errors that we report. The trainer alone obeys
-    signals; when it ends, so does this."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    """DCP's process: it would log each request to the terminal, and errors that we report; and it would listen on all
+    interfaces. The trainer alone obeys signals; when it ends, so does this."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
+    world = {"rank": pg_init_info.global_rank, "world_size": pg_init_info.world_size}
+    store = meeting_store(**world, timeout=default_pg_timeout, port=pg_init_info.tcp_store_master_port)
+    if store is not None:
+        dist.init_process_group = functools.partial(dist.init_process_group, store=store, **world)
     with contextlib.suppress(EOFError):
         _serve_saves(pg_init_info, parent_conn)
 

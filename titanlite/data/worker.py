@@ -105,7 +105,7 @@ class WorkerProcess:
     def serve(main: Callable[[Connection], None]) -> None:
         """Call `main` with the other end of the socket, in the new process. Returns when the starter is gone."""
         # Ctrl-C reaches the whole process group, and a scheduler's signal each process. Only the trainer obeys them.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))

@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
 from titanlite.runtime.hang_report import record_collectives
-from titanlite.runtime.process import LISTENER, STORE
+from titanlite.runtime.meeting import meeting_store
 
 
 def keep_freed_memory() -> None:
@@ -51,28 +50,6 @@ def use_large_pages() -> None:
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
-def meeting_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Where the ranks of our own launcher find each other: a file in the run's private folder, where there is one
-    machine, and otherwise a socket of the first rank, which listens at MASTER_ADDR alone."""
-    if world_size == 1:
-        return HashStore()
-    host, _, port = os.environ[STORE].rpartition(":")
-    if not port.isdecimal():
-        store: Store = FileStore(os.environ[STORE])
-        store.set_timeout(timeout)
-        return store
-    listener = os.environ.get(LISTENER)
-    return TCPStore(
-        host,
-        int(port),
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else int(listener),
-    )
-
-
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
     """The world of ranks, of size one without a launcher, and this rank's device."""
@@ -95,10 +72,10 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     record_collectives()
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size > 1 and STORE not in os.environ:  # another launcher, such as torchrun: by its own variables
+    store = meeting_store(rank, world_size, timeout)
+    if store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = meeting_store(rank, world_size, timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     with backend_order(device):
         yield device
