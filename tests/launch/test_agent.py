@@ -1,10 +1,14 @@
 """The end of the workers is the end of the launcher: exit codes, signals, and the root cause of a crash first."""
 
+import errno
+import fcntl
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -13,6 +17,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
+from titanlite.config.errors import UserError
+from titanlite.launch.agent import World, run_workers
 from titanlite.launch.verdict import End, explain
 
 LAUNCHER = """
@@ -358,6 +364,27 @@ def test_nodes_that_never_meet_say_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+def test_a_first_node_that_is_started_again_finds_those_that_wait(tmp_path: Path):
+    port = str(20000 + os.getpid() % 10000)
+    (tmp_path / "launcher.py").write_text(RESTARTING)
+    (tmp_path / "worker.py").write_text("")
+
+    def launcher(node: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(tmp_path / "launcher.py"), node, port, str(tmp_path / "worker.py")]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    second = launcher("1")
+    with socket.create_server(("127.0.0.1", int(port))) as killed:  # of a first node that a SIGKILL ends
+        other = killed.accept()[0]
+        assert b"join" in other.recv(4096)
+        other.sendall(b'{"kind": ')
+        other.close()
+    first = launcher("0")
+    for each in (first, second):
+        assert (each.communicate(timeout=60)[1], each.returncode) == ("", 0)
+
+
+@pytest.mark.slow
 def test_the_run_takes_in_a_node_that_comes_back(tmp_path: Path):
     """Workers are told to save, and start again with it; no restart is used up."""
     launcher = """
@@ -430,6 +457,30 @@ def test_a_node_that_another_one_leaves_for_good_says_so(tmp_path: Path):
 
 
 # ------------------------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EMFILE])
+def test_a_temporary_folder_that_cannot_be_locked_is_said_once(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[object] = []
+
+    def refuse(*of: object) -> None:
+        asked.append(of)
+        assert len(asked) == 1  # it tried for ever
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"a run needs a folder there: .* Set TMPDIR"):
+        run_workers([], World(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_temporary_folder_that_is_gone_is_said_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(UserError, match="/nonexistent: a run needs a folder there"):
+        run_workers([], World(1))
 
 
 def test_different_reasons_are_said_with_their_ranks():

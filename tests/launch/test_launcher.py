@@ -111,6 +111,8 @@ def test_the_settings_for_a_cluster_reach_the_agent(monkeypatch: pytest.MonkeyPa
         ({"NNODES": "2:1"}, "NNODES=2:1"),
         ({"NNODES": "2", "MASTER_ADDR": "node0;reboot"}, "MASTER_ADDR='node0;reboot'"),
         ({"NNODES": "2", "MASTER_ADDR": "node0\x1b[2J"}, r"MASTER_ADDR='node0\x1b[2J'"),
+        ({"NNODES": "2", "MASTER_ADDR": "node0..cluster"}, "MASTER_ADDR='node0..cluster'"),
+        ({"NNODES": "2", "MASTER_ADDR": "n" * 64}, f"MASTER_ADDR='{'n' * 64}'"),
         ({"NNODES": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "99999"}, "MASTER_PORT=99999: a whole number from 1"),
         ({"MASTER_PORT": "ssh"}, "MASTER_PORT=ssh"),
         ({"NGPU": "999999999999"}, "so many processes need at least"),

@@ -216,3 +216,65 @@ def test_the_end_of_the_host_is_noticed():
         server.accept()[0].close()
         assert "the first node" in heard(made, Lost).name
     assert not made.connected
+
+
+def test_a_launcher_that_is_started_by_mistake_does_not_end_a_run():
+    port = free_port()
+    there = [node(port, rank) for rank in (0, 1)]
+    assert [heard(each, Start).node for each in there] == [0, 1]
+    for intruder in (node(port, 1, workers=7), node(port, None, 3, 3)):  # one of them takes a number that is in use
+        assert "but" in heard(intruder, Closed).reason
+        intruder.leave(UserError.exit_code)
+    assert [each.hear() for each in there] == [[], []]
+
+
+def test_before_the_run_a_node_that_does_not_belong_ends_the_wait_of_the_others():
+    port = free_port()
+    first, refused = node(port, 0), node(port, 1, workers=7)
+    heard(refused, Closed)
+    refused.leave(UserError.exit_code)
+    assert heard(first, Closed).code == UserError.exit_code
+
+
+@pytest.mark.parametrize("line", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 1_000_000])
+def test_what_is_no_launcher_at_the_masters_port_is_said_so(line: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made = Node("127.0.0.1", server.getsockname()[1], 1, 2, 2, 1)
+        made.connect()
+        with server.accept()[0] as other:
+            other.setblocking(False)
+            other.send(line)
+            with pytest.raises(UserError, match=r"MASTER_PORT=.* no launcher of this titanlite"):
+                heard(made, Start)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "0", "::"])
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_an_address_that_means_every_interface_is_refused(address: str, rank: int | None):
+    with pytest.raises(UserError, match=f"MASTER_ADDR={address} is no machine's address"):
+        Node(address, free_port(), rank, 2, 2, 1).connect()
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rendezvous, "LOST_AFTER", 4)
+    port = free_port()
+    first = node(port, 0)
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as stranger:
+        assert stranger.recv(1) == b""
+    second = node(port, 1)
+    assert [heard(each, Start).node for each in (first, second)] == [0, 1]
+
+
+def test_names_of_nodes_are_one_line_without_commands_for_a_terminal():
+    name = "node1\x1b[2J\n[12:00:00] step 7"
+    line = json.dumps({"kind": "lost", "name": name}).encode()
+    assert decode(line) == Lost(name="node1\\x1b[2J\\n[12:00:00] step 7")
+
+
+def test_the_longest_names_leave_room_for_the_reason():
+    port = free_port()
+    first = node(port, 0)
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as other:
+        other.sendall(rendezvous.encode(Join(rank=1, name="n" * 300, port=0, world="w" * 300)))
+        assert b"n" * 300 in other.recv(4096)
+    assert first.connected

@@ -29,6 +29,11 @@ def printable(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
+def one_line(text: str) -> str:
+    """`printable` text of which no part can pass for a line of its own."""
+    return printable(text).replace("\n", "\\n")
+
+
 class UserError(Exception):
     """A wrong job file, command or input. The message names what was found, what is allowed and the remedy."""
 

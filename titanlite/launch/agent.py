@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError, printable
 from titanlite.launch.rendezvous import Closed, Failed, Lost, Message, Node, Present, Regroup, Start
 from titanlite.launch.verdict import KNOWN_EXITS, STOP_SIGNALS, UNSAVED_STOPS, End, explain, explain_hang
 from titanlite.observe.logger import LOG_FILE, note_end
@@ -183,6 +183,7 @@ class Agent:
             if not node.connected and self._generation == 0:
                 try:
                     node.connect()
+                    joined, self._lost = False, []  # also where the host was lost before the run began
                 except OSError as error:  # it starts later, or its name is not known yet
                     why = error.strerror or str(error)
             if node.connected and not joined:
@@ -446,7 +447,10 @@ class Agent:
 def _private_folder() -> Iterator[tuple[Path, int]]:
     """A folder that only this user can enter, and the descriptor that locks it for as long as one process of the run
     has it. Removes what runs have left that were killed."""
-    place = Path(tempfile.gettempdir())
+    try:
+        place = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise _no_folder("The folder for temporary files", error) from None
     for left in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or another launcher is removing it
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -456,21 +460,41 @@ def _private_folder() -> Iterator[tuple[Path, int]]:
                     _remove(left)
             finally:
                 os.close(lock)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():
-                break
-        except OSError:  # another launcher took it for a leftover before it was locked
-            continue
+    folder, lock = _locked_folder(place)
     try:
         yield folder, lock
     finally:
         with contextlib.suppress(OSError):
             _remove(folder)
         os.close(lock)
+
+
+def _locked_folder(place: Path) -> tuple[Path, int]:
+    """A new folder, and the descriptor that locks it.
+
+    Raises:
+        UserError: the system refuses it.
+    """
+    while True:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        except OSError as error:
+            raise _no_folder(str(place), error) from None
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):  # another launcher took it for a leftover before it was locked
+            continue
+        except OSError as error:  # such as a file system without locks
+            folder.rmdir()
+            raise _no_folder(str(place), error) from None
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _no_folder(place: str, error: OSError) -> UserError:
+    return UserError(f"{place}: a run needs a folder there: {error.strerror}. Set TMPDIR to a folder on a local disk.")
 
 
 def _remove(folder: Path) -> None:
@@ -482,7 +506,7 @@ def _remove(folder: Path) -> None:
 
 
 def _lines(*texts: str) -> str:
-    return "\n".join(text for text in texts if text)
+    return printable("\n".join(text for text in texts if text))  # errors quote what stands in files
 
 
 def _say(*texts: str) -> None:

@@ -6,6 +6,7 @@ imports torch: it is small, and stays so while the workers train.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -60,7 +61,7 @@ def launch(argv: Sequence[str]) -> int:
             f"NNODES={nodes} needs MASTER_ADDR: the name or address of the first machine, as others see it."
         )
     address = os.environ.get("MASTER_ADDR") or "localhost"
-    if not re.fullmatch(r"[\w.:%-]+", address, re.ASCII):
+    if not _is_address(address):
         raise UserError(f"MASTER_ADDR={address!r}: the name or address of the first machine is allowed, such as node0.")
     shown_ranks = logged_ranks(workers * nodes)
     job = load_and_check(argv, workers * nodes)
@@ -130,6 +131,13 @@ def _number(name: str, least: int) -> int | None:
         allowed = f"of at least {least}" if name not in LARGEST else f"from {least} to {most}"
         raise UserError(f"{name}={text[:40]}: a whole number {allowed} is allowed ({EXPLAINED[name]}).")
     return int(text)
+
+
+def _is_address(text: str) -> bool:
+    """Whether a machine can be asked for under this name."""
+    with contextlib.suppress(UnicodeError):  # a part that is empty or too long
+        return bool(re.fullmatch(r"[\w.:%-]+", text, re.ASCII) and text.encode("idna"))
+    return False
 
 
 def _is_number(text: str, least: int, most: int) -> bool:

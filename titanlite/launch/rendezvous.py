@@ -17,16 +17,17 @@ import sys
 import threading
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, one_line
 
 LONGEST_LINE = 4096  # bytes
 LOST_AFTER = 20  # seconds without a sign of life from another machine
 LAST_CALL = 15.0  # seconds for more nodes to come, once the fewest that are allowed are there
 GOODBYE = 5.0  # seconds to tell the others of an end
 
-Name = Annotated[str, Field(max_length=300)]  # of a node, for messages
+Name = Annotated[str, Field(max_length=300), AfterValidator(one_line)]  # of a node, for messages
+Reason = Annotated[str, Field(max_length=2000), AfterValidator(one_line)]  # names four of them
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -74,7 +75,7 @@ class Closed(_Message):
     kind: Literal["closed"] = "closed"
     name: Name
     code: Count
-    reason: Name = ""
+    reason: Reason = ""
 
 
 class Failed(_Message):
@@ -210,14 +211,21 @@ class Host:
         member: _Member | None = None
         ended = False
         try:
-            while not ended and (line := await reader.readline()):
+            while not ended:
+                # A stranger that says nothing must not hold a descriptor of the launcher for long.
+                line = await asyncio.wait_for(reader.readline(), LOST_AFTER if member is None else None)
+                if not line:
+                    break
                 message = decode(line)
                 if isinstance(message, Join):
                     member = self._join(member, message, writer)
                 elif isinstance(message, Closed) and member is not None:
                     ended = True
-                    self._closed = self._closed or message
-                    self._tell(self._closed, but=member)
+                    # A node that was refused ends the others before they train, so that the mistake is seen at once.
+                    # A run under way goes on: a launcher that was started by mistake is no part of it.
+                    if member in self._members or not any(other.started for other in self._members):
+                        self._closed = self._closed or message
+                        self._tell(self._closed, but=member)
                 elif isinstance(message, Failed) and member is not None:
                     self._call_roll(member)
                 elif isinstance(message, Present) and member is not None:
@@ -241,12 +249,14 @@ class Host:
         if member is None:
             member = _Member(join, writer)
             same_rank = [other for other in self._members if join.rank is not None and other.join.rank == join.rank]
-            wrong = f"NODE_RANK={join.rank} is that of {same_rank[0].join.name}, too" if same_rank else ""
+            wrong = ""
+            if same_rank and not same_rank[0].started:
+                wrong = f"NODE_RANK={join.rank} is that of {same_rank[0].join.name}, too"
             if self._members and self._members[0].join.world != join.world:
                 wrong = (
                     f"{join.name} has {join.world}, but {self._members[0].join.name} has {self._members[0].join.world}"
                 )
-            if wrong and not (same_rank and same_rank[0].started):
+            if wrong:
                 member.send(Closed(name=join.name, code=UserError.exit_code, reason=wrong))
                 return member
             for other in same_rank:  # it was started again before its connection was missed
@@ -337,8 +347,14 @@ class Node:
 
         Raises:
             OSError: it is not there yet.
-            UserError: it cannot be here, but has to.
+            UserError: it cannot be here, but has to; or the address is that of no machine.
         """
+        where = socket.getaddrinfo(self.address, self._port, type=socket.SOCK_STREAM)[0][4][0]
+        if ipaddress.ip_address(where).is_unspecified:  # to listen there is to listen on every interface
+            raise UserError(
+                f"MASTER_ADDR={self.address} is no machine's address. Set it on all machines to the one that the "
+                "others use for the first machine."
+            )
         if not self.hosts and self._rank in (None, 0):
             server = listen(self.address, self._port, must=self._rank == 0)
             if server is not None:
@@ -347,6 +363,7 @@ class Node:
         self._connection = socket.create_connection((self.address, self._port), timeout=1.0)
         watch_connection(self._connection)
         self._connection.setblocking(False)
+        self._received = b""
 
     @property
     def connected(self) -> bool:
@@ -378,20 +395,35 @@ class Node:
                 self._connection.sendall(encode(message))
 
     def hear(self) -> list[Message]:
-        """What the host has said since the last call; that it is lost, once."""
+        """What the host has said since the last call; that it is lost, once.
+
+        Raises:
+            UserError: something else than a launcher answers there.
+        """
         if self._connection is None:
             return []
         gone = False
         try:
-            while data := self._connection.recv(LONGEST_LINE):
+            while not gone and len(self._received) <= LONGEST_LINE:
+                data = self._connection.recv(LONGEST_LINE)
                 self._received += data
-            gone = True
+                gone = not data
         except BlockingIOError:
             pass
         except OSError:
             gone = True
         *lines, self._received = self._received.split(b"\n")
-        messages = [decode(line) for line in lines]
+        try:
+            if len(self._received) > LONGEST_LINE:
+                raise ValueError
+            messages = [decode(line) for line in lines]
+        except ValueError:
+            self._connection.close()
+            self._connection = None
+            raise UserError(
+                f"{self.where}: what answers there is no launcher of this titanlite. Choose a port that is free on the "
+                "first machine, and the same titanlite on all."
+            ) from None
         if RollCall() in messages:
             self.say(Present())
         if gone:
