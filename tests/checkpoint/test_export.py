@@ -197,10 +197,10 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, capsys):
     run.manager(tmp_path / "checkpoint").save(1, run.train_state())
     command = ["export", "--checkpoint", str(tmp_path / "checkpoint"), "--tokenizer", str(TIKTOKEN)]
     assert main([*command, "--out", "/proc/model"]) == 2  # /proc is there, and takes no folder even from root
-    assert "/proc/model cannot be written: No such file" in capsys.readouterr().err
+    assert "/proc cannot be written to: No such file" in capsys.readouterr().err
     write_hf(tmp_path / "hf", build(PLAIN))
     assert main(["import", "--hf", str(tmp_path / "hf"), "--out", "/proc"]) == 2
-    assert "/proc cannot be written: No such file" in capsys.readouterr().err
+    assert "/proc cannot be written to: No such file" in capsys.readouterr().err
 
 
 def test_the_tables_for_a_job_are_toml_whatever_the_folder(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -143,3 +144,15 @@ def go_on(folder: Path, first: int, last: int, hsdp: bool, keys: dict) -> list[f
     manager.close()
     assert manager.stats()["failed_saves"] == 0, lines
     return losses
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(run: TinyRun) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
+
+
+def train_ranks(ranks: int, folder: Path, first: int, last: int, hsdp: bool = False, **keys: object) -> list[float]:
+    return run_ranks(ranks, go_on, folder, first, last, hsdp, keys)[0]

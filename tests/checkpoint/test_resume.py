@@ -1,0 +1,224 @@
+"""Invariant 4: exact resume, on the same layout and on another, and what may have changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
+
+from titanlite.checkpoint import commit
+from titanlite.config.errors import UserError
+from titanlite.config.schema import JobConfig
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+HALF = {"dtype": torch.bfloat16, "rounded": "bfloat16"}
+
+
+@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"wrapped": True}, {"offload": True}, HALF])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
+    straight = TinyRun(**kind)
+    losses = straight.train(6)
+
+    first = TinyRun(**kind)
+    first.train(3)
+    first.manager(tmp_path).save(3, first.train_state(3))
+    second = TinyRun(seed=99, **kind)
+    assert second.manager(tmp_path).load() == {"step": 3, "tokens": 0, "cursor": {"row": 12}}
+    second.step = 3
+    assert_equal(second.everything(), first.everything())
+    assert second.train(3) == losses[3:]
+    assert_equal(second.everything(), straight.everything())
+
+
+@pytest.mark.parametrize("kind", [HALF, {"rounded": "bfloat16"}, {"rounded": "float32", "dtype": torch.bfloat16}])
+def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind):
+    """And back without a loss, where the others hold more."""
+    saved, other = TinyRun(), TinyRun(seed=99, **kind)
+    for before, now, folder in ((saved, other, tmp_path / "there"), (other, saved, tmp_path / "back")):
+        if before is saved:
+            before.train(2)
+        before.manager(folder).save(2, before.train_state(2))
+        expected = before.everything()
+        now.manager(folder).load()
+        found = now.everything()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in found)
+    assert {tensor.dtype for tensor in other.everything().values()} >= {torch.bfloat16}
+
+
+def test_wrapped_and_plain_models_read_each_others_checkpoints(tmp_path):
+    wrapped = TinyRun(wrapped=True)
+    wrapped.train(1)
+    wrapped.manager(tmp_path).save(1, wrapped.train_state())
+    plain = TinyRun(seed=99)
+    plain.manager(tmp_path).load()
+    plain.step = 1
+    assert plain.train(1) == wrapped.train(1)
+
+
+def test_a_rate_that_is_a_tensor_survives_loading(two_saved):
+    folder, _ = two_saved
+    run = TinyRun(seed=99)
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)
+    run.manager(folder).load()
+    assert [float(group["lr"]) for group in run.optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_the_random_state_comes_back(tmp_path):
+    run = TinyRun()
+    torch.manual_seed(5)
+    run.manager(tmp_path).save(1, run.train_state(1))
+    drawn = torch.rand(3)
+    run.manager(tmp_path).load()
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_empty_folder_holds_nothing_to_resume(tmp_path):
+    assert TinyRun().manager(tmp_path / "new").load() is None
+    assert names(tmp_path / "new") == []
+
+
+def test_load_step_goes_back_and_puts_the_later_ones_aside(two_saved):
+    folder, _ = two_saved
+    lines: list[str] = []
+    run = TinyRun(seed=99)
+    manager = run.manager(folder, lines=lines, load_step=2)
+    state = manager.load()
+    assert state is not None
+    assert state["step"] == 2
+    assert names(folder) == ["step-00000002", "step-00000004.superseded"]
+    run.step = 2
+    run.train(2)
+    manager.save(4, run.train_state(4))
+    assert "step-00000004" in names(folder)
+
+
+def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
+    folder, run = two_saved
+    keys: dict[str, Any] = {"load_step": 2, "exclude_from_loading": ("optimizer", "data"), "keep_latest_k": 1}
+    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
+    manager = run.manager(folder, job=job, **keys)
+    state = manager.load()
+    assert state is not None
+    assert state["step"] == 2
+    run.step = 2
+    run.train(4)
+    saved = run.train_state() | {"data": {"row": 3}}
+    manager.save(6, saved)
+    manager.close()
+    assert names(folder) == ["step-00000004.superseded", "step-00000006"]  # step 2 is not needed any more
+    lines: list[str] = []
+    restarted = TinyRun(seed=99)
+    assert restarted.manager(folder, lines=lines, job=job, **keys).load() == saved
+    assert lines[0] == "checkpoint.load_step = 2: gone back to by an earlier start of this run"
+    assert lines[1] == "step-00000006 was saved after data, optimizer had been started afresh: loaded this time"
+    assert_equal(restarted.everything(), run.everything())
+    keys |= {"load_step": 6, "keep_latest_k": 2}
+    run.manager(folder, job=job, **keys).save(8, saved | {"step": 8})
+    lines.clear()
+    job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
+    TinyRun().manager(folder, lines=lines, job=job, **keys).load()  # another value goes back again
+    assert lines[0] == "going back to step 6: step-00000008 renamed to step-00000008.superseded"
+
+
+def test_other_optimizer_groups_are_refused_in_words(two_saved):
+    folder, _ = two_saved
+    expected = r"tok_embeddings.weight: saved in group 0 \(weight_decay 0.1\), now in group 1 \(weight_decay 0.0\)"
+    with pytest.raises(UserError, match=expected):
+        TinyRun(decay_embeddings=False).manager(folder).load()
+
+
+def test_another_model_is_refused_with_the_list(two_saved):
+    folder, _ = two_saved
+    with pytest.raises(UserError, match=r"model.output.weight: only in it"):
+        TinyRun(tied=True).manager(folder).load()
+
+
+def test_what_is_excluded_from_loading_starts_afresh(two_saved):
+    folder, run = two_saved
+    fresh = TinyRun(seed=99)
+    run.train(1)
+    saved = run.train_state() | {"data": {"row": 3}}
+    run.manager(folder).save(5, saved)
+    expected = run.train_state()
+    state = fresh.manager(folder, exclude_from_loading=("optimizer", "data", "rng")).load()
+    assert state == expected
+    assert_equal(weights(fresh), weights(run))
+    assert not fresh.optimizer.state
+
+
+def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    run.manager(tmp_path, job=job).save(1, run.train_state(1))
+    lines: list[str] = []
+    job["optimizer"]["lr"] = 1.0
+    run.manager(tmp_path, job=job, lines=lines).load()
+    assert lines[0] == "changed since step-00000001: optimizer.lr: 0.0003 -> 1.0 (changes the curve)"
+    job["model"]["n_layers"] = 7
+    with pytest.raises(UserError, match=r"model\.n_layers: 6 -> 7(?s:.*)start a new run in another job") as caught:
+        run.manager(tmp_path, job=job).load()
+    assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
+
+
+def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    train_state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
+    for excluded in ((), ("data",)):
+        with pytest.raises(UserError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
+            run.manager(tmp_path, job=job, tokenizer="another", exclude_from_loading=excluded).load()
+    lines: list[str] = []
+    job["tokenizer"]["path"] = "elsewhere/tokenizer.model"
+    assert run.manager(tmp_path, job=job, tokenizer="fingerprint", lines=lines).load() == train_state
+    assert lines[0].endswith("tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model (harmless)")
+
+
+def test_the_contents_of_the_data_decide_about_its_keys_and_one_remedy_is_named(tmp_path):
+    run = TinyRun()
+    job = JobConfig().model_dump(mode="json")
+    saved = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    run.manager(tmp_path, job=job).save(1, saved)
+    job["dataset"]["path"] = "elsewhere"
+
+    def resume(hard: list[str], soft: list[str], **keys) -> list[str]:
+        lines: list[str] = []
+        manager = run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: (hard, soft), **keys)
+        assert manager.load() is not None
+        return lines
+
+    assert resume([], [])[0] == "changed since step-00000001: dataset.path: None -> elsewhere (harmless)"
+    changed = "the source a has changed since"
+    with pytest.raises(UserError, match=f"{changed}(?s:.*)Restore the data, or go on .* dataset.on_change = .warn."):
+        resume([], [changed])
+    job["dataset"]["on_change"] = "warn"
+    lines = resume([], [changed])
+    assert f"changed since step-00000001: {changed} (changes the curve)" in lines
+    assert not any("dataset.path" in line for line in lines)  # said once, by what it means
+    step = tmp_path / "step-00000001"
+    with pytest.raises(
+        UserError, match=f'training.seq_len was(?s:.*)checkpoint.initial_load_path = "{step}"'
+    ) as caught:
+        resume(["training.seq_len was 32, it is now 64"], [changed])
+    assert caught.value.exit_code == 2
+    fresh = TinyRun(seed=5)
+    manager = fresh.manager(tmp_path / "new", job=job, initial_load_path=str(step))
+    assert manager.load() is None  # the remedy works
+    assert_equal(weights(fresh), weights(run))
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_layouts(tmp_path):
+    expected = TinyRun(seed=1).train(8)
+    assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
+    moved = [
+        *train_ranks(2, tmp_path, 2, 4),
+        *train_ranks(2, tmp_path, 4, 6, hsdp=True),
+        *train_ranks(1, tmp_path, 6, 8),
+    ]
+    assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
+    assert not commit.verify_folder(tmp_path / "step-00000004")
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))

@@ -1,0 +1,271 @@
+"""A save: what it holds, beside the steps and before them, and how it fails."""
+
+import dataclasses
+import fcntl
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from importlib.metadata import version
+
+import pytest
+import torch
+from tiny_run import TinyRun, assert_equal, names, train_ranks
+from torch.distributed.fsdp import fully_shard
+
+from titanlite.checkpoint import commit, state
+from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
+from titanlite.config import schema
+from titanlite.config.errors import UserError
+from titanlite.config.schema import JobConfig
+from titanlite.model.llama import Llama
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_a_save_before_the_first_step_holds_weights_only(tmp_path):
+    first = TinyRun()
+    first.manager(tmp_path).save(0, first.train_state(0))
+    second = TinyRun(seed=99)
+    assert second.manager(tmp_path).load() == first.train_state()
+    assert second.train(2) == first.train(2)
+
+
+def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters(tmp_path):
+    run = TinyRun()
+    run.train(1)
+    with torch.no_grad():
+        run.model(torch.zeros(1, 4, dtype=torch.int64))  # as a validation does; FSDP leaves the root gathered
+    run.manager(tmp_path).save(1, run.train_state(1))
+    resumed = TinyRun(seed=99)
+    resumed.manager(tmp_path).load()
+    assert_equal(resumed.everything(), run.everything())
+
+
+def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
+    folder, run = two_saved
+    manifest = commit.read_manifest(folder / "step-00000004")
+    info = manifest["info"]
+    assert manifest["step"] == 4
+    assert info["train_state"] == run.train_state()
+    assert info["layout"] == {"world_size": 1, "meshes": {"dp_shard": [1]}}
+    assert info["architecture"] == dataclasses.asdict(run.model.arch)
+    assert info["versions"]["torch"] == version("torch")
+    assert [group["weight_decay"] for group in info["optimizer_groups"]] == [0.1, 0.0]
+    hashes = set()
+    for seed in (0, 0, 1):
+        job = JobConfig.model_validate({"training": {"seed": seed}}).model_dump(mode="json")
+        hashes.add(run.manager(folder, job=job)._describe({})["job_hash"])
+    assert len(hashes) == 2
+
+
+def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_saved):
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system refuses to write on, as a full disk does
+    manager.save(6, run.train_state(6))
+    assert manager.stats()["failed_saves"] == 1
+    assert not manager.holds(6)
+    assert "FAILED" in lines[-1]
+    assert "File too large" in lines[-1]
+    assert names(folder) == ["step-00000002", "step-00000004"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    manager.save(6, run.train_state(6))
+    assert manager.holds(6)
+    assert manager.stats()["failed_saves"] == 1
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_killed_save_leaves_a_folder_that_the_next_start_removes(two_saved, monkeypatch):
+    folder, run = two_saved
+    manager = run.manager(folder)
+
+    def killed(*args):
+        raise SystemExit  # stands for SIGKILL: no line after it runs, neither does any clean-up
+
+    monkeypatch.setattr(commit, "write_manifest", killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **keys: None)
+    manager.save(6, run.train_state(6))
+    monkeypatch.undo()
+    left = names(folder)
+    assert [name[:18] for name in left] == [".tmp-step-00000006", "step-00000002", "step-00000004"]
+    lines: list[str] = []
+    resumed = TinyRun(seed=99).manager(folder, lines=lines)
+    assert lines == [f"removed 1 unfinished checkpoint folders: {left[0]}"]
+    assert names(folder) == ["step-00000002", "step-00000004"]
+    state = resumed.load()
+    assert state is not None
+    assert state["step"] == 4
+
+
+def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
+    straight = TinyRun()
+    losses = straight.train(8)
+    first = TinyRun()
+    lines: list[str] = []
+    manager = first.manager(tmp_path, lines=lines, async_mode="async", keep_latest_k=0)
+    for _ in range(3):  # the next steps change the live state while a save is under way
+        first.train(2)
+        manager.save(first.step, first.train_state())
+    first.train(2)
+    manager.close()
+    assert manager.stats()["failed_saves"] == 0
+    assert sum("of which training waited" in line for line in lines) == 3
+    for step in (2, 4, 6):
+        resumed = TinyRun(seed=99)
+        assert resumed.manager(tmp_path, load_step=-1).load() == {
+            "step": 8 - step,
+            "tokens": 0,
+            "cursor": {"row": (8 - step) * 4},
+        }
+        resumed.step = 8 - step
+        assert resumed.train(step) == losses[8 - step :]
+        shutil.rmtree(tmp_path / f"step-{8 - step:08d}")
+
+
+def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
+    run = TinyRun()
+    lines: list[str] = []
+    manager = run.manager(tmp_path, lines=lines, async_mode="async")
+    release = threading.Event()
+    publish = commit.publish
+
+    def slow_publish(*args):
+        assert release.wait(20)
+        return publish(*args)
+
+    monkeypatch.setattr(commit, "publish", slow_publish)
+    manager.save(1, run.train_state(1))
+    assert "step-00000001" not in names(tmp_path)
+    threading.Timer(0.2, release.set).start()
+    manager.save(2, run.train_state(2))
+    manager.close()
+    assert manager.stats()["save_waits"] >= 1
+    assert "waiting for the save of step 1, which is still under way" in lines
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkeypatch):
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines, async_mode="async")
+    monkeypatch.setattr(commit, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded")))
+    manager.save(6, run.train_state(6))
+    manager._saver.settle()
+    monkeypatch.undo()
+    assert manager.stats()["failed_saves"] == 1
+    assert "Quota exceeded" in lines[-1]
+    manager.save(6, run.train_state(6))
+    manager.close()
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_state_that_cannot_be_staged_is_a_failed_save(two_saved, monkeypatch):
+    """As where shared memory is small; on one rank, all would fail."""
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines, async_mode="async")
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **keys: (_ for _ in ()).throw(RuntimeError("no memory")))
+    manager.save(6, run.train_state(6))
+    monkeypatch.undo()
+    assert lines[-1] == "save of step 6 FAILED (OSError: staging: no memory)"
+    manager.save(6, run.train_state(6))
+    manager.close()
+    assert manager.stats()["failed_saves"] == 1
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_the_process_that_writes_may_open_a_file_for_each_tensor(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    TinyRun().manager(tmp_path, async_mode="process").close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_second_run_in_the_same_folder_waits_and_then_gives_up(tmp_path, monkeypatch):
+    hold = f"""
+import time
+from pathlib import Path
+from titanlite.checkpoint import commit
+commit.lock(Path("{tmp_path}/checkpoint"), 0, print)
+print("held", flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "checkpoint" / ".tmp-step-00000002-x").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        monkeypatch.setattr("titanlite.checkpoint.manager.LOCK_PATIENCE", 0.3)
+        lines: list[str] = []
+        with pytest.raises(UserError, match="another run is using it"):
+            TinyRun().manager(tmp_path / "checkpoint", lines=lines)
+        assert lines == [f"{tmp_path}/checkpoint: another run is using it; waiting up to 0 s for its end"]
+        assert names(tmp_path / "checkpoint") == [".tmp-step-00000002-x"]  # its unfinished save is left alone
+        monkeypatch.undo()
+        threading.Timer(0.3, other.kill).start()
+        TinyRun().manager(tmp_path / "checkpoint").close()  # the lock ends with the process
+    assert names(tmp_path / "checkpoint") == []
+
+
+def test_a_file_system_without_locks_is_said_to_have_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    lines: list[str] = []
+    TinyRun().manager(tmp_path, lines=lines).close()
+    assert "its file system has no locks: No locks available" in lines[0]
+
+
+def test_pinned_memory_without_a_gpu_is_refused(tmp_path):
+    with pytest.raises(UserError, match="needs a GPU"):
+        TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
+
+
+def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/checkpoint"):
+        TinyRun().manager(tmp_path / "file" / "checkpoint")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes about 0\.00 GB, 0\.00 GB are free"):
+        TinyRun().manager(tmp_path)
+
+
+def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    model = Llama(dataclasses.replace(TinyRun().model.arch, n_heads=2, n_kv_heads=2))
+    model.init_weights(1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "output" not in name)
+    fully_shard(model)
+    assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    manager = CheckpointManager(schema.Checkpoint(), tmp_path, model, optimizer, log=lambda line: None)
+    manager.save(0, {"step": 0, "tokens": 0})
+    plain = Llama(model.arch)
+    load_model_weights(tmp_path, plain)
+    assert_equal(dict(plain.state_dict()), expected)
+    model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    manager.save(1, {"step": 1, "tokens": 0})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert manager.load() == {"step": 1, "tokens": 0}
+    load_model_weights(tmp_path / "step-00000001", plain)
+    assert_equal(dict(plain.state_dict()), expected)
+    restored = {name: tensor.to_local() for name, tensor in state.model_tensors(model).items()}  # type: ignore[attr-defined]
+    assert_equal(restored, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", pytest.param("process", marks=pytest.mark.long)])
+def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
+    straight = train_ranks(2, tmp_path / "straight", 0, 6)
+    assert train_ranks(2, tmp_path / mode, 0, 4, async_mode=mode) == straight[:4]
+    assert train_ranks(2, tmp_path / mode, 4, 6, async_mode=mode) == straight[4:]
+    assert names(tmp_path / mode) == ["step-00000002", "step-00000004", "step-00000006"]
