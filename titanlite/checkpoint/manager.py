@@ -363,7 +363,7 @@ class CheckpointManager:
                 export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
         except (OSError, UserError) as error:
-            self._log(f"writing {out} FAILED ({type(error).__name__}: {error})")
+            self._log(f"writing {out} FAILED ({error})")
             return False
         return True
 
