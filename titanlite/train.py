@@ -313,9 +313,7 @@ class Trainer:
             self.save()
             return self.finish(Requests(), finished=False)
         if finished:
-            self.log(
-                f"Nothing to do: step {self.steps_done} is done. A training.steps above {job.training.steps} goes on."
-            )
+            self.log(f"Nothing to do: step {self.steps_done} is done. A training.steps above that goes on.")
         gc.collect()
         gc.disable()
         self.opened.callback(gc.enable)
@@ -400,7 +398,7 @@ class Trainer:
     def data_fails(self, steps: int) -> bool:
         """Whether this rank cannot read its data of one of the next `steps` steps; waits until they are read."""
         waited_from = time.perf_counter()
-        fails = self.loader.fails_within(min(steps, self.job.training.steps - self.steps_done))
+        fails = self.loader.fails_within(max(0, min(steps, self.job.training.steps - self.steps_done)))
         self.data_time += time.perf_counter() - waited_from
         return fails
 

@@ -84,6 +84,14 @@ STATE = ("info", "train_state")
         put({"size": 700, "xxh3_128": "x"}, "files", "a.bin"),
         put({"size": 700, "xxh3_128": "0" * 32}, "files", "../a.bin"),
         put({"training": 3}, "info", "job"),
+        *(
+            pytest.param(
+                lambda body, keys=keys: body["info"].update(job={"checkpoint": keys}),
+                f"job.checkpoint: {next(iter(keys))}",
+                id=str(keys),
+            )
+            for keys in ({"exclude_from_loading": 5}, {"exclude_from_loading": [["rng"]]}, {"load_step": "2"})
+        ),
         put({"dim": 8}, "info", "architecture"),
         put(0, "info", "layout", "world_size"),
         put([{"weight_decay": 0.1}], "info", "optimizer_groups"),

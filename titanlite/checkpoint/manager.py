@@ -156,7 +156,14 @@ class CheckpointManager:
         tensors = self._tensors_to_load(path, info, reader.read_index())
         load_tensors(reader, tensors, self._ranks.group)
         if rng := {name.removeprefix("rng."): tensor for name, tensor in tensors.items() if name.startswith("rng.")}:
-            state.restore_rng(rng, self._ranks.rank)
+            try:
+                state.restore_rng(rng, self._ranks.rank)
+            except RuntimeError as error:  # bytes that torch does not take
+                reason = str(error).splitlines()[0]
+                raise CheckpointError(
+                    f'{path}: torch refuses its random states ({reason}). checkpoint.exclude_from_loading = ["rng"] '
+                    "goes on without them."
+                ) from None
         self._current_step = manifest["step"]
         self._say(f"resumed from step {manifest['step']} ({path})")
         return {key: v for key, v in info["train_state"].items() if key not in self._excluded}

@@ -106,6 +106,13 @@ class TrainState(_Open):
         return self
 
 
+class CheckpointKeys(_Open):
+    """The keys of a saved job that a resume acts on, as `titanlite.config.schema.Checkpoint` has them."""
+
+    exclude_from_loading: list[str] = []
+    load_step: int = -1
+
+
 class OptimizerGroup(_Open):
     """Settings of a parameter group, and the names of its parameters."""
 
@@ -138,6 +145,10 @@ class Info(FileModel):
         sizes = [v for v in vars(arch).values() if type(v) is int] if arch else []
         if not all(0 < size < 2**31 for size in sizes):
             raise ValueError("an architecture with a size that none has")
+        try:
+            CheckpointKeys.model_validate((self.job or {}).get("checkpoint", {}))
+        except ValidationError as failure:
+            raise ValueError(f"job.checkpoint: {explain(failure)}") from None
         return self
 
 
