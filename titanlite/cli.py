@@ -84,8 +84,10 @@ def version() -> str:
     """The versions of titanlite and of what decides most about a run."""
     from importlib.metadata import version
 
+    from titanlite import __version__  # the code that runs; a checkout's metadata is as old as its installation
+
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"titanlite {version('titanlite')}, torch {version('torch')}, Python {python}"
+    return f"titanlite {__version__}, torch {version('torch')}, Python {python}"
 
 
 def _meant(name: str) -> str:
@@ -151,7 +153,7 @@ def _report(message: str, error: Exception) -> None:
 
 
 def train(argv: Sequence[str]) -> None:
-    """`titanlite train`: check the job for this world, then train. One rank, or one of torchrun's."""
+    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
     from titanlite.observe.logger import logged_ranks
     from titanlite.validate import load_and_check, world_size
 

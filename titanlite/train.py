@@ -79,7 +79,7 @@ def main(job: JobConfig) -> None:
 
 
 def run(job: JobConfig, argv: Sequence[str] = ()) -> None:
-    """Run a checked job in this rank's process; torchrun's environment says which rank it is, if there are many.
+    """Run a checked job in this rank's process; the launcher's environment says which rank it is, if there are many.
 
     Args:
         argv: The command line of `job`, for the last lines of a run that ends early.

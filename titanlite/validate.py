@@ -98,7 +98,7 @@ def checked(job: JobConfig, world_size: int) -> JobConfig:
 
 
 def world_size() -> int:
-    """Ranks of the world that torchrun's environment describes; 1 without it.
+    """Ranks of the world that a launcher's environment describes; 1 without it.
 
     Raises:
         UserError: WORLD_SIZE is no such number.

@@ -203,7 +203,7 @@ time.sleep(60)
         lines: list[str] = []
         with pytest.raises(UserError, match="another run is using it"):
             TinyRun().manager(tmp_path / "checkpoint", lines=lines)
-        assert lines == [f"{tmp_path}/checkpoint: another run is using it; waiting up to 0 s for its end"]
+        assert lines == [f"{tmp_path}: another run is using it; waiting up to 0 s for its end"]
         assert names(tmp_path / "checkpoint") == [".tmp-step-00000002-x"]  # its unfinished save is left alone
         monkeypatch.undo()
         threading.Timer(0.3, other.kill).start()

@@ -174,7 +174,8 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
-    """Keep other runs out of a folder of checkpoints, until this process ends or closes the returned descriptor.
+    """Keep other runs out of a part of an output folder, such as its checkpoints, until this process ends or closes
+    the returned descriptor.
 
     The lock is this process's own: what it starts does not inherit it. NFS shows it to other nodes.
 
@@ -199,9 +200,11 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
                 os.close(descriptor)
                 return None
         if time.monotonic() - started > patience:
-            raise UserError(f"{folder}: another run is using it. Stop that one, or choose another job.dump_folder.")
+            raise UserError(
+                f"{folder.parent}: another run is using it. Stop that one, or choose another job.dump_folder."
+            )
         if told == started:
-            log(f"{folder}: another run is using it; waiting up to {patience:.0f} s for its end")
+            log(f"{folder.parent}: another run is using it; waiting up to {patience:.0f} s for its end")
             told = time.monotonic()
         time.sleep(0.1)
 

@@ -441,8 +441,8 @@ class Checkpoint(Section):
     """Parts of a checkpoint that a resume starts afresh: the optimizer's state, the place in the data, the random
     state. Once: what was saved with the same value is loaded whole."""
     initial_load_path: PathText | None = None
-    """Checkpoint whose weights a new run starts from, at step 0: a step folder, or a folder of them. Only read where
-    there is nothing to resume."""
+    """Checkpoint whose weights a new run starts from, at step 0: a step folder, the folder of all, or a run's output
+    folder. Only read where there is nothing to resume."""
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder; each rank reads only its own slices of the .safetensors files."""
     last_save_model_only: bool = False

@@ -312,7 +312,7 @@ class Loader:
             return hard, soft
         for i, (saved, source, cursors) in enumerate(zip(state["sources"], self.sources, self._cursors, strict=True)):
             before, now = len(saved["streams"]), len(cursors)
-            if before != now:
+            if before != now and state["holdout"] == self._encoder.holdout:  # which decides their number, too
                 cause = f"another {'dataset.max_epochs or ' if 1 in (before, now) else ''}number of documents or files"
                 streams = f"{before} streams, {source.name} is read in {now}: {cause}"
                 hard.append(f"the source {saved['name']} was read in {streams}")
