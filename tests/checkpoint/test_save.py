@@ -178,14 +178,6 @@ def test_a_state_that_cannot_be_staged_is_a_failed_save(two_saved, monkeypatch):
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
-def test_the_process_that_writes_may_open_a_file_for_each_tensor(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    TinyRun().manager(tmp_path, async_mode="process").close()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_second_run_in_the_same_folder_waits_and_then_gives_up(tmp_path, monkeypatch):
     hold = f"""
 import time

@@ -6,13 +6,8 @@ ranks, staging and storage.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import logging
-import resource
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,46 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.staging import Staged, Stager
+from titanlite.checkpoint.staging import Stager
 from titanlite.checkpoint.storage import CommittingWriter, cause
+from titanlite.checkpoint.writer_process import RemoteWriter, WriterProcess
 from titanlite.config import schema
-from titanlite.runtime.meeting import meeting_store
-
-_serve_saves = _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess
-
-
-def _serve_saves_quietly(pg_init_info: Any, parent_conn: Any) -> None:
-    """DCP's process: it would log each request to the terminal, and errors that we report; and it would listen on all
-    interfaces. The trainer alone obeys signals; when it ends, so does this."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)
-    world = {"rank": pg_init_info.global_rank, "world_size": pg_init_info.world_size}
-    store = meeting_store(**world, timeout=default_pg_timeout, port=pg_init_info.tcp_store_master_port)
-    if store is not None:
-        dist.init_process_group = functools.partial(dist.init_process_group, store=store, **world)
-    with contextlib.suppress(EOFError):
-        _serve_saves(pg_init_info, parent_conn)
-
-
-def _end_process() -> None:
-    """End DCP's process, if there is one; a save would start another. It ignores all that Python, at exit, would send
-    before it waits."""
-    process, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
-    if process is not None:
-        process._save_process.kill()
-        process._save_process.join()
 
 
 @dataclass(frozen=True)
@@ -100,13 +66,7 @@ class Saver:
         self._purger = ThreadPoolExecutor(1, "purge")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         mode = config.async_mode
-        if mode == "process":  # the process is DCP's, which has no other way to say what it logs
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a tensor in shared memory is an open file
-            _async_process_executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(
-                _serve_saves_quietly
-            )
-            atexit.register(_end_process)
+        self._process = WriterProcess() if mode == "process" else None
         self._stager = (
             None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")
         )
@@ -120,7 +80,8 @@ class Saver:
         assert self._pending is None
         self._count += 1
         started = time.perf_counter()
-        writer = CommittingWriter(folder or self._folder, step, f"{self._token}-{self._count}", info)
+        target = folder or self._folder, step, f"{self._token}-{self._count}", info
+        writer = CommittingWriter(*target) if self._process is None else RemoteWriter(*target, self._process)
         future = self._write(tensors, writer)
         pending = _PendingSave(step, writer, started, blocked=time.perf_counter() - started)
         self._pending = pending, future
@@ -141,7 +102,6 @@ class Saver:
         failed = future.exception() is not None
         if any(self._ranks.distinct(failed)):
             self.fail(pending.step)
-            _end_process()  # DCP would go on with one that was killed
         else:
             self.last_step, self.failed_step = pending.step, None
 
@@ -160,6 +120,8 @@ class Saver:
         self.settle()
         self._writer.shutdown(wait=True)
         self._purger.shutdown(wait=True)
+        if self._process is not None:
+            self._process.close()
 
     def _write(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
         """Start writing, or write; the future fails if any rank failed."""
@@ -174,6 +136,8 @@ class Saver:
             if errors := self._ranks.union(errors):  # no rank writes then: it would wait for the others
                 future.set_exception(OSError("; ".join(errors)))
                 return future
+            if isinstance(writer, RemoteWriter):
+                writer.memory = self._stager.memory
             return self._writer.submit(lambda: self._save(staged(), writer))
         try:
             future.set_result(self._save(tensors, writer))
@@ -183,19 +147,7 @@ class Saver:
 
     def _save(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        if self._config.async_mode != "process":
-            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._ranks.group)
-            return
-        response = async_save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            process_group=self._ranks.group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=Staged(),
-        )
-        assert isinstance(response, Future)
-        response.result()
+        dcp_save(tensors, storage_writer=writer, planner=planner, process_group=self._ranks.group)
 
     def _conclude(self, pending: _PendingSave, future: Future[Any]) -> None:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""

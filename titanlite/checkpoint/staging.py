@@ -1,6 +1,6 @@
 """Copy the live tensors to host memory, so that training can go on while they are written.
 
-Invariant: the copies are those of the moment of `stage`. Nothing is allocated after the first save. May import torch.
+Invariant: the copies are those of the moment of `stage`. Nothing is allocated after the first save of a state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.writer_process import SharedMemory
 from titanlite.config.errors import UserError
 
 
@@ -22,6 +22,9 @@ class Stager:
     Args:
         pinned: copy from the GPU beside what is computed on it. Raises UserError without a GPU.
         shared: another process reads the copies.
+
+    Attributes:
+        memory: where they lie then, after the first `stage`.
     """
 
     def __init__(self, *, pinned: bool, shared: bool) -> None:
@@ -31,10 +34,18 @@ class Stager:
         self._stream = torch.cuda.Stream() if pinned else None
         self._copied: Any = None  # event
         self._buffers: dict[str, Tensor] = {}
+        self.memory: SharedMemory | None = None
 
     @torch.no_grad()
     def stage(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Copy, or start to. The result waits for the copies, in whichever thread it is called."""
+        """Copy, or start to. The result waits for the copies, in whichever thread it is called.
+
+        Raises:
+            OSError, RuntimeError: there is not so much memory.
+        """
+        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        if not all(_alike(self._buffers.get(name), tensor) for name, tensor in local.items()):
+            self._allocate(local)
         if self._stream is None:
             staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
             return lambda: staged
@@ -54,22 +65,29 @@ class Stager:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
+        self._buffers = {}
+        if not self._shared:
+            pin = self._stream is not None
+            self._buffers = {n: torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for n, t in tensors.items()}
+            return
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        self.memory = SharedMemory(tensors)
+        self._buffers = self.memory.buffers
+
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._stream is not None)
-            self._buffers[name] = buffer = buffer.share_memory_() if self._shared else buffer
-        buffer.copy_(local, non_blocking=self._stream is not None)
+        buffer = self._buffers[name]
+        buffer.copy_(_local(tensor), non_blocking=self._stream is not None)
         if not isinstance(tensor, DTensor):
             return buffer
         return DTensor(buffer, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
-class Staged(AsyncStager):
-    """For DCP: the tensors are in host memory already."""
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
+def _alike(buffer: Tensor | None, tensor: Tensor) -> bool:
+    return buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)

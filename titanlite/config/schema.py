@@ -429,7 +429,7 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem", "process"] = "disabled"
     """disabled: training stops while a checkpoint is written. async: it stops only for a copy to host memory (one more
     copy of weights and optimizer state), and a thread writes. async_with_pinned_mem: that copy, too, runs beside the
-    next step; needs a GPU. process: another process writes, so that Python's lock is never shared."""
+    next step; needs a GPU. process: another process writes, so that Python's lock is not shared with what writes."""
     keep_latest_k: NonNegativeInt = 10
     """Older checkpoints are removed after a save; 0 keeps all."""
     keep_every_n_steps: NonNegativeInt = 0

@@ -302,7 +302,7 @@ class Agent:
             loopback = loopback_interface()  # whatever is set for runs on many machines
             interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
             file = self._folder / f"store-{self._generation}"
-            return {STORE: str(file), "MASTER_ADDR": "localhost", **interfaces}  # DCP would look up this machine's name
+            return {STORE: str(file), **interfaces}
         address = self._world.master_addr
         place = {STORE: f"{address}:{start.port}", "MASTER_ADDR": address, "MASTER_PORT": str(start.port)}
         own_address = address_towards(address, start.port)
