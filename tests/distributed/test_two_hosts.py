@@ -40,9 +40,9 @@ def hosts() -> Iterator[tuple[str, str]]:
         ip("netns", "del", name)
 
 
-def start(host: str, number: int, job: Path, out: Path) -> subprocess.Popen[str]:
-    environment = {"NGPU": "1", "NNODES": "1:2", "NODE_RANK": str(number), "MASTER_ADDR": ADDRESSES[0]}
-    environment |= {"MAX_RESTARTS": "3", "GLOO_SOCKET_IFNAME": "cable0", "OMP_NUM_THREADS": "1"}
+def start(host: str, number: int, job: Path, out: Path, nodes: str, restarts: int) -> subprocess.Popen[str]:
+    environment = {"NGPU": "1", "NNODES": nodes, "NODE_RANK": str(number), "MASTER_ADDR": ADDRESSES[0]}
+    environment |= {"MAX_RESTARTS": str(restarts), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job), "--job.dump_folder", str(out)]
     with (out.parent / f"host{number}.log").open("w") as log:
         return subprocess.Popen(
@@ -71,7 +71,7 @@ def test_the_run_goes_on_without_the_host_whose_cable_was_cut(hosts: tuple[str, 
     job, out, steps = tmp_path / "job.toml", tmp_path / "out", 400
     often = JOB.replace("interval = 5", "interval = 1")  # the cut may fall in a save, too
     job.write_text(often.replace("steps = 20", f"steps = {steps}"))
-    running = [start(host, number, job, out) for number, host in enumerate(hosts)]
+    running = [start(host, number, job, out, "1:2", 3) for number, host in enumerate(hosts)]
     try:
         wait_for(8, out, 60)
         ip("-n", hosts[1], "link", "set", "cable0", "down")
@@ -91,3 +91,24 @@ def test_the_run_goes_on_without_the_host_whose_cable_was_cut(hosts: tuple[str, 
     command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", job, "--job.dump_folder", whole]
     subprocess.run(list(map(str, command)), check=True, capture_output=True, timeout=120)
     assert cut == pytest.approx(losses(whole), rel=1e-3)  # bf16, and other sums on one rank than on two
+
+
+def test_a_run_that_cannot_go_on_without_the_host_says_that_it_is_lost(hosts: tuple[str, str], tmp_path: Path) -> None:
+    job, out = tmp_path / "job.toml", tmp_path / "out"
+    job.write_text(JOB.replace("interval = 5", "interval = 1").replace("steps = 20", "steps = 100000"))
+    running = [start(host, number, job, out, "2", 0) for number, host in enumerate(hosts)]
+    try:
+        wait_for(8, out, 60)
+        ip("-n", hosts[1], "link", "set", "cable0", "down")
+        assert running[0].wait(120) == 75  # a scheduler starts the run again
+        assert running[1].wait(120) == 75
+    finally:
+        for process in running:
+            process.kill()
+    for number, gone in enumerate((ADDRESSES[1], "the first node")):
+        said = (tmp_path / f"host{number}.log").read_text()
+        assert "\nLost: " in said
+        assert gone in said.split("\nLost: ")[1]
+        assert "The last good step is " in said.splitlines()[-1]
+        assert "did not meet" not in said
+        assert "frame #" not in said  # no C++ stack
