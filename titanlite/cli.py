@@ -120,7 +120,7 @@ def run_quietly(command: Callable[[], object]) -> int:
     except SystemExit as end:  # tyro's, after a help or a message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
-        from titanlite.observe.logger import note_end
+        from titanlite.runtime.logging import note_end
 
         note_end("Interrupted: ended at once, without a save.")
         return 130
@@ -135,7 +135,7 @@ def run_quietly(command: Callable[[], object]) -> int:
 def _report(message: str, error: Exception) -> None:
     """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr. Notes
     on the error, which say how to go on, come last."""
-    from titanlite.observe.logger import note_end
+    from titanlite.runtime.logging import note_end
 
     # A traceback quotes what stands in files.
     message, closing = printable(message), printable("\n".join(getattr(error, "__notes__", ())))
@@ -154,7 +154,7 @@ def _report(message: str, error: Exception) -> None:
 
 def train(argv: Sequence[str]) -> None:
     """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
-    from titanlite.observe.logger import logged_ranks
+    from titanlite.runtime.logging import logged_ranks
     from titanlite.validate import load_and_check, world_size
 
     logged_ranks(world_size())

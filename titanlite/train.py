@@ -48,7 +48,6 @@ from titanlite.evaluate import Score, evaluate
 from titanlite.model.flavors import architecture, unused_rows
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 from titanlite.observe.guards import check_finite
-from titanlite.observe.logger import LOG_FILE, setup_logging
 from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.observe.progress import ProgressBar
@@ -64,6 +63,7 @@ from titanlite.parallel.step import LossFunction, build_step
 from titanlite.parallel.tensor import vocab_parallel
 from titanlite.portable import write_tokenizer
 from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
+from titanlite.runtime.logging import LOG_FILE, setup_logging
 from titanlite.runtime.signals import Requests, Signals
 from titanlite.runtime.world import process_group, use_large_pages
 from titanlite.validate import checked, world_size

@@ -9,7 +9,7 @@ import sys
 from titanlite.observe.progress import ProgressBar
 
 SCRIPT = """
-from titanlite.observe.logger import setup_logging
+from titanlite.runtime.logging import setup_logging
 from titanlite.observe.progress import ProgressBar
 import sys
 rank = int(sys.argv[1])

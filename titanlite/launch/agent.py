@@ -29,7 +29,7 @@ from typing import Any
 from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError, printable
 from titanlite.launch.rendezvous import Closed, Failed, Lost, Message, Node, Present, Regroup, Start
 from titanlite.launch.verdict import KNOWN_EXITS, STOP_SIGNALS, UNSAVED_STOPS, End, explain, explain_hang
-from titanlite.observe.logger import LOG_FILE, note_end
+from titanlite.runtime.logging import LOG_FILE, note_end
 from titanlite.runtime.network import address_towards, interface_of, loopback_interface
 from titanlite.runtime.process import LAUNCHER, LISTENER, STORE
 

@@ -43,7 +43,7 @@ def launch(argv: Sequence[str]) -> int:
     Raises:
         UserError: the job, or a variable of the environment, is wrong.
     """
-    from titanlite.observe.logger import logged_ranks
+    from titanlite.runtime.logging import logged_ranks
     from titanlite.validate import load_and_check
 
     wanted, gpus = _number("NGPU", 1), count_gpus()

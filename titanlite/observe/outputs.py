@@ -21,7 +21,7 @@ from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
-from titanlite.observe.logger import LOG_FILE
+from titanlite.runtime.logging import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 CURVES = ("validation.jsonl", "metrics.jsonl")

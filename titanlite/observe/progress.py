@@ -1,6 +1,6 @@
 """A progress bar for a person at a terminal.
 
-Invariant: it shows what the trainer tells it and never reads a tensor. May import rich and `titanlite.observe.logger`.
+Invariant: it shows what the trainer tells it and never reads a tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from titanlite.observe.logger import terminal_console
+from titanlite.runtime.logging import terminal_console
 
 
 class ProgressBar:

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.observe.logger import logged_ranks, setup_logging
+from titanlite.runtime.logging import logged_ranks, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
 
@@ -49,7 +49,7 @@ def test_libraries_do_not_warn_on_other_ranks_either(rank: int, said: list[str])
 import logging
 logging.getLogger("torch").addHandler(logging.StreamHandler())
 logging.getLogger("torch").propagate = False
-from titanlite.observe.logger import setup_logging
+from titanlite.runtime.logging import setup_logging
 setup_logging({rank}, None)
 for name in ("torch.fx", "torchao"):
     logging.getLogger(name).warning("careful")
@@ -123,6 +123,6 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(mon
 def test_import_is_cheap():
     """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
     code = (
-        "import sys, titanlite.observe.logger, titanlite.observe.progress; print({'rich', 'torch'} & set(sys.modules))"
+        "import sys, titanlite.runtime.logging, titanlite.observe.progress; print({'rich', 'torch'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

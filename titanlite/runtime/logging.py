@@ -1,7 +1,7 @@
 """Logging of one rank: what reaches the terminal, and what train.log keeps.
 
 Invariant: a line goes to the terminal once, from the ranks that the user asked for (LOG_RANK); errors always do.
-Rank 0 alone writes the file. May import `titanlite.config.errors` and rich.
+Rank 0 alone writes the file.
 """
 
 from __future__ import annotations
