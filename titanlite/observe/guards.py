@@ -1,7 +1,7 @@
 """Guards that stop a run which cannot recover by itself.
 
 Invariant: a guard looks at numbers that the host has read anyway (on a log step), so it costs nothing, and every
-rank, seeing the same reduced numbers, comes to the same verdict. May import `titanlite.config.errors` only.
+rank, seeing the same reduced numbers, comes to the same verdict.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def check_finite(loss: float, grad_norm: float, step: int) -> None:
         return
     raise GuardError(
         f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved. "
-        "Before you start again, lower optimizer.lr or training.max_norm, or raise lr_scheduler.warmup_steps. "
+        "Before you start again, lower optimizer.lr, raise lr_scheduler.warmup_steps, or set a lower "
+        "training.max_norm (0 turns clipping off). "
         "If it happens at the same step whatever you set, look at the data of that step."
     )
