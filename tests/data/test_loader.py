@@ -1,7 +1,10 @@
 """Invariants 2 and 4: the same rows anywhere, and after any restart."""
 
+import gzip
 import json
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,6 +209,22 @@ def test_another_holdout_is_all_that_changed_where_the_data_is_the_same(dataset,
     """Though it changes the number of streams, too."""
     loader = Ranks(dataset, 1, holdout=0.2).loaders[0]
     assert loader.compare(reference[1][0]) == (["validation.holdout was 0.0, it is now 0.2"], [])
+
+
+@pytest.mark.parametrize("field", range(4))
+@pytest.mark.parametrize("value", [10**6, 2**62])
+@pytest.mark.parametrize("kind", ["concat", "best_fit", "sequential"])
+def test_a_place_that_no_run_saves_ends_in_words_or_reads_on(tmp_path, kind, field, value):
+    dataset = dataset_of(tmp_path, some_texts(300), packing="best_fit" if kind == "best_fit" else "concat")
+    if kind == "sequential":
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(Path(str(dataset.path)).read_bytes()))
+        dataset = dataset.model_copy(update={"path": str(tmp_path / "a.jsonl.gz")})
+    state = Ranks(dataset, 1).state()
+    for stream in state["sources"][0]["streams"]:
+        stream[field] = value
+    beyond = field == {"concat": None, "best_fit": 3, "sequential": 2}[kind]
+    with pytest.raises(CheckpointError, match=r"place in the data does not exist") if beyond else nullcontext():
+        Ranks(dataset, 1).load(state).batch()
 
 
 def test_describe_names_the_source(dataset):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titanlite.config.errors import CheckpointError
 from titanlite.data.order import EpochOrder, Permutation
 from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source, text_hash
 from titanlite.data.tokenizer import Tokenizer
@@ -28,6 +29,14 @@ MAX_STREAMS = 64
 it: each data-parallel rank then tokenizes only its own streams."""
 
 _WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
+
+
+def no_such_place(index: int, what: str, count: int) -> CheckpointError:
+    """The error for a saved place beyond the end of its window: nothing that a run saves for the same data."""
+    return CheckpointError(
+        f"The checkpoint's place in the data does not exist: {what} {index} of a window of {count}. Take an older "
+        'checkpoint by checkpoint.load_step, or begin the data anew by checkpoint.exclude_from_loading = ["data"].'
+    )
 
 
 class Exhausted(Exception):
@@ -235,6 +244,8 @@ class SequentialDocuments(Documents):
         if self._document is None:
             part = self._fill_window()
             assert self._window is not None
+            if self.place.index >= len(self._window):
+                raise no_such_place(self.place.index, "document", len(self._window))
             local = int(self._shuffle[self.place.index])
             again = self.place.turn * self._streams + self._stream >= self._source.num_parts
             tokens = self._encoder.encode(self._window[local], again)

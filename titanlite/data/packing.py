@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.documents import Documents, Exhausted, Place
+from titanlite.data.documents import Documents, Exhausted, Place, no_such_place
 from titanlite.data.order import Permutation
 
 _WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
@@ -116,6 +116,8 @@ class BestFitPacker(Packer):
         if self._window is None or self._window[0] != start:
             self._window = self._fill(start)
         _, after, rows = self._window
+        if index >= len(rows):
+            raise no_such_place(index, "row", len(rows))
         row = rows[index]
         number = self.cursor.row + 1
         self.cursor = Cursor(number, start, index + 1) if index + 1 < len(rows) else Cursor(number, after, 0)
