@@ -1,7 +1,8 @@
 """What all tests share: their order, and one thread a process."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -32,6 +33,22 @@ def order(item: pytest.Item) -> int:
     if item.get_closest_marker("slow") is None:
         return 0
     return 1 if item.get_closest_marker("xdist_group") else 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Commands that a test calls in this process set variables and the logger for a process of their own: put both
+    back, because the next test in this worker may be any."""
+    environment = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
+    before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (propagate, level, handlers) in zip(loggers, before, strict=True):
+        logger.propagate, logger.handlers = propagate, handlers
+        logger.setLevel(level)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @pytest.fixture
