@@ -16,7 +16,8 @@ from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
-from titanlite.config.load import COMMAND_LINE, block, read_job, report, resolve_path, shown
+from titanlite.config.load import COMMAND_LINE, read_job, resolve_path, with_folder
+from titanlite.config.mistakes import block, report, shown
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import read_vocab_size
@@ -88,8 +89,10 @@ def checked(job: JobConfig, world_size: int) -> JobConfig:
     """A job that was made in Python, checked as one of a command line is, and completed.
 
     Raises:
-        UserError: rules that the job breaks, all of them in one message.
+        UserError: wrong values, such as `model_copy(update=...)` lets in, or rules that the job breaks; all in one
+            message.
     """
+    job = with_folder(JobConfig.model_validate(job))
     set_keys = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
     job = complete(job)
     if errors := check_job(job, world_size, origins=set_keys):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import schema
-from titanlite.config.load import SECTIONS, table_within
+from titanlite.config.load import SECTIONS
+from titanlite.config.mistakes import table_within
 from titanlite.model.flavors import Architecture
 
 PACKAGE = Path(schema.__file__).parents[1]

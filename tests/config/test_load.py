@@ -20,12 +20,12 @@ from titanlite.config.load import (
     SECTIONS,
     dump_config,
     find_job_file,
-    json_schema,
     load_job,
     on_command_line,
     read_job,
     resolve_path,
 )
+from titanlite.config.mistakes import json_schema
 from titanlite.config.schema import JobConfig, ValidationSource
 
 

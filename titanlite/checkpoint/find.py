@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tomli
-from pydantic import ValidationError
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.reading import Damage
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import explain
 from titanlite.config.load import load_job
+from titanlite.config.mistakes import WrongJob
 from titanlite.config.schema import JobConfig
 
 
@@ -106,10 +105,9 @@ def saved_job(step_folder: Path) -> JobConfig | None:
         job = read_manifest(step_folder)["info"]["job"]
         if job is not None:
             return JobConfig.model_validate(job)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{step_folder}: its job has keys that this version does not read: {explain(error)}"
-        ) from None
+    except WrongJob as wrong:
+        found = "; ".join(mistake.found for mistake in wrong.mistakes)
+        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
     except Damage as damage:
         raise CheckpointError(f"{step_folder} is damaged: {damage}") from None
     config = step_folder.parents[1] / "config.toml"

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.config.load import shown
+from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.model.flavors import Architecture
 from titanlite.portable import make_folder

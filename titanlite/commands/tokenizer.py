@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.load import load_job, resolve_path, shown
+from titanlite.config.load import load_job, resolve_path
+from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse_beside_job
 from titanlite.config.schema import DataSource, TextSource
 from titanlite.config.schema import Tokenizer as TokenizerKeys

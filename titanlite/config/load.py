@@ -1,18 +1,13 @@
 """A job file plus the command line, as one validated `JobConfig`.
 
 Invariant: every mistake is collected and reported once, together, and nothing but files is read. The command line wins
-over the file, the file over the schema's defaults. May import tomli, tomli_w, pydantic, tyro and titanlite.config.
+over the file, the file over the schema's defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import json
 import os
-import textwrap
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +15,9 @@ from typing import Any
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
+from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, table_within, unknown
 from titanlite.config.schema import JobConfig, Section
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -79,56 +74,44 @@ def load_job(argv: Sequence[str]) -> JobConfig:
     return draft.job
 
 
-def report(errors: Sequence[str]) -> str:
-    """All blocks under one heading."""
-    heading = "1 mistake in the job:" if len(errors) == 1 else f"{len(errors)} mistakes in the job:"
-    return "\n".join([heading, *errors, "`titanlite train --help` explains every key."])
-
-
-def block(origin: str, what: str, *sentences: str) -> str:
-    """One mistake: where it stands and what was found, then what is allowed and the remedy."""
-    text = textwrap.fill(" ".join(sentences), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  {origin}: {what}\n{text}"
-
-
-def shown(value: object) -> str:
-    """A value as it would be written in TOML, which has no word for none."""
-    if value is None:
-        return "none"
-    return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
-
-
 def read_job(argv: Sequence[str]) -> Draft:
     """Read everything and collect the mistakes. Exits 0 after printing the help when `argv` asks for it."""
     options, strays, errors = _split(argv)
     chosen = [option.words for option in options if option.key == CONFIG_FILE]
     path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
-    unreadable = raw is None
-    raw, unknown = _dropunknown(raw or {}, str(path))
-    errors = file_errors + unknown + errors
-
-    origins = {f"{section}.{key}": str(path) for section, table in raw.items() for key in table}
+    unreadable, raw = raw is None, raw or {}
+    tables = {section: table for section, table in raw.items() if isinstance(table, dict)}
+    origins = {f"{section}.{key}": str(path) for section, table in tables.items() for key in table}
     if path is not None:
-        raw.setdefault("job", {}).setdefault("config_file", str(path))
+        raw = {"job": {}, **raw}
+        if isinstance(raw["job"], dict):
+            raw["job"].setdefault("config_file", str(path))
     if any(word in ("-h", "--help") for word in argv):
         from titanlite.config.help import print_help
 
-        print_help(_validate(raw, {})[0] if chosen else JobConfig(), strays)
-    errors += [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
+        print_help(_validate(raw, {}, str(path))[0] if chosen else JobConfig(), strays)
+    errors = file_errors + errors + [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
 
     values, invalid, value_errors = _parse(options)
     if CONFIG_FILE in values and path is not None:
         del values[CONFIG_FILE]  # already there; a resolved copy keeps the name of its original
     for key, value in values.items():
         section, name = key.split(".")
-        raw.setdefault(section, {})[name] = value
+        table = raw.setdefault(section, {})
+        if isinstance(table, dict):  # else that is the mistake
+            table[name] = value
         origins[key] = COMMAND_LINE
-    job, wrong, schema_errors = _validate(raw, origins)
-    if not job.job.dump_folder:
-        folder = f"outputs/{Path(job.job.config_file or DEFAULT_JOB_FILE).stem}"
-        job = job.model_copy(update={"job": job.job.model_copy(update={"dump_folder": folder})})
+    job, wrong, schema_errors = _validate(raw, origins, str(path))
     invalid = frozenset(KEYS) - frozenset(values) if unreadable else invalid | wrong
-    return Draft(job, errors + value_errors + schema_errors, invalid, origins)
+    return Draft(with_folder(job), errors + value_errors + schema_errors, invalid, origins)
+
+
+def with_folder(job: JobConfig) -> JobConfig:
+    """`job` with a folder for its outputs, where it names none: outputs/<name of the job file>, or outputs/python."""
+    if job.job.dump_folder:
+        return job
+    folder = f"outputs/{Path(job.job.config_file or 'python').stem}"
+    return job.model_copy(update={"job": job.job.model_copy(update={"dump_folder": folder})})
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
@@ -159,51 +142,6 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         return path, None, [block(str(path), "cannot be read", f"{error}. A job file is a TOML file in UTF-8.")]
     except (ValueError, RecursionError) as error:  # the parser's own, a number of 5,000 digits, or lists 400 deep
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
-
-
-def _dropunknown(raw: dict[str, Any], origin: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    known: dict[str, dict[str, Any]] = {}
-    errors: list[str] = []
-    for section, table in raw.items():
-        if section not in SECTIONS and isinstance(table, dict):
-            near = difflib.get_close_matches(section, SECTIONS, n=1)
-            hint = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}."
-            errors.append(block(origin, f"[{section}]", "unknown section;", hint))
-        elif section not in SECTIONS:
-            errors.append(block(origin, f"{section} = {shown(table)}", unknown("", section)))
-        elif not isinstance(table, dict):
-            text = f"must be a table: write [{section}] on a line of its own, and its keys below."
-            errors.append(block(origin, f"{section} = {shown(table)}", text))
-        else:
-            fields = SECTIONS[section].model_fields
-            table = SECTIONS[section].without_dropped(table)
-            known[section] = {key: value for key, value in table.items() if key in fields}
-            errors += [
-                block(origin, f"{section}.{key} = {shown(value)}", unknown(section, key))
-                for key, value in table.items()
-                if key not in fields
-            ]
-    return known, errors
-
-
-def unknown(section: str, key: str) -> str:
-    """What to say about an unknown key: the nearest known one, wherever it lives."""
-    if section in SECTIONS and key in SECTIONS[section].dropped:
-        return "is no longer a key, because nothing read it. Remove it."
-    section = section if section in SECTIONS else next(iter(difflib.get_close_matches(section, SECTIONS, n=1)), "")
-    near = [known for known in KEYS if known.endswith(f".{key}")]
-    if not 1 <= len(near) <= 3:
-        near = [f"{section}.{name}" for name in difflib.get_close_matches(key, _names(section), n=1)]
-    if not near:
-        elsewhere = difflib.get_close_matches(key, {known.split(".")[1] for known in KEYS}, n=1)
-        near = [known for known in KEYS if known.split(".")[1] in elsewhere]
-    if near:
-        return f"unknown key; did you mean {' or '.join(near[:3])}?"
-    return f"unknown key; [{section}] has {', '.join(_names(section))}." if section else "unknown key."
-
-
-def _names(section: str) -> list[str]:
-    return list(SECTIONS[section].model_fields) if section in SECTIONS else []
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
@@ -238,7 +176,7 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str], list[str]]:
             if not name and section in ("config", "config_file", "job"):
                 hint = f"unknown option; did you mean --{CONFIG_FILE}?"
             else:
-                hint = unknown(section, name) if name else unknown("", section)
+                hint = unknown(JobConfig, section if name else "", name or section)
             errors.append(block(COMMAND_LINE, flag, hint))
         else:
             options.append(_Option(flag, key, words, negated))
@@ -266,7 +204,7 @@ def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], 
             values[option.key] = not option.negated if is_flag(option.key) else _value(option)
         except ValueError:
             found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
-            errors.append(block(COMMAND_LINE, found, _must_be(SECTIONS[section], name)))
+            errors.append(block(COMMAND_LINE, found, must_be(SECTIONS[section], name)))
     invalid = frozenset(option.key for option in options) - frozenset(values)
     return values, invalid, errors
 
@@ -301,82 +239,18 @@ def is_flag(key: str) -> bool:
 # ----------------------------------------------------------------------------------------------------------- the schema
 
 
-def _validate(raw: dict[str, dict[str, Any]], origins: dict[str, str]) -> tuple[JobConfig, frozenset[str], list[str]]:
+def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[JobConfig, frozenset[str], list[str]]:
     """The job with each wrong value replaced by its default, the keys of those, and an error for each."""
-    sections: dict[str, Section] = {}
-    invalid: set[str] = set()
-    errors: list[str] = []
-    for name, table in raw.items():
-        try:
-            sections[name] = SECTIONS[name].model_validate(table)
-        except ValidationError as failure:
-            wrong: set[str] = set()
-            for error in failure.errors(include_url=False):
-                path = ".".join([name, *map(str, error["loc"])])
-                key = ".".join(path.split(".")[:2])
-                wrong.add(key)
-                origin = origins.get(key, name)
-                errors.append(block(origin, f"{path} = {shown(error['input'])}", explain(SECTIONS[name], error)))
-            valid = {key: value for key, value in table.items() if f"{name}.{key}" not in wrong and name not in wrong}
-            sections[name] = SECTIONS[name].model_validate(valid)
-            invalid |= wrong
-    return JobConfig(**sections), frozenset(invalid), errors  # type: ignore[arg-type]
-
-
-def explain(model: type[BaseModel], error: Any) -> str:
-    """What is allowed at the place of a pydantic error, which may be in a table within `model`."""
-    name = str(error["loc"][0])
-    for part in error["loc"][1:]:
-        inner = table_within(model.model_fields[name].annotation) if name in model.model_fields else None
-        if inner is not None and isinstance(part, str):
-            model, name = inner, part
-    if error["type"] == "missing":
-        return f"is missing. {model.model_fields[name].description}"
-    if error["type"] == "extra_forbidden" and name in getattr(model, "dropped", {}):
-        return "is no longer a key, because nothing read it. Remove it."
-    if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, model.model_fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(model.model_fields)}."
-        return f"unknown key; {hint}"
-    if error["type"] == "value_error":  # a validator of ours: its message is the rule
-        text = error["msg"].removeprefix("Value error, ")
-        return f"{text}. {model.model_fields[name].description if name in model.model_fields else ''}"
-    return _must_be(model, name, isinstance(error["loc"][-1], int))
-
-
-def table_within(annotation: Any) -> type[BaseModel] | None:
-    """The model of a list of tables such as tuple[DataSource, ...]."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, BaseModel) else None
-    return next(filter(None, map(table_within, typing.get_args(annotation))), None)
-
-
-def _must_be(model: type[BaseModel], name: str, within: bool = False) -> str:
-    """What is allowed for a field, or within the list that it is, from its schema, and its help text."""
-    schema = json_schema(model)["properties"][name]
-    return f"must be {_allowed(schema['items'] if within else schema)}. {model.model_fields[name].description or ''}"
-
-
-@functools.cache
-def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a section."""
-    return model.model_json_schema()
-
-
-def _allowed(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_allowed(option) for option in schema["anyOf"] if option.get("type") != "null")
-    if "enum" in schema or "const" in schema:
-        return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
-    if schema.get("type") == "array":
-        return f"a list, each {_allowed(schema.get('items', {}))}"
-    if "$ref" in schema:
-        return "a table"
-    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
-    limits = {"exclusiveMinimum": "greater than", "minimum": "at least", "exclusiveMaximum": "less than"}
-    limits |= {"maximum": "at most", "pattern": "matching"}
-    rules = [f"{words} {schema[name]}" for name, words in limits.items() if name in schema]
-    return f"{kinds.get(schema.get('type', ''), 'as described')} {' and '.join(rules)}".strip()
+    try:
+        return JobConfig.model_validate(raw), frozenset(), []
+    except WrongJob as wrong:
+        errors = [mistake.block(origins.get(mistake.key, file)) for mistake in wrong.mistakes]
+        invalid = frozenset(mistake.key for mistake in wrong.mistakes)
+    valid: dict[str, dict[str, Any]] = {}
+    for section, table in raw.items():
+        if section not in invalid:
+            valid[section] = {key: value for key, value in table.items() if f"{section}.{key}" not in invalid}
+    return JobConfig.model_validate(valid), invalid & frozenset(KEYS), errors
 
 
 # ---------------------------------------------------------------------------------------------------- writing and paths

@@ -15,7 +15,7 @@ import tyro
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import explain, shown
+from titanlite.config.mistakes import explain, shown
 from titanlite.config.schema import Section, usable_path
 
 JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."

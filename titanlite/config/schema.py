@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     model_validator,
 )
+
+from titanlite.config.mistakes import WrongJob, mistakes
 
 
 def _auto_or_positive(value: int) -> int:
@@ -58,7 +62,12 @@ class Section(BaseModel):
     """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        revalidate_instances="always",  # because `model_copy(update=...)` checks nothing
     )
 
     dropped: ClassVar[dict[str, object]] = {}
@@ -82,7 +91,8 @@ class Job(Section):
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
     dump_folder: PathText = ""
-    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs."""
+    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs; for
+    a job that is made in Python, outputs/python."""
     description: str = ""
     """Free text, shown in the first line of the log."""
 
@@ -480,7 +490,11 @@ class Comm(Section):
 
 
 class JobConfig(Section):
-    """One training run."""
+    """One training run.
+
+    Raises:
+        WrongJob: values that are not allowed, all of them in one message.
+    """
 
     job: Job = Job()
     model: Model = Model()
@@ -497,3 +511,11 @@ class JobConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     comm: Comm = Comm()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(values)
+        except ValidationError as failure:
+            raise WrongJob(mistakes(cls, failure)) from None
