@@ -28,14 +28,18 @@ MAX_STREAMS = 64
 """Changing this number changes the data order of every run. It is a power of two, so that usual numbers of ranks divide
 it: each data-parallel rank then tokenizes only its own streams."""
 
+MAX_TURN = 1 << 48
+"""More documents than any stream reads, and few enough that their positions are 64-bit numbers."""
+
 _WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
 
 
-def no_such_place(index: int, what: str, count: int) -> CheckpointError:
-    """The error for a saved place beyond the end of its window: nothing that a run saves for the same data."""
+def no_such_place(what: str) -> CheckpointError:
+    """The error for a saved place beyond the end of a part, a window or a document: nothing that a run saves for the
+    same data."""
     return CheckpointError(
-        f"The checkpoint's place in the data does not exist: {what} {index} of a window of {count}. Take an older "
-        'checkpoint by checkpoint.load_step, or begin the data anew by checkpoint.exclude_from_loading = ["data"].'
+        f"The checkpoint's place in the data does not exist: {what}. Take an older checkpoint by checkpoint.load_step, "
+        'or begin the data anew by checkpoint.exclude_from_loading = ["data"].'
     )
 
 
@@ -245,7 +249,7 @@ class SequentialDocuments(Documents):
             part = self._fill_window()
             assert self._window is not None
             if self.place.index >= len(self._window):
-                raise no_such_place(self.place.index, "document", len(self._window))
+                raise no_such_place(f"document {self.place.index} of a window of {len(self._window)}")
             local = int(self._shuffle[self.place.index])
             again = self.place.turn * self._streams + self._stream >= self._source.num_parts
             tokens = self._encoder.encode(self._window[local], again)
@@ -262,14 +266,23 @@ class SequentialDocuments(Documents):
             part = int(self._order(np.array([position]))[0])
             if self._window is None:
                 if self._records is None:
-                    self._records = self._source.read(part, self.place.window)
+                    self._records = self._read_part(part, self.place.window)
                 self._window = _take_window(self._records)
                 if self._window:
                     key = f"{self._order.seed} position {position} window {self.place.window}"
                     self._shuffle = Permutation(len(self._window), key)(np.arange(len(self._window)))
             if self._window:
                 return part
+            if self.place.index:
+                raise no_such_place(f"document {self.place.index} of an empty window")
             self.place, self._records, self._window = Place(self.place.turn + 1), None, None
+
+    def _read_part(self, part: int, start: int) -> Iterator[str | BadRecord]:
+        """Its documents from number `start` on; a window begins behind a document that is there."""
+        records = self._source.read(part, max(0, start - 1))
+        if start and next(records, None) is None:
+            raise no_such_place(f"document {start} of {self._source.name}, part {part}, which ends before")
+        return records
 
 
 def _take_window(records: Iterator[str | BadRecord]) -> list[str | BadRecord]:

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config import schema
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.load import resolve_path
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
-from titanlite.data.documents import Encoder, Place
+from titanlite.data.documents import MAX_TURN, Encoder, Place
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Cursor
 from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow, open_sources, report_skipped, start_cursors
 from titanlite.data.show import lost_characters, source_table
+from titanlite.data.sources.base import Sequential, Source
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerPool
 
@@ -238,6 +239,7 @@ class Loader:
             UserError: the data is not that of the run that saved it (sources, tokenizer, seed, seq_len or packing). If
                 dataset.on_change is "warn": only if the saved place means nothing in the new data.
             CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
+            Damage: a place that no run comes to.
         """
         hard, soft = self._changes(state)
         if not self._tokenizer.is_known_as(state["tokenizer"]):
@@ -288,14 +290,14 @@ class Loader:
 
         Raises:
             CheckpointError: a version of titanlite wrote it that this one does not know.
+            Damage: a place that no run comes to.
         """
         hard, soft = self._changes(state)
         return hard, list(soft.values())
 
     def _changes(self, state: dict[str, Any]) -> tuple[list[str], dict[int, str]]:
         """`compare`, with the number of the source for each of the latter."""
-        if state["version"] != _STATE_VERSION:
-            found = state["version"]
+        if (found := state["version"]) != _STATE_VERSION:
             raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
         hard: list[str] = []
         soft: dict[int, str] = {}
@@ -320,12 +322,19 @@ class Loader:
                 same = saved["name"] == source.name
                 what = "has changed since: other files, contents or text_column" if same else f"is now {source.name}"
                 soft[i] = f"the source {saved['name']} {what}"
+            elif any(not _can_be_reached(source, Place(*stream[:3])) for stream in saved["streams"]):
+                raise Damage(f"its places in {source.name} are none that a run comes to")
         return hard, soft
 
     def _new_schedule(self, state: dict[str, Any] | None = None) -> Schedule:
         schedule = Schedule(self._dataset, self._global_batch_size)
         schedule.load_state_dict(state or self._schedule.state_dict())
         return schedule
+
+
+def _can_be_reached(source: Source, place: Place) -> bool:
+    """Whether a stream of `source` may come to `place`, as far as that is known without reading the source."""
+    return place.turn < MAX_TURN and (isinstance(source, Sequential) or not (place.window or place.index))
 
 
 def _rows_before(rows: int, stream: int, streams: int) -> int:

@@ -86,6 +86,8 @@ class ConcatPacker(Packer):
         try:
             while True:
                 document = documents.current()
+                if offset and offset >= len(document.tokens):
+                    raise no_such_place(f"token {offset} of a document of {len(document.tokens)}")
                 part = document.tokens[offset : offset + need]
                 if len(part):
                     parts.append(part)
@@ -117,7 +119,7 @@ class BestFitPacker(Packer):
             self._window = self._fill(start)
         _, after, rows = self._window
         if index >= len(rows):
-            raise no_such_place(index, "row", len(rows))
+            raise no_such_place(f"row {index} of a window of {len(rows)}")
         row = rows[index]
         number = self.cursor.row + 1
         self.cursor = Cursor(number, start, index + 1) if index + 1 < len(rows) else Cursor(number, after, 0)
