@@ -55,12 +55,19 @@ def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = N
     return commit.publish(unfinished, step, digests, INFO)
 
 
-def reseal(path: Path, body: dict[str, Any] | None = None, index: bytes | None = None) -> None:
-    """Put another manifest or index into a checkpoint, with all checksums as if it had been written so."""
+def reseal(
+    path: Path,
+    body: dict[str, Any] | None = None,
+    index: bytes | None = None,
+    data: bytes | None = None,
+    name: str = "__0_0.distcp",
+) -> None:
+    """Put another manifest, index or data file into a checkpoint, with all checksums as if it had been written so."""
     body = body or manifest.read_manifest(path)
-    if index is not None:
-        (path / ".metadata").write_bytes(index)
-        body["files"][".metadata"] = {"size": len(index), "xxh3_128": xxhash.xxh3_128_hexdigest(index)}
+    for file, content in ((".metadata", index), (name, data)):
+        if content is not None:
+            (path / file).write_bytes(content)
+            body["files"][file] = {"size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     (path / "manifest.json").write_bytes(manifest.encode_manifest(body))
 
 
@@ -98,15 +105,6 @@ def test_every_truncation_and_a_deletion_is_detected(tmp_path, name):
         assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
     (path / name).unlink()
     assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
-
-
-@pytest.mark.parametrize("name", ["a.bin", "manifest.json"])
-def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, name):
-    path = write_checkpoint(tmp_path, 100)
-    (path / name).unlink()
-    (path / name).symlink_to(name)  # a loop; as good as storage that is away, or a missing permission
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a symbolic link"):
-        commit.verify_folder(path)
 
 
 def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_weights_survive_export_and_import_in_each_dtype(tmp_path, dtype):
     write_hf(tmp_path / "hf", model, dtype)
     with HuggingFaceReader(tmp_path / "hf") as reader:
         import_weights(tmp_path / "ckpt", reader, "test")
-    source = CheckpointTensors(tmp_path / "ckpt")
+    source = CheckpointTensors(tmp_path / "ckpt" / "step-00000000")
     for name, parameter in model.named_parameters():
         assert torch.equal(source.read(name), parameter.to(getattr(torch, dtype)))
 
@@ -315,7 +315,7 @@ out = Path({str(tmp_path)!r})
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 import_weights(out / "ckpt", Zeros(), "test")
-source = CheckpointTensors(out / "ckpt")
+source = CheckpointTensors(out / "ckpt" / "step-00000000")
 writer = HuggingFaceWriter(out / "hf", arch, "float32")
 for name in writer.names:
     writer.add(name, source.read(name))

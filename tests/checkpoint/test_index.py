@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titanlite.checkpoint.index import Chunk, file_sizes, parse_index
-from titanlite.checkpoint.reading import Damage
+from titanlite.config.errors import Damage
 
 WAS_HERE = "/tmp/titanlite-was-here"
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes

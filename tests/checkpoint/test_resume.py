@@ -105,7 +105,7 @@ def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
     assert state["step"] == 2
     run.step = 2
     run.train(4)
-    saved = run.train_state() | {"data": {"row": 3}}
+    saved = run.train_state() | {"data": {"version": 1, "row": 3}}
     manager.save(6, saved)
     manager.close()
     assert names(folder) == ["step-00000004.superseded", "step-00000006"]  # step 2 is not needed any more
@@ -120,7 +120,7 @@ def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
     lines.clear()
     job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
     TinyRun().manager(folder, lines=lines, job=job, **keys).load()  # another value goes back again
-    assert lines[0] == "going back to step 6: step-00000008 renamed to step-00000008.superseded"
+    assert lines[-1] == "going back to step 6: step-00000008 renamed to step-00000008.superseded"
 
 
 def test_other_optimizer_groups_are_refused_in_words(two_saved):
@@ -140,7 +140,7 @@ def test_what_is_excluded_from_loading_starts_afresh(two_saved):
     folder, run = two_saved
     fresh = TinyRun(seed=99)
     run.train(1)
-    saved = run.train_state() | {"data": {"row": 3}}
+    saved = run.train_state() | {"data": {"version": 1, "row": 3}}
     run.manager(folder).save(5, saved)
     expected = run.train_state()
     state = fresh.manager(folder, exclude_from_loading=("optimizer", "data", "rng")).load()
@@ -166,7 +166,7 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
 def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
-    train_state = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    train_state = run.train_state(1) | {"data": {"version": 1, "tokenizer": "fingerprint"}}
     run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
     for excluded in ((), ("data",)):
         with pytest.raises(UserError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
@@ -180,7 +180,7 @@ def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
 def test_the_contents_of_the_data_decide_about_its_keys_and_one_remedy_is_named(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
-    saved = run.train_state(1) | {"data": {"tokenizer": "fingerprint"}}
+    saved = run.train_state(1) | {"data": {"version": 1, "tokenizer": "fingerprint"}}
     run.manager(tmp_path, job=job).save(1, saved)
     job["dataset"]["path"] = "elsewhere"
 

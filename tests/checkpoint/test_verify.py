@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import pytest
 from test_commit import write_checkpoint
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.find import find_good
+from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.verify import verify
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
@@ -51,10 +53,16 @@ def test_what_a_run_removes_meanwhile_is_left_out(tmp_path, monkeypatch):
     assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == [second.name]
 
 
-def test_what_cannot_be_read_is_listed_and_not_called_damaged(tmp_path):
+def test_what_cannot_be_read_is_listed_and_not_called_damaged(tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path, 100)
-    (path / "a.bin").unlink()
-    (path / "a.bin").symlink_to("a.bin")
+    opened = os.open
+
+    def refuse(name, *arguments, **keywords):
+        if name == path / "a.bin":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opened(name, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
     write_checkpoint(tmp_path, 200)
     assert [row["state"] for row in verify(tmp_path)["checkpoints"]] == ["unreadable", "good"]
     assert main(["verify", str(tmp_path)]) == 4
@@ -66,7 +74,7 @@ def test_a_link_to_a_step_folder_and_the_current_folder_are_one(tmp_path, monkey
     monkeypatch.chdir(path)
     for name in ("../latest", "."):
         assert verify(Path(name))["checkpoints"][0]["name"] == path.name
-        assert find_good(Path(name)) == path
+        assert use_newest(Path(name), Path) == path
 
 
 def test_one_step_folder_can_be_verified_and_an_empty_folder_cannot(tmp_path):
@@ -84,10 +92,10 @@ def test_a_runs_output_folder_stands_for_its_checkpoints_and_its_last_weights(tm
     newest = write_checkpoint(tmp_path / "final", 200)
     (tmp_path / "config.toml").write_text('[checkpoint]\nfolder = "saves"\nunknown = 1\n')  # as of another version
     assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == ["saves/step-00000100", "final/step-00000200"]
-    assert find_good(tmp_path) == newest
+    assert use_newest(tmp_path, Path) == newest
     (newest / "a.bin").unlink()
     lines: list[str] = []
-    assert find_good(tmp_path, log=lines.append) == tmp_path / "saves" / "step-00000100"
+    assert use_newest(tmp_path, Path, log=lines.append) == tmp_path / "saves" / "step-00000100"
     assert lines == [f"{newest} is damaged: a.bin: missing; taking an older one"]
 
 
@@ -95,7 +103,7 @@ def test_a_runs_output_folder_stands_for_its_checkpoints_and_its_last_weights(tm
 def test_a_configuration_that_says_nothing_of_checkpoints_is_a_mistake(tmp_path, config):
     (tmp_path / "config.toml").write_text(config)
     with pytest.raises(UserError, match=r"config\.toml cannot be read"):
-        find_good(tmp_path)
+        use_newest(tmp_path, Path)
 
 
 def test_a_name_that_no_system_takes_is_a_mistake(capsys):

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from titanlite import cli
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.find import find_good
+from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.commands import generate as command
 from titanlite.commands.generate import (
@@ -67,7 +68,7 @@ def save_run(folder, fingerprint, steps, **more):
         for step in steps:
             model = random_model(architecture(JOB.model), seed=step)
             saver = CheckpointManager(JOB.checkpoint, folder / "checkpoint", model, None, log=lambda line: None, **more)
-            saver.save(step, {"step": step, "tokens": 0, "data": {"tokenizer": fingerprint}})
+            saver.save(step, {"step": step, "tokens": 0, "data": {"version": 1, "tokenizer": fingerprint}})
     finally:
         dist.destroy_process_group()
     return folder
@@ -238,10 +239,11 @@ def test_same_seed_same_text_other_seed_other_text(capsys, trained):
 
 def test_any_of_the_three_folders_will_do(trained, monkeypatch):
     newest = trained / "checkpoint" / "step-00000020"
-    assert find_good(trained) == find_good(trained / "checkpoint") == find_good(newest) == newest
-    assert find_good(trained / "checkpoint" / "step-00000010") == trained / "checkpoint" / "step-00000010"
+    older = trained / "checkpoint" / "step-00000010"
+    for folder, found in ((trained, newest), (trained / "checkpoint", newest), (newest, newest), (older, older)):
+        assert use_newest(folder, Path) == found
     monkeypatch.chdir(newest)
-    assert find_good(type(newest)(".")) == newest
+    assert use_newest(Path("."), Path) == newest
 
 
 def test_older_step_has_its_own_weights(capsys, trained):
@@ -260,7 +262,7 @@ def test_a_damaged_newest_step_is_named_and_the_older_one_taken(capsys, run):
 def test_the_checksums_are_taken_once(capsys, trained, monkeypatch):
     taken: list[str] = []
     verify = commit.verify_folder
-    monkeypatch.setattr(commit, "verify_folder", lambda path: (taken.append(path.name), verify(path))[1])
+    monkeypatch.setattr(commit, "verify_folder", lambda path, share: (taken.append(path.name), verify(path, share))[1])
     complete(capsys, trained)
     assert taken == ["step-00000020"]
 

@@ -22,8 +22,8 @@ import xxhash
 
 from titanlite.checkpoint.index import INDEX, file_sizes, read_index
 from titanlite.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from titanlite.checkpoint.reading import Damage, open_file, shown, unreadable
-from titanlite.config.errors import UserError
+from titanlite.checkpoint.reading import open_file, shown, unreadable
+from titanlite.config.errors import Damage, UserError
 
 UNFINISHED = ".tmp-"
 PROBE = f"{UNFINISHED}probe-"
@@ -171,6 +171,12 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
         except Damage as damage:
             damaged.append(str(damage))
     return damaged
+
+
+def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> None:
+    """`verify_folder`, which raises Damage if it finds any."""
+    if lines := verify_folder(path, share):
+        raise Damage("; ".join(lines))
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import commit, state
-from titanlite.checkpoint.find import find_good
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone, load_tensors
 from titanlite.config.errors import CheckpointError, UserError
@@ -33,15 +32,15 @@ from titanlite.model.llama import Llama
 
 
 class CheckpointTensors:
-    """The weights of one checkpoint, or of the newest good one in a folder, read whole and one by one, on one process.
+    """The weights of a step folder that was checked, read whole and one by one, on one process.
 
     Raises:
-        CheckpointError: none, or it is damaged.
-        UserError: there is no such folder.
+        Damage: its index or its manifest is no good.
+        CheckpointError: it does not say which model it holds, or holds another.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = find_good(path)
+        self.path = path
         self.info: dict[str, Any] = commit.read_manifest(self.path)["info"]
         if self.info["architecture"] is None:
             raise CheckpointError(f"{self.path} does not say of which architecture its weights are")
@@ -50,7 +49,7 @@ class CheckpointTensors:
         self._reader.check_model(self.arch)
 
     def read(self, name: str) -> Tensor:
-        """A whole parameter in its saved dtype."""
+        """A whole parameter in its saved dtype. Raises Damage: its file holds another."""
         entry = self._reader.read_index()[f"model.{name}"]
         tensor = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
         load_tensors(self._reader, {f"model.{name}": tensor})
@@ -69,6 +68,7 @@ def export_hf(
 
     Raises:
         UserError: it exists, or cannot be written.
+        Damage: a file of the checkpoint holds no such tensors, whatever its checksum says.
     """
     writer = None
     try:

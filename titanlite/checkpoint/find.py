@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import tomli
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.reading import Damage
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import WrongJob
 from titanlite.config.schema import JobConfig
+
+T = TypeVar("T")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -66,31 +68,35 @@ def _folders_of_run(path: Path) -> list[Path]:
         raise UserError(f"{config} cannot be read. Name the folder of checkpoints in {path}.") from None
 
 
-def find_good(
+def use_newest(
     path: Path,
-    verify: Callable[[Path], list[str]] | None = None,
+    use: Callable[[Path], T],
+    *,
+    check: Callable[[Path], None] = commit.check_folder,
     look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
     log: Callable[[str], None] = lambda line: None,
-) -> Path:
-    """The newest undamaged one of `checkpoints_at(path)`.
+) -> T:
+    """What `use` makes of the newest undamaged one of `checkpoints_at(path)`.
 
     Args:
-        verify: another way to call `verify_folder`, by which ranks share the work.
+        use: gets a step folder that is checked. It may find damage that no checksum shows, and raises it.
+        check: another way to call `commit.check_folder`, by which ranks share the work.
         look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
-        log: told of a damaged one that is passed over.
+        log: told of each damaged one that is passed over.
 
     Raises:
         UserError: there is no such folder.
         CheckpointError: none is there, or none that is good, or one cannot be read.
     """
-    found = []
+    found: list[str] = []
     for candidate in reversed(look(lambda: checkpoints_at(path))):
-        damage = (verify or commit.verify_folder)(candidate)
-        if not damage:
-            for line in found:
-                log(f"{line}; taking an older one")
-            return candidate
-        found.append(f"{candidate} is damaged: {'; '.join(damage)}")
+        if found:
+            log(f"{found[-1]}; taking an older one")
+        try:
+            check(candidate)
+            return use(candidate)
+        except Damage as damage:
+            found.append(f"{candidate} is damaged: {damage}")
     raise CheckpointError("\n".join(found))
 
 
@@ -99,6 +105,7 @@ def saved_job(step_folder: Path) -> JobConfig | None:
     neither, as in imported weights.
 
     Raises:
+        Damage: the manifest is no good.
         CheckpointError: it cannot be read.
     """
     try:
@@ -108,7 +115,5 @@ def saved_job(step_folder: Path) -> JobConfig | None:
     except WrongJob as wrong:
         found = "; ".join(mistake.found for mistake in wrong.mistakes)
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
-    except Damage as damage:
-        raise CheckpointError(f"{step_folder} is damaged: {damage}") from None
     config = step_folder.parents[1] / "config.toml"
     return load_job(["--job.config_file", str(config)]) if config.is_file() else None

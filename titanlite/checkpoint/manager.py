@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from titanlite.checkpoint import commit, state
 from titanlite.checkpoint.changes import compare_jobs
 from titanlite.checkpoint.export import CheckpointTensors, export_hf, load_hf_weights
-from titanlite.checkpoint.find import find_good
+from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.index import Index
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.reading import Damage
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.storage import SafeReader, load_tensors
 from titanlite.config import schema
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.model.llama import Llama
 
 LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
@@ -135,10 +134,49 @@ class CheckpointManager:
             UserError: the job does not fit the newest good one: another model, optimizer, tokenizer or data.
             CheckpointError: there are checkpoints but no good one.
         """
-        path = self._choose()
-        if path is None:
-            self._load_initial_weights()
-            return None
+        candidates = self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder))
+        if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
+            raise CheckpointError(f"{self.folder} is not seen by all ranks. Put it on storage that all nodes share.")
+        if self.config.load_step != -1:
+            if not self._ranks.on_rank0(lambda: self._went_back(candidates)):
+                return self._load_step(candidates, self.config.load_step)
+            self._say(f"checkpoint.load_step = {self.config.load_step}: gone back to by an earlier start of this run")
+        found = [
+            f"{path.name}: set aside earlier"
+            for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
+        ]
+        for path in reversed(candidates):
+            try:
+                return self._load(path)
+            except Damage as damage:
+                aside = self._ranks.on_rank0(lambda path=path: commit.set_aside(path))
+                self._say(f"checkpoint {path.name} is DAMAGED ({damage}); renamed to {aside.name}")
+                found.append(f"{path.name}: {damage}")
+        if found:
+            raise CheckpointError(
+                f"{self.folder}: no good checkpoint is left.\n  " + "\n  ".join(found) + "\n"
+                "To start from scratch, move these folders away or choose another checkpoint.folder."
+            )
+        self._load_initial_weights()
+        return None
+
+    def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
+        by_step = {commit.step_of(path): path for path in candidates}
+        if step not in by_step:
+            present = ", ".join(str(step) for step in by_step) or "none"
+            raise CheckpointError(f"checkpoint.load_step = {step}: {self.folder} has no such step (present: {present})")
+        try:
+            train_state = self._load(by_step[step])
+        except Damage as damage:
+            raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {damage}") from None
+        for later in (path for path in candidates if (commit.step_of(path) or 0) > step):
+            aside = self._ranks.on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
+            self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
+        return train_state
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """One checkpoint into model and optimizer. Raises Damage on all ranks; they may hold a part of it then."""
+        self._ranks.check(path)
         manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
         info = manifest["info"]
         if info.get("weights_only") or info["train_state"].get("step") is None:
@@ -153,17 +191,10 @@ class CheckpointManager:
             )
         self._report_changes(path, info)
         reader = SafeReader(path)
-        tensors = self._tensors_to_load(path, info, reader.read_index())
+        tensors = self._tensors_to_load(path, info, self._ranks.together(reader.read_index))
         load_tensors(reader, tensors, self._ranks.group)
         if rng := {name.removeprefix("rng."): tensor for name, tensor in tensors.items() if name.startswith("rng.")}:
-            try:
-                state.restore_rng(rng, self._ranks.rank)
-            except RuntimeError as error:  # bytes that torch does not take
-                reason = str(error).splitlines()[0]
-                raise CheckpointError(
-                    f'{path}: torch refuses its random states ({reason}). checkpoint.exclude_from_loading = ["rng"] '
-                    "goes on without them."
-                ) from None
+            self._ranks.together(lambda: _restore_rng(path, rng, self._ranks.rank))
         self._current_step = manifest["step"]
         self._say(f"resumed from step {manifest['step']} ({path})")
         return {key: v for key, v in info["train_state"].items() if key not in self._excluded}
@@ -251,32 +282,6 @@ class CheckpointManager:
 
     # --- what is loaded
 
-    def _choose(self) -> Path | None:
-        candidates = self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder))
-        if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
-            raise CheckpointError(f"{self.folder} is not seen by all ranks. Put it on storage that all nodes share.")
-        if self.config.load_step != -1:
-            if not self._ranks.on_rank0(lambda: self._went_back(candidates)):
-                return self._choose_step(candidates, self.config.load_step)
-            self._say(f"checkpoint.load_step = {self.config.load_step}: gone back to by an earlier start of this run")
-        found = [
-            f"{path.name}: set aside earlier"
-            for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
-        ]
-        for path in reversed(candidates):
-            damage = self._ranks.verify(path)
-            if not damage:
-                return path
-            aside = self._ranks.on_rank0(lambda path=path: commit.set_aside(path))
-            self._say(f"checkpoint {path.name} is DAMAGED ({'; '.join(damage)}); renamed to {aside.name}")
-            found.append(f"{path.name}: {'; '.join(damage)}")
-        if found:
-            raise CheckpointError(
-                f"{self.folder}: no good checkpoint is left.\n  " + "\n  ".join(found) + "\n"
-                "To start from scratch, move these folders away or choose another checkpoint.folder."
-            )
-        return None
-
     def _went_back(self, candidates: list[Path]) -> bool:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
         for path in reversed(candidates):
@@ -286,22 +291,13 @@ class CheckpointManager:
                 return since and keys.get("load_step") == self.config.load_step
         return False
 
-    def _choose_step(self, candidates: list[Path], step: int) -> Path:
-        by_step = {commit.step_of(path): path for path in candidates}
-        if step not in by_step:
-            present = ", ".join(str(step) for step in by_step) or "none"
-            raise CheckpointError(f"checkpoint.load_step = {step}: {self.folder} has no such step (present: {present})")
-        if damage := self._ranks.verify(by_step[step]):
-            raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {'; '.join(damage)}")
-        for later in (path for path in candidates if (commit.step_of(path) or 0) > step):
-            aside = self._ranks.on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
-            self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
-        return by_step[step]
-
     def _tensors_to_load(self, path: Path, info: dict[str, Any], saved: Index) -> dict[str, Tensor]:
         with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
-        if self.optimizer is not None and with_optimizer:
-            state.initialise_optimizer(self.optimizer)
+        if self.optimizer is not None:
+            if with_optimizer:
+                state.initialise_optimizer(self.optimizer)
+            else:
+                self.optimizer.state.clear()  # of what a damaged one has left
         same_world = info["layout"]["world_size"] == self._ranks.size
         wanted = self._live_tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.cuda.") or name in saved}
@@ -367,6 +363,7 @@ class CheckpointManager:
             return True  # that failure is counted
         try:
             if not self._keep_or_supersede(out, step):
+                commit.check_folder(path)
                 export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
         except (OSError, UserError) as error:
@@ -396,19 +393,45 @@ def load_model_weights(
         UserError: there is no such folder, or it holds another model.
         CheckpointError: no checkpoint, or a damaged one.
     """
-    chosen = find_good(path, log=log) if ranks is None else find_good(path, ranks.verify, ranks.on_rank0, log)
-    log(f"starting from the weights in {chosen}")
-    return load_verified_weights(chosen, model, ranks)
+
+    def use(step_folder: Path) -> dict[str, Any]:
+        info = load_checked_weights(step_folder, model, ranks)
+        log(f"starting from the weights in {step_folder}")
+        return info
+
+    together = {} if ranks is None else {"check": ranks.check, "look": ranks.on_rank0}
+    return use_newest(path, use, **together, log=log)
 
 
-def load_verified_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
-    """`load_model_weights` from a step folder that `commit.find_good` returned, without reading it twice."""
+def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+    """`load_model_weights` from a step folder that was checked, without reading it twice.
+
+    Raises:
+        Damage: it holds no such tensors, whatever its checksums say. The model may have a part of them.
+        UserError: it holds another model.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
     reader = SafeReader(path)
-    if misfits := _misfits(tensors, reader.read_index(), ranks):
+
+    def read() -> tuple[Index, dict[str, Any]]:
+        return reader.read_index(), commit.read_manifest(path)["info"]
+
+    index, info = read() if ranks is None else ranks.together(read)
+    if misfits := _misfits(tensors, index, ranks):
         raise UserError(f"{path} does not fit this model:\n  {_abridge(misfits)}\nSet [model] as it was.")
     load_tensors(reader, tensors, None if ranks is None else ranks.group)
-    return commit.read_manifest(path)["info"]
+    return info
+
+
+def _restore_rng(path: Path, rng: dict[str, Tensor], rank: int) -> None:
+    try:
+        state.restore_rng(rng, rank)
+    except RuntimeError as error:  # bytes that torch does not take
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f'{path}: torch refuses its random states ({reason}). checkpoint.exclude_from_loading = ["rng"] '
+            "goes on without them."
+        ) from None
 
 
 def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:

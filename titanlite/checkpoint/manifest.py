@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from titanlite.checkpoint.reading import Damage, read_file
-from titanlite.config.errors import CheckpointError
+from titanlite.checkpoint.reading import read_file
+from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.files import FileModel, explain
 from titanlite.model.flavors import Architecture
 
@@ -54,6 +54,14 @@ class ScheduleState(_Open):
     def _agree(self) -> ScheduleState:
         if len(self.stage_rows) != len(self.rows) or len(self.weights) not in (0, len(self.rows)):
             raise ValueError("rows, weights and stage_rows are of different numbers of sources")
+        begun = self.step > 0
+        if sum(self.rows) < self.step or {any(self.rows), any(self.stage_rows), any(self.weights)} != {begun}:
+            raise ValueError(f"rows that {self.step} batches do not have")
+        # After any number of rows of a stage each source has had its share, less than one row more or less.
+        total, length = sum(self.weights), sum(self.stage_rows)
+        for rows, of_stage, weight in zip(self.rows, self.stage_rows, self.weights, strict=begun):
+            if of_stage > rows or abs(of_stage * total - weight * length) >= total:
+                raise ValueError("sources that have not had their shares")
         return self
 
 
@@ -83,6 +91,9 @@ class DataState(_Open):
     def _agree(self) -> DataState:
         if len(self.sources) != len(self.schedule.rows):
             raise ValueError("sources and schedule are of different numbers of sources")
+        for source, rows in zip(self.sources, self.schedule.rows, strict=True):
+            if any(any(place) for place in source.streams[rows:]):
+                raise ValueError("a stream that has gone on without a row")
         return self
 
 
@@ -91,14 +102,16 @@ class TrainState(_Open):
 
     step: Count | None = None
     tokens: Count | None = None
-    data: dict[str, JsonValue] | None = None
+    data: dict[str, JsonValue] = {}
     run: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> TrainState:
         if (self.step is None) != (self.tokens is None):
             raise ValueError("step and tokens are known only together")
-        if self.data is not None and self.data.get("version") == DATA_VERSION:  # the loader refuses any other
+        if self.model_fields_set & {"data"} and type(self.data.get("version")) is not int:
+            raise ValueError("data without a version")
+        if self.data.get("version") == DATA_VERSION:  # the loader refuses any other
             try:
                 DataState.model_validate(self.data)
             except ValidationError as failure:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from titanlite.checkpoint import commit
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 
 T = TypeVar("T")
 
@@ -47,24 +47,33 @@ class Ranks:
         dist.all_gather_object(values, (value,) if digests.index(digest) == self.rank else None, group=self.group)
         return [entry[0] for entry in values if entry is not None]
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Call it on every rank; each gets its own value.
+
+        Raises:
+            Damage: on every rank, if some ranks raised it, and no rank another CheckpointError.
+            CheckpointError: on every rank, if one raised it: what could not be read now is not called damaged.
+        """
+        value: list[T] = []
+        failures: list[tuple[bool, str]] = []
+        try:
+            value = [function()]
+        except CheckpointError as error:
+            failures = [(isinstance(error, Damage), str(error))]
+        failures = [failure for of_rank in self.distinct(failures) for failure in of_rank]
+        if reasons := sorted(reason for is_damage, reason in failures if not is_damage):
+            raise CheckpointError("\n".join(reasons))
+        if failures:
+            raise Damage("; ".join(sorted(reason for _, reason in failures)))
+        return value[0]
+
     def union(self, lines: list[str]) -> list[str]:
         """Every line that some rank holds, once, sorted."""
         return sorted({line for of_rank in self.distinct(lines) for line in of_rank})
 
-    def verify(self, path: Path) -> list[str]:
-        """Damage of a checkpoint; the ranks share the reading.
-
-        Raises:
-            CheckpointError: on every rank, if one cannot read it.
-        """
-        damage, unreadable = [], []
-        try:
-            damage = commit.verify_folder(path, lambda names: names[self.rank :: self.size])
-        except CheckpointError as error:
-            unreadable = [str(error)]
-        if unreadable := self.union(unreadable):
-            raise CheckpointError("\n".join(unreadable))
-        return self.union(damage)
+    def check(self, path: Path) -> None:
+        """`commit.check_folder`; the ranks share the reading. Raises as `together`."""
+        self.together(lambda: commit.check_folder(path, lambda names: names[self.rank :: self.size]))
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Call it on rank 0; its value comes back on every rank.

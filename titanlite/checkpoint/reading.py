@@ -12,33 +12,38 @@ import os
 import stat
 from pathlib import Path
 
-from titanlite.config.errors import CheckpointError
+from titanlite.config.errors import CheckpointError, Damage
 
-
-class Damage(CheckpointError):
-    """A checkpoint does not hold what it should. The message names the file."""
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 def open_file(path: Path) -> io.BufferedReader:
     """Open a file of a checkpoint for reading.
 
     Raises:
-        Damage: there is none, or it is no regular file (a pipe, a folder, a device).
-        CheckpointError: it cannot be read now, or it is a link, which may lead out of the folder.
+        Damage: there is none, or it is no regular file (a link, a pipe, a folder, a device).
+        CheckpointError: it cannot be read now.
     """
     try:
-        if not stat.S_ISLNK(mode := os.lstat(path).st_mode) and not stat.S_ISREG(mode):
-            raise Damage(f"{path.name}: not a regular file")
+        _check_regular(path, os.lstat(path).st_mode)
         # O_NONBLOCK: a pipe that takes the file's place at this moment does not make open wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise Damage(f"{path.name}: missing") from None
     except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            raise Damage(f"{shown(path.name)}: missing") from None
         raise unreadable(path, error) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        _check_regular(path, os.fstat(descriptor).st_mode)
+        return open(descriptor, "rb")
+    except BaseException:
         os.close(descriptor)
-        raise Damage(f"{path.name}: not a regular file")
-    return open(descriptor, "rb")
+        raise
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+        raise Damage(f"{shown(path.name)}: {what}")
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -59,10 +64,9 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file that the system does not let us read."""
-    reason = "it is a symbolic link" if error.errno == errno.ELOOP else f"{type(error).__name__}: {error.strerror}"
     return CheckpointError(
-        f"{path} cannot be read: {reason}. That need not be damage, and nothing is renamed. Mend it and start again, "
-        "or move this checkpoint away."
+        f"{path} cannot be read: {type(error).__name__}: {error.strerror}. That need not be damage, and nothing is "
+        "renamed. Mend it and start again, or move this checkpoint away."
     )
 
 

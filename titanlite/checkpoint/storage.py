@@ -5,7 +5,9 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along, a
 
 from __future__ import annotations
 
+import io
 import warnings
+import zipfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +34,8 @@ from torch.futures import Future
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.index import Index, read_index
-from titanlite.checkpoint.reading import Damage, open_file, shown, unreadable
-from titanlite.config.errors import CheckpointError
+from titanlite.checkpoint.reading import open_file, shown, unreadable
+from titanlite.config.errors import CheckpointError, Damage
 from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 
@@ -154,12 +156,19 @@ class SafeReader(FileSystemReader):
         place, entry = self.storage_data[item.storage_index], self.read_index()[item.storage_index.fqn]
         offsets = tuple(item.storage_index.offset or ())
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
+        part = _FilePart(file, place.offset, place.length)
         try:
-            tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise unreadable(Path(self.path) / place.relative_path, error) from None
+            with zipfile.ZipFile(part) as archive:  # torch would unpack compressed parts into memory, however large
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("its parts are compressed")
+            part.seek(0)
+            tensor = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
         except Exception as error:  # of such bytes torch's reader raises whatever they lead to
             reason = next(iter(str(error).splitlines()), type(error).__name__)
+            if part.error:
+                raise unreadable(Path(self.path) / place.relative_path, part.error) from None
+            if isinstance(error, MemoryError | OSError) or "can't allocate memory" in reason:
+                raise  # another start may have more
             raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: {shown(reason)}") from None
         expected = (getattr(torch, entry.dtype), sizes)
         if type(tensor) is not Tensor or (tensor.dtype, tuple(tensor.shape)) != expected or not tensor.is_contiguous():
@@ -174,14 +183,16 @@ def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.Pro
         group: of the ranks that load together; None: this process alone.
 
     Raises:
-        CheckpointError: on all ranks, if one cannot. Nothing is called damaged, as the checksums were right: it is
-            memory that is short, storage that is away, or a checkpoint that something else than titanlite wrote.
+        Damage: on all ranks, if some found that files do not hold these tensors, and no rank has another failure.
+        CheckpointError: on all ranks, if one cannot: memory is short, or storage is away. That is no damage.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
         with alone():
             dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
+        if all(isinstance(of_rank, Damage) for of_rank, _ in error.failures.values()):
+            raise Damage(cause(error)) from None
         raise CheckpointError(f"{reader.path} cannot be loaded: {cause(error)}") from None
 
 
@@ -189,7 +200,7 @@ def cause(error: BaseException) -> str:
     """What really went wrong; DCP nests it, by rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({cause(of_rank) for of_rank, _ in error.failures.values()}))
-    return str(error) if isinstance(error, CheckpointError | Damage) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -198,6 +209,35 @@ def alone() -> Generator[None, None, None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+class _FilePart(io.RawIOBase):
+    """Some bytes of a file, as a file of their own."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self.error: OSError | None = None  # what the disk said; the readers of archives replace it by their own
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer)[: max(0, self._length - self._at)]
+        try:
+            self._file.seek(self._start + self._at)
+            count = cast(io.BufferedReader, self._file).readinto(room)
+        except OSError as error:
+            self.error = error
+            raise
+        self._at += count
+        return count
 
 
 class _HashingFileSystem(FileSystem):

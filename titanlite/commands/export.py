@@ -6,12 +6,14 @@ Invariant: what is exported computes what was trained; anything else is refused.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, printable
 from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.portable import make_folder, write_tokenizer
@@ -40,18 +42,12 @@ def main(argv: Sequence[str]) -> None:
     """
     options = parse(Export, argv, "export")
     from titanlite.checkpoint.commit import folder_size
-    from titanlite.checkpoint.export import CheckpointTensors, export_hf
-    from titanlite.checkpoint.find import saved_job
+    from titanlite.checkpoint.find import use_newest
 
-    source = CheckpointTensors(options.checkpoint)
-    path = source.path
-    job = None if options.tokenizer else saved_job(path)
-    tokenizer = options.tokenizer or (resolve_path(job.tokenizer.path) if job else None)
-    if tokenizer is None:
-        raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
-    length = source.arch.max_seq_len
-    make_folder(options.out.parent)
-    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
+    def note(line: str) -> None:
+        print(printable(line), file=sys.stderr)
+
+    path = use_newest(options.checkpoint, lambda path: _export(path, options), log=note)
     size = folder_size(options.out)
     report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
     if options.as_json:
@@ -59,3 +55,18 @@ def main(argv: Sequence[str]) -> None:
     else:
         print(f"Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with")
         print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')
+
+
+def _export(path: Path, options: Export) -> Path:
+    from titanlite.checkpoint.export import CheckpointTensors, export_hf
+    from titanlite.checkpoint.find import saved_job
+
+    source = CheckpointTensors(path)
+    job = None if options.tokenizer else saved_job(path)
+    tokenizer = options.tokenizer or (resolve_path(job.tokenizer.path) if job else None)
+    if tokenizer is None:
+        raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
+    length = source.arch.max_seq_len
+    make_folder(options.out.parent)
+    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
+    return path

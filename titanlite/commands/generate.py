@@ -19,8 +19,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.checkpoint.find import find_good, saved_job
-from titanlite.checkpoint.manager import load_verified_weights
+from titanlite.checkpoint.find import saved_job, use_newest
+from titanlite.checkpoint.manager import load_checked_weights
 from titanlite.checkpoint.storage import SafeReader
 from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.load import resolve_path
@@ -97,7 +97,11 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
         UserError: there is no such folder, or no tokenizer where the job says.
         CheckpointError: no good checkpoint.
     """
-    step_folder = find_good(Path(os.path.expanduser(folder)), log=note)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return use_newest(Path(folder), lambda step_folder: _load_step(step_folder, device), log=note)
+
+
+def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
     job = saved_job(step_folder)
     if job is None:
         raise CheckpointError(
@@ -105,7 +109,6 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
             "Put the one of the run there, as training wrote it."
         )
     tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
 
 
@@ -164,10 +167,11 @@ def note(line: str) -> None:
 
 
 def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
-    """The model with the weights of a checkpoint that is known to be good: float32 on a CPU, on a GPU the dtype that it
+    """The model with the weights of a checkpoint that was checked: float32 on a CPU, on a GPU the dtype that it
     was trained to compute in.
 
     Raises:
+        Damage: there are no such weights, whatever the checksums say.
         CheckpointError: the weights are of another model, or the tokenizer has changed since.
     """
     arch = architecture(job.model)
@@ -177,7 +181,7 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
     if device.type == "cuda":
         model.to(getattr(torch, job.training.mixed_precision_param))
     model.to_empty(device=device)
-    info = load_verified_weights(step_folder, model)
+    info = load_checked_weights(step_folder, model)
     trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
     if not tokenizer.is_known_as(trained_with) or tokenizer.vocab_size > model.arch.vocab_size:
         raise CheckpointError(

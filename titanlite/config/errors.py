@@ -55,6 +55,10 @@ class CheckpointError(UserError):
     exit_code = 4
 
 
+class Damage(CheckpointError):
+    """A checkpoint does not hold what it should; the message names the file. Another one may be good."""
+
+
 class StoppedBySignal(UserError):
     """A signal stopped the run after it was saved; starting again goes on."""
 
