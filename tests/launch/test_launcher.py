@@ -15,7 +15,8 @@ from titanlite.config.errors import UserError
 from titanlite.launch import agent, launcher
 
 REPOSITORY = Path(__file__).parents[2]
-VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK", "CUDA_VISIBLE_DEVICES")
+NUMBERS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "MAX_RESTARTS")
+VARIABLES = (*NUMBERS, "MASTER_ADDR", "LOG_RANK", "CUDA_VISIBLE_DEVICES", "TITANLITE_COMMAND")
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,97 @@ def test_a_wrong_variable_is_named(
         monkeypatch.setenv(name, value)
     assert launcher.main([]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> list[agent.World]:
+    """What the launcher would have started: the worlds of a job on four nodes."""
+    started: list[agent.World] = []
+    monkeypatch.setattr(agent, "run_workers", lambda command, world, saved: started.append(world) or 0)
+    for name, value in {"NNODES": "4", "NODE_RANK": "1", "MASTER_ADDR": "node0"}.items():
+        monkeypatch.setenv(name, value)
+    return started
+
+
+NO_NAMES = [" ", "2\n", "\n", "\u0662", "\u00b2", "\x1b[2J", "\udcff", "n" * 300]
+NO_NUMBERS = [*NO_NAMES, "9" * 400, "-1", "+1", "1e3", "0x2", "1_0", "1.0", "2 "]
+NO_RANKS = [value for value in NO_NUMBERS if value.strip() != "2"]  # it takes spaces
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in NUMBERS for value in NO_NUMBERS),
+        *(("LOG_RANK", value) for value in NO_RANKS),
+        *(("MASTER_ADDR", value) for value in NO_NAMES),
+    ],
+)
+def test_a_value_that_is_no_number_or_name_is_refused_in_one_line(
+    name: str,
+    value: str,
+    worlds: list[agent.World],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv(name, value)
+    assert launcher.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(name)
+    assert said.count("\n") == 1
+    assert len(said) < 300
+    assert said.rstrip().isprintable()
+    assert worlds == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "field", "value"),
+    [
+        ({"NGPU": "002"}, "workers", 2),
+        ({"NNODES": "02:004"}, "min_nodes", 2),
+        ({"NODE_RANK": "03"}, "node_rank", 3),
+        ({"MASTER_PORT": "08080"}, "master_port", 8080),
+        ({"MAX_RESTARTS": "0005"}, "max_restarts", 5),
+        ({"LOG_RANK": " 00, 3 ,,"}, "shown_ranks", (0, 3)),
+        ({"NGPU": ""}, "workers", 1),
+        ({"NODE_RANK": ""}, "node_rank", None),
+        ({"MASTER_PORT": ""}, "master_port", 29500),
+        ({"MAX_RESTARTS": ""}, "max_restarts", 0),
+        ({"LOG_RANK": ""}, "shown_ranks", (0,)),
+        ({"NNODES": "", "NODE_RANK": "", "MASTER_ADDR": ""}, "nodes", 1),
+    ],
+)
+def test_leading_zeros_are_decimal_and_an_empty_variable_is_one_that_is_not_set(
+    variables: dict[str, str], field: str, value: object, worlds: list[agent.World], monkeypatch: pytest.MonkeyPatch
+):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    job = ["--training.local_batch_size", "1", "--training.global_batch_size", "24"]
+    assert launcher.main(job) == 0
+    (world,) = worlds
+    assert getattr(world, field) == value
+
+
+def test_the_command_that_goes_on_has_the_variables_of_this_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def fail(command: list[str], world: agent.World, saved: agent.Saved) -> int:
+        print(saved.how_to_go_on())
+        return 1
+
+    monkeypatch.setattr(agent, "run_workers", fail)
+    cluster = {"NNODES": "4", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29400", "MAX_RESTARTS": "2"}
+    for name, value in (cluster | {"NGPU": "1", "TITANLITE_COMMAND": "./run_train.sh"}).items():
+        monkeypatch.setenv(name, value)
+    words = ["--job.dump_folder", str(tmp_path / "my run")]
+    assert launcher.main(words) == 1
+    variables = "NGPU=1 NNODES=4 NODE_RANK=1 MASTER_ADDR=node0 MASTER_PORT=29400 MAX_RESTARTS=2"
+    end = f"./run_train.sh --job.dump_folder '{tmp_path}/my run'\n"
+    assert capsys.readouterr().out == f"Nothing is saved. To start again: {variables} {end}"
+    monkeypatch.setenv("TITANLITE_COMMAND", "./run_train.sh")
+    for name in ("NNODES", "NODE_RANK"):  # what is left says nothing on one node
+        monkeypatch.delenv(name)
+    assert launcher.main(words) == 1
+    assert capsys.readouterr().out == f"Nothing is saved. To start again: NGPU=1 {end}"
 
 
 @pytest.mark.parametrize(("module", "words"), [("titanlite.launch", []), ("titanlite", ["train"])])

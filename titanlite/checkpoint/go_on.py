@@ -13,6 +13,8 @@ from pathlib import Path
 from titanlite.checkpoint import commit
 from titanlite.config.schema import JobConfig
 
+COMMAND = "TITANLITE_COMMAND"  # a variable: what a launcher is called, and which variables it was given
+
 
 def how_to_go_on(job: JobConfig, argv: Sequence[str]) -> str:
     """The newest checkpoint of the run, and the command that goes on after it.
@@ -36,6 +38,5 @@ def is_saved(job: JobConfig) -> bool:
 
 
 def _command_line(argv: Sequence[str]) -> str:
-    """What was typed, as far as this process can know: launchers say their own name."""
-    processes = [f"NGPU={os.environ['NGPU']}"] if os.environ.get("NGPU") else []
-    return " ".join([*processes, os.environ.get("TITANLITE_COMMAND", "titanlite train"), *map(shlex.quote, argv)])
+    """What was typed on this node, as far as this process can know."""
+    return " ".join([os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)])

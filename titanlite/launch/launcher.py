@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, one_line
 
 EXPLAINED = {
     "NGPU": "processes on this machine, one for each GPU",
@@ -24,6 +24,7 @@ EXPLAINED = {
     "MASTER_PORT": "a port of MASTER_ADDR that is free",
 }
 LARGEST = {"MASTER_PORT": 65535, "NNODES": 100_000}
+LONGEST_NAME = 255  # of a machine, in characters
 WORKER_BYTES = 200 << 20  # of memory that a process with torch needs for itself, at the least
 CROWDED = 4  # processes a core
 
@@ -62,7 +63,9 @@ def launch(argv: Sequence[str]) -> int:
         )
     address = os.environ.get("MASTER_ADDR") or "localhost"
     if not _is_address(address):
-        raise UserError(f"MASTER_ADDR={address!r}: the name or address of the first machine is allowed, such as node0.")
+        raise UserError(
+            f"MASTER_ADDR={address[:80]!r}: the name or address of the first machine is allowed, such as node0."
+        )
     shown_ranks = logged_ranks(workers * nodes)
     job = load_and_check(argv, workers * nodes)
     if least < nodes:
@@ -71,16 +74,16 @@ def launch(argv: Sequence[str]) -> int:
     # Threads of all processes together use each core once; more only gets in each other's way.
     threads = job.training.num_threads or max(1, _cores() // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TITANLITE_COMMAND", "titanlite launch")  # ./run_train.sh says its own name
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is soon forgotten
     if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory lost to fragments
 
-    from titanlite.checkpoint.go_on import how_to_go_on, is_saved
+    from titanlite.checkpoint.go_on import COMMAND, how_to_go_on, is_saved
     from titanlite.launch.agent import Saved, World, run_workers
 
+    os.environ[COMMAND] = _on_this_node(os.environ.get(COMMAND, "titanlite launch"), nodes)
     world = World(
         workers,
         nodes,
@@ -94,6 +97,12 @@ def launch(argv: Sequence[str]) -> int:
     )
     saved = Saved(lambda: is_saved(job), lambda: how_to_go_on(job, argv))
     return run_workers(["-P", "-m", "titanlite", "train", *argv], world, saved)
+
+
+def _on_this_node(command: str, nodes: int) -> str:
+    """`command` with the variables that it needs to start again on this node."""
+    names = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS") if nodes > 1 else ("NGPU",)
+    return " ".join([*(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), command])
 
 
 def count_gpus() -> int:
@@ -118,7 +127,8 @@ def _nodes() -> tuple[int, int]:
         nodes = _number("NNODES", 1) or 1
         return nodes, nodes
     if not (_is_number(least, 1, LARGEST["NNODES"]) and _is_number(most, int(least), LARGEST["NNODES"])):
-        raise UserError(f"NNODES={least}:{most}: a number, or two rising ones such as 1:2 ({EXPLAINED['NNODES']}).")
+        text = one_line(f"{least}:{most}"[:40])
+        raise UserError(f"NNODES={text}: a number, or two rising ones such as 1:2 ({EXPLAINED['NNODES']}).")
     return int(least), int(most)
 
 
@@ -129,14 +139,15 @@ def _number(name: str, least: int) -> int | None:
         return None
     if not _is_number(text, least, most):
         allowed = f"of at least {least}" if name not in LARGEST else f"from {least} to {most}"
-        raise UserError(f"{name}={text[:40]}: a whole number {allowed} is allowed ({EXPLAINED[name]}).")
+        raise UserError(f"{name}={one_line(text[:40])}: a whole number {allowed} is allowed ({EXPLAINED[name]}).")
     return int(text)
 
 
 def _is_address(text: str) -> bool:
     """Whether a machine can be asked for under this name."""
     with contextlib.suppress(UnicodeError):  # a part that is empty or too long
-        return bool(re.fullmatch(r"[\w.:%-]+", text, re.ASCII) and text.encode("idna"))
+        is_name = len(text) <= LONGEST_NAME and re.fullmatch(r"[\w.:%-]+", text, re.ASCII)
+        return bool(is_name and text.encode("idna"))
     return False
 
 

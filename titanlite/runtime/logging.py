@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from titanlite.config.errors import UserError, printable
+from titanlite.config.errors import UserError, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,14 +55,15 @@ def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
     Raises:
         UserError: LOG_RANK is not a list of ranks, or names one that a world of `world_size` does not have.
     """
-    text = os.environ.get("LOG_RANK", "0")
+    text = os.environ.get("LOG_RANK") or "0"
     words = [word.strip() for word in text.split(",") if word.strip()]
+    shown = one_line(text[:40])
     if not words or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        raise UserError(f'LOG_RANK = "{text}": ranks are allowed, separated by commas, for example LOG_RANK=0,1.')
+        raise UserError(f'LOG_RANK = "{shown}": ranks are allowed, separated by commas, for example LOG_RANK=0,1.')
     ranks = tuple(int(word) for word in words)
     if world_size is not None and max(ranks) >= world_size:
         raise UserError(
-            f'LOG_RANK = "{text}": there is no rank {max(ranks)}. The last of {world_size} is {world_size - 1}.'
+            f'LOG_RANK = "{shown}": there is no rank {max(ranks)}. The last of {world_size} is {world_size - 1}.'
         )
     return ranks
 
