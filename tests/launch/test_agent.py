@@ -1,9 +1,11 @@
 """The end of the workers is the end of the launcher: exit codes, signals, and the root cause of a crash first."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import pty
+import resource
 import signal
 import socket
 import subprocess
@@ -13,12 +15,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from ranks import free_port
 
 from titanlite.config.errors import UserError
-from titanlite.launch.agent import World, run_workers
+from titanlite.launch.agent import Saved, World, run_workers
+from titanlite.launch.messages import Closed, Regroup, Start, encode
 from titanlite.launch.verdict import End, explain
 
 LAUNCHER = """
@@ -196,8 +200,9 @@ def test_workers_that_take_too_long_to_stop_are_killed(command: list[str], monke
     monkeypatch.setenv("STOP_SECONDS", "1")
     launcher = start(command, "stuck")
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=30)
+    _, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + signal.SIGTERM
+    assert said.endswith("Stopped by SIGTERM without a save: ranks 0, 1 had to be killed.\n")
 
 
 @pytest.mark.slow
@@ -221,7 +226,7 @@ def test_workers_without_anything_to_save_stop_without_a_traceback(number: signa
     launcher.send_signal(number)
     _, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + number
-    assert "Traceback" not in said
+    assert said.endswith(f"\nStopped by {number.name} before there was anything to save.\n")
 
 
 @pytest.mark.slow
@@ -288,7 +293,8 @@ from titanlite.config.errors import UserError
 node, port, *worker = sys.argv[1:]
 restarts, seconds = int(os.environ.get("MAX_RESTARTS", "3")), float(os.environ.get("MEET_SECONDS", "900"))
 saved = Saved(lambda: "SAVED" in os.environ, lambda: "To go on: ...")
-world = World(1, 2, int(node), "localhost", int(port), (0, 1), max_restarts=restarts, meet_seconds=seconds)
+rank = None if node == "None" else int(node)
+world = World(1, 2, rank, "localhost", int(port), (0, 1), max_restarts=restarts, meet_seconds=seconds)
 try:
     sys.exit(run_workers(worker, world, saved))
 except UserError as error:
@@ -297,38 +303,53 @@ except UserError as error:
 """
 
 
-def start_two_nodes(tmp_path: Path, worker: str) -> list["subprocess.Popen[str]"]:
-    """Two launchers that may restart, with a worker each."""
-    (tmp_path / "launcher.py").write_text(RESTARTING)
-    (tmp_path / "worker.py").write_text(worker)
-    port = str(free_port())
-    command = [sys.executable, str(tmp_path / "launcher.py")]
-    return [
-        subprocess.Popen(
-            [*command, node, port, str(tmp_path / "worker.py")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+class Nodes:
+    """Launchers that may restart, with a worker each, and the port where they meet."""
+
+    def __init__(self, folder: Path, worker: str) -> None:
+        self.port = free_port()
+        self._folder = folder
+        (folder / "launcher.py").write_text(RESTARTING)
+        (folder / "worker.py").write_text(worker)
+
+    def start(self, rank: int | None, *prefix: str) -> "subprocess.Popen[str]":
+        words = [self._folder / "launcher.py", rank, self.port, self._folder / "worker.py"]
+        return subprocess.Popen(
+            [*prefix, sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for node in ("0", "1")
-    ]
+
+
+def start_two_nodes(tmp_path: Path, worker: str) -> list["subprocess.Popen[str]"]:
+    nodes = Nodes(tmp_path, worker)
+    return [nodes.start(0), nodes.start(1)]
+
+
+def wait_for_line(stream: IO[str] | None, text: str) -> None:
+    """Read until a line has this text."""
+    assert stream is not None
+    lines = iter(stream.readline, "")
+    assert any(text in line for line in lines), f"nobody said {text!r}"
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(tmp_path: Path):
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_signal_while_a_lost_node_is_waited_for_ends_the_wait(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if saved:
+        monkeypatch.setenv("SAVED", "1")
     nodes = start_two_nodes(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
     workers = [int(node.stdout.readline()) for node in nodes if node.stdout]
     nodes[1].kill()
     for worker in reversed(workers):
         os.kill(worker, signal.SIGKILL)
-    assert nodes[0].stderr is not None
-    while "Starting again" not in nodes[0].stderr.readline():
-        assert nodes[0].poll() is None
+    wait_for_line(nodes[0].stderr, "Starting again")
     time.sleep(1)
     nodes[0].send_signal(signal.SIGTERM)
     _, said = nodes[0].communicate(timeout=20)
     nodes[1].communicate()
-    assert (nodes[0].returncode, said) == (128 + signal.SIGTERM, "")
+    assert said == "Stopped by SIGTERM before the workers were started again.\nTo go on: ...\n"
+    assert nodes[0].returncode == (75 if saved else 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -348,7 +369,7 @@ def test_a_node_that_is_lost_is_no_crash_where_the_run_is_saved(
     nodes[lost].communicate()
     assert nodes[1 - lost].returncode == (75 if saved else 1)
     assert "did not meet" not in said
-    assert "Lost: " in said
+    assert f"Lost: {'the first node' if lost == 0 else socket.gethostname()}" in said
     assert said.endswith("To go on: ...\n")
 
 
@@ -365,23 +386,162 @@ def test_nodes_that_never_meet_say_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_first_node_that_is_started_again_finds_those_that_wait(tmp_path: Path):
-    port = str(20000 + os.getpid() % 10000)
-    (tmp_path / "launcher.py").write_text(RESTARTING)
-    (tmp_path / "worker.py").write_text("")
-
-    def launcher(node: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, str(tmp_path / "launcher.py"), node, port, str(tmp_path / "worker.py")]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-    second = launcher("1")
-    with socket.create_server(("127.0.0.1", int(port))) as killed:  # of a first node that a SIGKILL ends
+    nodes = Nodes(tmp_path, "")
+    with socket.create_server(("127.0.0.1", nodes.port)) as killed:  # of a first node that a SIGKILL ends
+        second = nodes.start(1)
         other = killed.accept()[0]
         assert b"join" in other.recv(4096)
         other.sendall(b'{"kind": ')
         other.close()
-    first = launcher("0")
+    first = nodes.start(0)
     for each in (first, second):
         assert (each.communicate(timeout=60)[1], each.returncode) == ("", 0)
+
+
+@pytest.mark.slow
+def test_a_signal_while_nodes_are_waited_for_is_said_to_them(tmp_path: Path):
+    nodes = Nodes(tmp_path, "")
+    with socket.create_server(("127.0.0.1", nodes.port)) as server:  # the first node, at which two others have come
+        server.settimeout(60)
+        second = nodes.start(1)
+        connection, _ = server.accept()
+        connection.recv(4096)
+        second.send_signal(signal.SIGTERM)
+        while b"closed" not in (line := connection.recv(4096)):
+            assert line
+        assert b'"code":143' in line
+        connection.close()
+    assert second.communicate(timeout=20)[1] == "Stopped by SIGTERM before the workers were started.\n"
+    assert second.returncode == 143
+
+
+@pytest.mark.slow
+def test_no_signal_is_forgotten_between_the_meeting_and_the_start_of_the_workers(tmp_path: Path):
+    """There is no worker yet to which it could be passed on."""
+    program = """
+        import os, signal, sys
+        from titanlite.launch import agent
+        loopback = agent.loopback_interface
+        agent.loopback_interface = lambda: os.kill(os.getpid(), signal.SIGTERM) or loopback()
+        sys.exit(agent.run_workers(["-c", "open('started', 'w')"], agent.World(1)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "Stopped by SIGTERM before the workers were started.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_comes_together_with_the_start_is_not_forgotten(tmp_path: Path):
+    """A node may join in the moment in which the others start: they must save, and make room for it."""
+    nodes = Nodes(tmp_path, "import time; from titanlite.runtime import process; process.begin(); time.sleep(300)")
+    with socket.create_server(("127.0.0.1", nodes.port)) as server:
+        server.settimeout(60)
+        second = nodes.start(1)
+        connection, _ = server.accept()
+        connection.settimeout(60)
+        with connection.makefile("rb") as lines:
+            assert b"join" in lines.readline()
+            connection.sendall(encode(Start(node=1, nodes=2, port=1)) + encode(Regroup(joined=True)))
+            assert b"join" in lines.readline()
+            connection.sendall(encode(Closed(name="node0", code=3)))
+            assert b"closed" in lines.readline()
+        connection.close()
+    said = second.communicate(timeout=60)[1]
+    assert said.startswith("Another node has joined: saving, and starting again with it.\n")
+    assert said.endswith("node0 has ended the run with exit code 3; its own output says why.\n")
+    assert second.returncode == 3
+
+
+CRASHES_ONCE = """
+import os, sys, time
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt, flush=True)
+if attempt == 0 and os.environ["RANK"] == "1":
+    sys.exit(7)
+time.sleep(300 * (attempt == 0))
+"""
+
+
+@pytest.mark.slow
+def test_the_workers_of_all_nodes_start_again_when_one_crashes(tmp_path: Path):
+    nodes = start_two_nodes(tmp_path, CRASHES_ONCE)
+    for node, why in zip(
+        nodes, ("Workers of another node failed", "Rank 1 failed first: it ended with exit code 7"), strict=True
+    ):
+        out, said = node.communicate(timeout=60)
+        assert (node.returncode, out) == (0, "attempt 0\nattempt 1\n")
+        assert said.startswith(why)
+        assert said.endswith("Starting again from the newest checkpoint (2 restarts left).\n")
+
+
+@pytest.mark.slow
+def test_a_spare_node_waits_as_long_as_the_run_takes_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MEET_SECONDS", "3")
+    worker = "import os, time; print(os.getpid(), flush=True)\nwhile not os.path.exists('done'): time.sleep(0.1)"
+    monkeypatch.chdir(tmp_path)
+    nodes = Nodes(tmp_path, worker)
+    running = [nodes.start(None), nodes.start(None)]
+    for node in running:
+        assert node.stdout is not None
+        node.stdout.readline()
+    interrupted, spare = nodes.start(None), nodes.start(None)
+    for each in (interrupted, spare):
+        wait_for_line(each.stderr, "the run has them all, and this one waits until it is needed")
+    interrupted.send_signal(signal.SIGINT)
+    interrupted.communicate(timeout=20)
+    assert interrupted.returncode == 130
+    time.sleep(4)  # longer than nodes may take to meet
+    assert [node.poll() for node in (*running, spare)] == [None] * 3
+    (tmp_path / "done").touch()
+    assert "this node was not needed" in spare.communicate(timeout=20)[1]
+    assert [node.wait(timeout=20) for node in (*running, spare)] == [0, 0, 0]
+    for node in running:
+        node.communicate()
+
+
+STRANGER = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+held = []
+for number in range(10_000):
+    held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60))
+    if number % 3 == 0:
+        held[-1].send(b'{"kind": ')
+    if number == 1000:
+        print("there", flush=True)
+print("all", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in Linux's /proc")
+def test_ten_thousand_connections_of_a_stranger_keep_no_node_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 11_000:
+        pytest.skip("a stranger on this machine cannot have so many")
+    monkeypatch.chdir(tmp_path)
+    worker = "import os, time; print('met', flush=True)\nwhile not os.path.exists('done'): time.sleep(0.1)"
+    nodes = Nodes(tmp_path, worker)
+    first = nodes.start(0, "bash", "-c", 'ulimit -n 512; exec "$@"', "launcher")
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", nodes.port)).close()
+            break
+        assert first.poll() is None
+        time.sleep(0.1)
+    command = [sys.executable, "-c", STRANGER, str(nodes.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+        wait_for_line(stranger.stdout, "there")
+        second = nodes.start(1)  # while they come
+        wait_for_line(stranger.stdout, "all")
+        for node in (first, second):
+            wait_for_line(node.stdout, "met")
+        assert len(list(Path(f"/proc/{first.pid}/fd").iterdir())) < 200
+        (tmp_path / "done").touch()
+        for node in (first, second):
+            assert (node.communicate(timeout=60)[1], node.returncode) == ("", 0)
+        stranger.communicate()
 
 
 @pytest.mark.slow
@@ -389,9 +549,9 @@ def test_the_run_takes_in_a_node_that_comes_back(tmp_path: Path):
     """Workers are told to save, and start again with it; no restart is used up."""
     launcher = """
         import sys
-        from titanlite.launch import rendezvous
+        from titanlite.launch import host
         from titanlite.launch.agent import World, run_workers
-        rendezvous.LAST_CALL = 1.0
+        host.LAST_CALL = 1.0
         node, port = int(sys.argv[2]), int(sys.argv[3])
         sys.exit(run_workers([sys.argv[1]], World(1, 2, node, "localhost", port, (0, 1), min_nodes=1)))
     """
@@ -452,11 +612,53 @@ def test_a_node_that_another_one_leaves_for_good_says_so(tmp_path: Path):
     nodes = start_two_nodes(tmp_path, fails)
     said = [node.communicate(timeout=60)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
-    assert said[0].endswith(" has ended the run with exit code 2; its own output says why.\n")
-    assert "Traceback" not in said[0]
+    host = socket.gethostname()
+    assert said[0] == f"{host} has ended the run with exit code 2; its own output says why.\n"
 
 
 # ------------------------------------------------------------------------------------------------------- what is said
+
+
+HOSTILE = r"""
+import json, os, pathlib, sys
+from titanlite.config.errors import ERROR_FOLDER
+folder = pathlib.Path(os.environ[ERROR_FOLDER])
+if os.environ["RANK"] == "0":
+    sys.exit()
+record = {"message": "a tensor\x1b[2J named\r\u202e", "closing": "go on\x07 so", "time": 0.0}
+folder.joinpath("1.json").write_text(json.dumps(record))
+folder.joinpath("train.log").write_text("run.log")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [3, 1])
+def test_what_files_say_cannot_command_a_terminal_or_forge_a_line_of_the_log(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The launcher trusts no worker to have escaped what it quotes, and says names of folders itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "worker.py").write_text(HOSTILE)
+    saved = Saved(how_to_go_on=lambda: "never asked")
+    assert run_workers(["worker.py", str(code)], World(2), saved) == code
+    said, log = capsys.readouterr().err, (tmp_path / "run.log").read_text()
+    for text in (said, log):
+        assert "a tensor\\x1b[2J named\\x0d\\u202e\n" in text
+        assert "go on\\x07 so" in text
+        assert text.replace("\n", "").isprintable()
+    first, *others = log.splitlines()
+    assert first.startswith("[")  # the time
+    assert all(line.startswith("    ") for line in others)
+
+
+def test_the_launchers_own_words_on_how_to_go_on_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    worker = "import os, pathlib; pathlib.Path(os.environ['TITANLITE_ERROR_FOLDER'], 'train.log').write_text('run.log')"
+    saved = Saved(how_to_go_on=lambda: "To go on: outputs/\x1b]0;mine\x07")
+    assert run_workers(["-c", f"{worker}; os._exit(9)"], World(1), saved) == 9
+    assert "To go on: outputs/\\x1b]0;mine\\x07\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EMFILE])
@@ -500,7 +702,16 @@ def test_a_worker_that_said_nothing_is_told_by_its_code():
 
 
 def test_a_stop_before_there_is_anything_to_save_is_no_crash():
-    assert explain([End(0, -signal.SIGUSR1, 1.0, None)], signal.SIGUSR1, set()) == ("", 138)
+    said = "Stopped by SIGUSR1 before there was anything to save."
+    assert explain([End(0, -signal.SIGUSR1, 1.0, None)], signal.SIGUSR1, set()) == (said, 138)
+
+
+def test_ranks_that_could_not_save_in_time_are_named():
+    ends = [End(rank, -signal.SIGKILL, 1.0, None) for rank in (1, 0)]
+    assert explain(ends, signal.SIGTERM, {0, 1}) == (
+        "Stopped by SIGTERM without a save: ranks 0, 1 had to be killed.",
+        143,
+    )
 
 
 def test_a_crash_while_stopping_is_not_hidden():

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime.signals import SAVE, STOP, Requests, Signals
+from titanlite.runtime.process import STOP_SIGNALS
+from titanlite.runtime.signals import SAVE, Requests, Signals
 
 
 @pytest.fixture
 def signals(tmp_path: Path) -> Iterator[Signals]:
-    before = {number: signal.getsignal(number) for number in (*STOP, SAVE)}
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, SAVE)}
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield Signals(dist.group.WORLD)

@@ -1,7 +1,7 @@
 """The workers of one node: started, stopped, started again after a crash, and never left alone.
 
 With one node the workers meet by a file in the run's private folder, and all their sockets are on the loopback
-interface, so that no other machine can reach anything. With several, `titanlite.launch.rendezvous` says who is there.
+interface, so that no other machine can reach anything. With several, the host says who is there.
 
 Invariant: a signal reaches each worker once, and the worker takes the time that it needs to save. No worker outlives
 the launcher: it is killed on the way out of here, and stops by itself when the launcher was killed.
@@ -10,39 +10,32 @@ the launcher: it is killed on the way out of here, and stops by itself when the 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError, printable
-from titanlite.launch.rendezvous import Closed, Failed, Lost, Message, Node, Present, Regroup, Start
-from titanlite.launch.verdict import KNOWN_EXITS, STOP_SIGNALS, UNSAVED_STOPS, End, explain, explain_hang
+from titanlite.config.errors import StoppedBySignal, UserError, printable
+from titanlite.launch.messages import Closed, Failed, Lost, Present, Regroup, Spare, Start
+from titanlite.launch.node import Node
+from titanlite.launch.private_folder import private_folder
+from titanlite.launch.verdict import KNOWN_EXITS, UNSAVED_STOPS, End, explain, explain_hang
+from titanlite.launch.workers import POLL_SECONDS, Workers
 from titanlite.runtime.logging import LOG_FILE, note_end
 from titanlite.runtime.network import address_towards, interface_of, loopback_interface
-from titanlite.runtime.process import LAUNCHER, LISTENER, STORE
+from titanlite.runtime.process import STOP_SIGNALS, STORE
 
-POLL_SECONDS = 0.1
 # Seconds for the other ranks, once one has ended. After a crash they wait in vain, at best until a collective fails.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
-ROLL_CALL_SECONDS = 30.0  # to learn whether a node was lost: a little more than the rendezvous needs to miss one
+ROLL_CALL_SECONDS = 30.0  # to learn whether a node was lost: a little more than the host needs to miss one
 MEET_SECONDS = 900.0  # for all nodes to come, also for lost ones to come back
 SAY_AFTER = 10.0  # seconds of waiting for nodes
-
-PREFIX = "titanlite-run-"  # of the private folders
-_OTHER_ENDED = "{0.name} has ended the run with exit code {0.code}; its own output says why."
 
 
 @dataclass(frozen=True)
@@ -82,8 +75,9 @@ def run_workers(command: Sequence[str], world: World, saved: Saved | None = None
     Raises:
         UserError: the nodes did not find each other.
     """
-    with _private_folder() as (folder, lock):
-        return Agent(command, world, saved or Saved(), folder, lock).run()
+    with private_folder() as (folder, lock):
+        workers = Workers(command, world.shown_ranks, folder, lock)
+        return Agent(workers, world, saved or Saved(), folder).run()
 
 
 class _Over(Exception):
@@ -98,33 +92,26 @@ class Agent:
     """Looks after the workers of this node until the run ends.
 
     Args:
-        folder: of this run alone; workers leave the reason of their end there.
-        lock: a descriptor that workers keep open, because the folder is in use as long as one of them lives.
+        folder: of this run alone, where `workers` leave the reason of their end.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        world: World,
-        saved: Saved,
-        folder: Path,
-        lock: int,
-    ) -> None:
-        self._command, self._world, self._saved = command, world, saved
-        self._folder, self._lock = folder, lock
+    def __init__(self, workers: Workers, world: World, saved: Saved, folder: Path) -> None:
+        self._workers, self._world, self._saved, self._folder = workers, world, saved, folder
         least = world.nodes if world.min_nodes is None else world.min_nodes
         self._node: Node | None = None
         if world.nodes > 1:
             self._node = Node(world.master_addr, world.master_port, world.node_rank, least, world.nodes, world.workers)
         self._generation = 0
         self._restarts = world.max_restarts  # that are left
-        self._workers: dict[int, subprocess.Popen[bytes]] = {}  # by global rank
-        self._ends: dict[int, tuple[int, float]] = {}  # global rank -> exit code, time seen; in order
-        self._killed: set[int] = set()  # ranks that we killed
         self._signal: int | None = None  # the first one that asked for the end
-        self._regroup: Regroup | None = None  # other nodes want to start anew
-        self._closed: Closed | None = None  # another node has ended the run
-        self._lost: list[str] = []  # nodes that are gone
+        self._at_once = False  # a second Ctrl-C
+        # What the other nodes have said:
+        self._started: Start | None = None  # a generation starts, in which this node has a place
+        self._spare = False  # it has none, because the run has all its nodes
+        self._regroup: Regroup | None = None  # others want to start anew
+        self._closed: Closed | None = None  # one has ended the run
+        self._lost: list[str] = []  # names of those that are gone
+        self._all_present = False
 
     def run(self) -> int:
         """Start the workers, again after each crash that allows another attempt; returns the exit code.
@@ -144,7 +131,7 @@ class Agent:
             code = error.exit_code
             raise
         finally:
-            self._kill()
+            self._workers.kill()
             if self._node is not None:
                 self._node.leave(code)
             for number, handler in before.items():
@@ -153,57 +140,58 @@ class Agent:
 
     def _run_generation(self) -> int | None:
         """Meet, start, watch; the exit code of the run, or None if it is to start anew."""
-        self._regroup, self._lost = None, []
-        with contextlib.ExitStack() as stack:
-            start, listener = self._meet()
-            if listener is not None:
-                stack.enter_context(listener)  # the first worker has its own copy
-            self._start(start, listener)
+        self._start(self._meet())
         self._generation += 1
-        while self._running():
+        makes_room = False
+        while self._workers.running():
             time.sleep(POLL_SECONDS)
             self._hear()
+            if self._another_joined() and not makes_room:
+                makes_room = True
+                _say("Another node has joined: saving, and starting again with it.")
+                self._workers.send(signal.SIGTERM)
             self._end_the_late()
         return self._judge()
 
     # ------------------------------------------------------------------------------------------------------- nodes
 
-    def _meet(self) -> tuple[Start, socket.socket | None]:
-        """Wait for the nodes of a generation; on the first one also the socket for the store of its workers.
+    def _meet(self) -> Start:
+        """Wait for the nodes of a generation.
 
         Raises:
             UserError: they never met, or do not belong together.
             _Over: a signal came, another node has ended the run, or one is lost for good.
         """
-        node, listener = self._node, None
+        node, self._started, self._spare = self._node, None, False
         began, joined, said, why = time.monotonic(), False, False, "too few have come"
+        if node is None:
+            return Start(node=0, nodes=1, port=0)
         while self._signal is None:
-            if node is None:
-                return Start(node=0, nodes=1, port=0), None
             if not node.connected and self._generation == 0:
+                if self._spare:  # the run is over, or its first node will be started again
+                    self._spare, began = False, time.monotonic()
+                joined = False  # also where the host was lost before the run began
                 try:
                     node.connect()
-                    joined, self._lost = False, []  # also where the host was lost before the run began
                 except OSError as error:  # it starts later, or its name is not known yet
                     why = error.strerror or str(error)
             if node.connected and not joined:
-                joined, listener, why = True, node.open_port(), "too few have come"
-                node.join(0 if listener is None else listener.getsockname()[1])
-            for message in self._hear():
-                if isinstance(message, Start):
-                    return message, listener
+                joined, why = True, "too few have come"
+                node.join()
+            self._hear()
+            if self._started is not None:
+                return self._started
             if self._closed is not None:
-                if self._closed.reason:
-                    raise UserError(f"The nodes do not belong together: {self._closed.reason}.")
-                raise _Over(self._closed.code or 1, _OTHER_ENDED.format(self._closed))
+                raise self._end_elsewhere(self._closed)
             waited = time.monotonic() - began
-            if (self._generation > 0 and not node.connected) or waited > self._world.meet_seconds:
+            if (self._generation > 0 and not node.connected) or (waited > self._world.meet_seconds and not self._spare):
                 raise self._missing(why)
-            if waited > SAY_AFTER and not said:
+            if (waited > SAY_AFTER or self._spare) and not said:
                 said = True
+                why = "the run has them all, and this one waits until it is needed" if self._spare else why
                 _say(f"Waiting for {self._world.nodes} nodes at {node.where}: {why}.")
             time.sleep(POLL_SECONDS if node.connected else 1.0)
-        raise _Over(128 + self._signal)
+        raise self._end_by_signal()
 
     def _missing(self, why: str) -> Exception:
         """What to raise when nodes have not come in time."""
@@ -216,85 +204,97 @@ class Agent:
         )
 
     def _end_of_lost(self) -> _Over:
-        """The run cannot go on without a node that is gone: that is no crash if a later start can go on."""
-        gone = f"Lost: {', '.join(self._lost) or 'a node that did not come back'}."
-        code = StoppedBySignal.exit_code if self._saved.exists() else 1
-        return _Over(code, _lines(gone, self._saved.how_to_go_on()))
+        """The run cannot go on without a node that is gone."""
+        return self._end_between(f"Lost: {', '.join(self._lost) or 'a node that did not come back'}.", 1)
 
-    def _hear(self) -> list[Message]:
-        """What other nodes have said since the last call; remembers what concerns the end of the workers."""
-        messages = self._node.hear() if self._node is not None else []
-        for message in messages:
-            if isinstance(message, Lost):
-                self._lost.append(message.name)
+    def _end_by_signal(self) -> _Over:
+        """A signal came while there was no worker."""
+        assert self._signal is not None
+        again = " again" if self._generation > 0 else ""
+        reason = f"Stopped by {signal.Signals(self._signal).name} before the workers were started{again}."
+        return self._end_between(reason, 128 + self._signal)
+
+    def _end_between(self, reason: str, code: int) -> _Over:
+        """The end after an attempt that failed: a later start can go on where there is a checkpoint."""
+        if self._generation == 0:
+            return _Over(code, reason)
+        code = StoppedBySignal.exit_code if self._saved.exists() else code
+        return _Over(code, _lines(reason, self._saved.how_to_go_on()))
+
+    def _end_elsewhere(self, closed: Closed) -> Exception:
+        """What to raise when another node has ended the run before this one could start its workers."""
+        if closed.reason:
+            return UserError(f"The nodes do not belong together: {closed.reason}.")
+        if closed.code == 0 and self._generation == 0:
+            return _Over(0, f"{closed.name} has ended the run with exit code 0; this node was not needed.")
+        return _Over(closed.code or 1, _ended_by(closed))
+
+    def _hear(self) -> None:
+        """Note what other nodes have said since the last call, in its order."""
+        for message in self._node.hear() if self._node is not None else ():
+            if isinstance(message, Start):
+                self._started, self._regroup, self._lost = message, None, []
+            elif isinstance(message, Spare):
+                self._spare = True
+            elif isinstance(message, Regroup):
+                self._regroup = message
             elif isinstance(message, Closed):
                 self._closed = message
-            elif isinstance(message, Regroup) and self._running():
-                self._regroup = message
-                if message.joined:
-                    _say("Another node has joined: saving, and starting again with it.")
-                    self._send(signal.SIGTERM)
-        return messages
+            elif isinstance(message, Lost):
+                self._lost.append(message.name)
+            elif isinstance(message, Present):
+                self._all_present = True
+
+    def _another_joined(self) -> bool:
+        """Whether the workers are to save and stop, so that all start again with another node."""
+        return self._regroup is not None and self._regroup.joined
+
+    def _ended_elsewhere(self) -> bool:
+        """Whether another node has ended the run before it was done, so that nobody would come to a new start."""
+        return self._closed is not None and self._closed.code != 0
 
     def _learn_of_losses(self) -> None:
         """Wait until every node has answered, or is known to be lost, or has ended the run."""
         if self._node is None:
             return
+        self._all_present = False
         self._node.say(Failed())
         until = time.monotonic() + ROLL_CALL_SECONDS
-        while time.monotonic() < until and self._signal is None and not self._lost and self._closed is None:
-            if any(isinstance(message, Present) for message in self._hear()):
+        while time.monotonic() < until and self._signal is None:
+            self._hear()
+            if self._all_present or self._lost or self._closed is not None:
                 return
             time.sleep(POLL_SECONDS)
 
     # ------------------------------------------------------------------------------------------------------- workers
 
-    def _start(self, start: Start, listener: socket.socket | None) -> None:
-        """Start the workers of this node. No signal can fall between the start of one and the note of it.
+    def _start(self, start: Start) -> None:
+        """Start the workers of this node.
 
         Raises:
             UserError: the system refuses another process.
+            _Over: a signal has come.
         """
-        self._workers, self._ends, self._killed = {}, {}, set()
         self._patience = self._deadline = float("inf")
-        for file in self._folder.glob("*.json"):
-            file.unlink()
         world, count = self._world, self._world.workers
-        common = (
-            os.environ
-            | self._meeting_place(start)
-            | {
-                ERROR_FOLDER: str(self._folder),
-                LAUNCHER: str(os.getpid()),
-                "WORLD_SIZE": str(count * start.nodes),
-                "LOCAL_WORLD_SIZE": str(count),
-                "GROUP_RANK": str(start.node),
-                "TORCHELASTIC_RESTART_COUNT": str(world.max_restarts - self._restarts),
-            }
-        )
+        environment = {
+            **self._meeting_place(start),
+            "WORLD_SIZE": str(count * start.nodes),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": str(start.node),
+            "TORCHELASTIC_RESTART_COUNT": str(world.max_restarts - self._restarts),
+        }
+        listener = self._node.listener if self._node is not None else None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
         try:
-            for local_rank in range(count):
-                rank = start.node * count + local_rank
-                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                descriptors = [self._lock]
-                if rank == 0 and listener is not None:
-                    own[LISTENER] = str(listener.fileno())
-                    descriptors.append(listener.fileno())
-                self._workers[rank] = subprocess.Popen(
-                    [sys.executable, "-u", *self._command],
-                    env=common | own,
-                    stdout=None if rank in world.shown_ranks else subprocess.DEVNULL,  # no pipe: a terminal stays one
-                    pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C reaches the workers through us alone
-                )
-        except OSError as error:
-            raise UserError(
-                f"NGPU={count}: the system refused process number {len(self._workers) + 1} "
-                f"({error.strerror}). Lower NGPU, or raise the limit of processes (ulimit -u)."
-            ) from None
+            if self._signal is not None:  # there was no worker yet that it could be passed on to
+                raise self._end_by_signal()
+            ranks = range(start.node * count, (start.node + 1) * count)
+            self._workers.start(ranks, environment, None if listener is None else listener.fileno())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self._node is not None:
+            self._node.close_listener()  # the first worker has its own copy
 
     def _meeting_place(self, start: Start) -> dict[str, str]:
         """Variables that tell the workers where they meet, and on which interface."""
@@ -311,35 +311,11 @@ class Agent:
             place["GLOO_SOCKET_IFNAME"] = interface  # gloo would take the address of this machine's name
         return place
 
-    def _running(self) -> dict[int, subprocess.Popen[bytes]]:
-        """The workers that have not ended; notes the ends."""
-        running = {}
-        for rank, process in self._workers.items():
-            code = process.poll()
-            if code is None:
-                running[rank] = process
-            else:
-                self._ends.setdefault(rank, (code, time.time()))
-        return running
-
-    def _send(self, number: int) -> None:
-        for process in self._running().values():
-            process.send_signal(number)
-
-    def _kill(self) -> None:
-        running = self._running()
-        for rank, process in running.items():
-            self._killed.add(rank)
-            os.killpg(process.pid, signal.SIGKILL)
-        for process in running.values():
-            process.wait()
-
     def _end_the_late(self) -> None:
         """Kill the workers that have not ended within the time that the end of the first one leaves them."""
-        bad = {code for code, _ in self._ends.values() if code != 0}
-        ended_elsewhere = self._closed.code if self._closed is not None else 0
-        joined = self._regroup is not None and self._regroup.joined
-        stopping = self._signal is not None or joined or StoppedBySignal.exit_code in {*bad, ended_elsewhere}
+        bad = set(self._workers.codes.values()) - {0}
+        elsewhere = self._closed.code if self._closed is not None else 0
+        stopping = self._signal is not None or self._another_joined() or StoppedBySignal.exit_code in {*bad, elsewhere}
         patience = float("inf")
         if bad.intersection(UNSAVED_STOPS) and stopping:  # what is left of the ranks cannot save
             patience = CRASH_PATIENCE
@@ -347,37 +323,35 @@ class Agent:
             patience = KNOWN_EXIT_PATIENCE
         elif stopping:
             patience = self._world.stop_seconds
-        elif bad.intersection(KNOWN_EXITS) or ended_elsewhere:
+        elif bad.intersection(KNOWN_EXITS) or elsewhere:
             patience = KNOWN_EXIT_PATIENCE
         elif bad or self._regroup is not None:
             patience = CRASH_PATIENCE
         if patience < self._patience:
             self._patience, self._deadline = patience, time.monotonic() + patience
-        if time.monotonic() > self._deadline:
-            self._kill()
+        if self._at_once or time.monotonic() > self._deadline:
+            self._workers.kill()
 
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _judge(self) -> int | None:
         """The exit code of the run whose workers have ended, or None to start again. Says what there is to say."""
-        ends = self._failures()
+        ends = self._workers.failures()
         if not ends:
             return 0
         known = any(end.code in KNOWN_EXITS for end in ends)
-        joined = self._regroup is not None and self._regroup.joined
         stopped = all(end.code in (StoppedBySignal.exit_code, *UNSAVED_STOPS) for end in ends)
-        if joined and stopped and self._signal is None:
+        if self._another_joined() and stopped and self._signal is None:
             return None
-        text, code = explain(ends, self._signal, self._killed)
-        hangs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._folder.glob("*.hang.json"))]
-        report = explain_hang(hangs, self._killed)
+        text, code = explain(ends, self._signal, self._workers.killed)
+        report = explain_hang(self._workers.hangs(), self._workers.killed)
         said = any(end.rank == 0 and end.message and end.message == ends[0].message for end in ends)
         if known or self._signal is not None:  # it would end in the same way again
             self._say_end(text, report, self._closing(ends) if text or report else "", by_rank0=said)
             return code
         if self._regroup is not None and not self._regroup.joined:
             text = "Workers of another node failed; its output says why."
-        if self._restarts > 0:
+        if self._restarts > 0 and not self._ended_elsewhere():
             self._restarts -= 1
             self._say_end(text, report, by_rank0=said)
             _say(f"Starting again from the newest checkpoint ({self._restarts} restarts left).")
@@ -386,8 +360,8 @@ class Agent:
         if self._lost:
             _say(report)
             raise self._end_of_lost()
-        if self._closed is not None and self._closed.code != 0:
-            text, code = _OTHER_ENDED.format(self._closed), self._closed.code
+        if self._closed is not None and self._ended_elsewhere():
+            text, code = _ended_by(self._closed), self._closed.code
         self._say_end(text, report, self._closing(ends), by_rank0=said)
         return code
 
@@ -406,18 +380,6 @@ class Agent:
             with contextlib.suppress(OSError):  # no worker of this node had opened it
                 note_end(text, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
 
-    def _failures(self) -> list[End]:
-        """The workers that did not end with 0, the first one first."""
-        ends = []
-        for rank, (code, seen) in self._ends.items():
-            try:
-                record = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
-                record = {"time": seen - 2 * POLL_SECONDS, "message": None, "closing": ""}
-            if code != 0:
-                ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
-        return sorted(ends, key=lambda end: (end.rank in self._killed, end.time))
-
     # ------------------------------------------------------------------------------------------------------- signals
 
     def _take_signals(self) -> dict[int, Any]:
@@ -432,77 +394,19 @@ class Agent:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
         if number == signal.SIGUSR2:  # save and go on
-            self._send(number)
+            self._workers.send(number)
         elif self._signal is None:
             self._signal = number
-            if self._running():
-                self._send(number)
+            if self._workers.running():
+                self._workers.send(number)
                 with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
                     os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
         elif number == signal.SIGINT:  # a second SIGTERM is a scheduler's impatience: it has SIGKILL for that
-            self._kill()
+            self._at_once = True  # to kill here could wait for a lock that the interrupted code holds
 
 
-@contextmanager
-def _private_folder() -> Iterator[tuple[Path, int]]:
-    """A folder that only this user can enter, and the descriptor that locks it for as long as one process of the run
-    has it. Removes what runs have left that were killed."""
-    try:
-        place = Path(tempfile.gettempdir())
-    except OSError as error:
-        raise _no_folder("The folder for temporary files", error) from None
-    for left in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or another launcher is removing it
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(lock).st_uid == os.getuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(left)
-            finally:
-                os.close(lock)
-    folder, lock = _locked_folder(place)
-    try:
-        yield folder, lock
-    finally:
-        with contextlib.suppress(OSError):
-            _remove(folder)
-        os.close(lock)
-
-
-def _locked_folder(place: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that locks it.
-
-    Raises:
-        UserError: the system refuses it.
-    """
-    while True:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        except OSError as error:
-            raise _no_folder(str(place), error) from None
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (FileNotFoundError, BlockingIOError):  # another launcher took it for a leftover before it was locked
-            continue
-        except OSError as error:  # such as a file system without locks
-            folder.rmdir()
-            raise _no_folder(str(place), error) from None
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
-
-
-def _no_folder(place: str, error: OSError) -> UserError:
-    return UserError(f"{place}: a run needs a folder there: {error.strerror}. Set TMPDIR to a folder on a local disk.")
-
-
-def _remove(folder: Path) -> None:
-    """Remove what a run leaves in its folder, and then the folder; anything else stays where it is."""
-    for pattern in ("*.json", "store-*", LOG_FILE):
-        for file in folder.glob(pattern):
-            file.unlink()
-    folder.rmdir()
+def _ended_by(closed: Closed) -> str:
+    return f"{closed.name} has ended the run with exit code {closed.code}; its own output says why."
 
 
 def _lines(*texts: str) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.runtime.process import STOP_SIGNALS
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
 # A stop before there was anything to save: the worker's own exit code, or the signal that killed it.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
@@ -88,7 +88,9 @@ def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tu
         return "\n".join([*lines, *(_short(end, killed) for end in ends if end.code not in KNOWN_EXITS)]), code
     # Before there was anything to save: what other ranks say after that follows from it.
     if stopped_by is not None and (ends[0].code in UNSAVED_STOPS or all(end.rank in killed for end in ends)):
-        return "", 128 + stopped_by
+        late = [end.rank for end in ends if end.rank in killed]
+        why = f"without a save: {_ranks(late)} had to be killed" if late else "before there was anything to save"
+        return f"Stopped by {signal.Signals(stopped_by).name} {why}.", 128 + stopped_by
     root, *others = ends
     lines = [f"Rank {root.rank} failed first: {_how(root)}", (root.message or "").rstrip()]
     lines += [_short(end, killed) for end in others]

@@ -6,6 +6,8 @@ import socket
 import struct
 import sys
 
+LOST_AFTER = 20  # seconds without a sign of life from another machine
+
 
 def address_towards(host: str, port: int) -> str | None:
     """This machine's address as `host` sees it; None if there is no way there. Nothing is sent."""
@@ -38,3 +40,17 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def watch_connection(connection: socket.socket) -> None:
+    """Let the kernel end the connection when the other machine gives no sign of life."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, LOST_AFTER // 4),
+            (socket.TCP_KEEPINTVL, LOST_AFTER // 4),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, LOST_AFTER * 1000),  # where something was sent and is not acknowledged
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

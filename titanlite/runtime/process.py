@@ -18,6 +18,8 @@ LAUNCHER = "TITANLITE_LAUNCHER"  # its process id
 STORE = "TITANLITE_STORE"  # where they meet: a file, or an address and a port
 LISTENER = "TITANLITE_LISTENER"  # of the first one alone: the descriptor of the socket that listens there
 
+# SIGHUP: the terminal is gone. SIGUSR1: Slurm's usual warning before it kills.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 

@@ -13,8 +13,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-# SIGHUP: the terminal is gone. SIGUSR1: Slurm's usual warning before it kills.
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from titanlite.runtime.process import STOP_SIGNALS
+
 SAVE = signal.SIGUSR2
 
 
@@ -37,7 +37,7 @@ class Signals:
         self._group = group
         self._stop, self._save = 0, 0
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
-        for number in (*STOP, SAVE):
+        for number in (*STOP_SIGNALS, SAVE):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._receive)
 

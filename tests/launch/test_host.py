@@ -2,15 +2,31 @@
 
 import json
 import pickle
+import resource
 import socket
+import subprocess
+import sys
 import time
 from typing import Any
 
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.launch import rendezvous
-from titanlite.launch.rendezvous import Closed, Failed, Join, Lost, Message, Node, Present, Regroup, Start, decode
+from titanlite.launch import host, messages
+from titanlite.launch.messages import (
+    Closed,
+    Failed,
+    Join,
+    Lost,
+    Message,
+    Present,
+    Regroup,
+    Spare,
+    Start,
+    decode,
+    encode,
+)
+from titanlite.launch.node import Node
 
 SECONDS = 20.0
 
@@ -24,13 +40,27 @@ def node(port: int, rank: int | None, least: int = 2, most: int = 2, workers: in
     """A node that has joined."""
     made = Node("127.0.0.1", port, rank, least, most, workers)
     made.connect()
-    join(made)
+    made.join()
     return made
 
 
-def join(made: Node) -> None:
-    listener = made.open_port()
-    made.join(listener.getsockname()[1] if listener is not None else 0)
+def all_heard(made: Node, *kinds: type[Message]) -> list[Any]:
+    """The first message of each kind; they may come together."""
+    until, found = time.monotonic() + SECONDS, {}
+    while len(found) < len(kinds):
+        for message in made.hear():
+            found.setdefault(type(message), message)
+        assert time.monotonic() < until, found
+        time.sleep(0.01)
+    return [found[kind] for kind in kinds]
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection at which it has nothing to say."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def heard(made: Node, kind: type[Message], seconds: float = SECONDS) -> Any:
@@ -56,32 +86,32 @@ def test_nodes_are_numbered_and_start_together(ranks: tuple[int | None, int | No
 
 
 def test_the_host_listens_at_its_address_alone():
-    server = rendezvous.listen("127.0.0.1", 0, must=True)
+    server = host.listen("127.0.0.1", 0, must=True)
     assert server is not None
     with server:
         assert server.getsockname()[0] == "127.0.0.1"
-    assert rendezvous.listen("192.0.2.1", free_port(), must=False) is None  # of documentation, so nobody's
+    assert host.listen("192.0.2.1", free_port(), must=False) is None  # of documentation, so nobody's
 
 
 def test_the_first_node_must_be_able_to_listen():
     with pytest.raises(UserError, match=r"MASTER_ADDR=192.0.2.1.* cannot listen at 192.0.2.1"):
-        rendezvous.listen("192.0.2.1", 29500, must=True)
+        host.listen("192.0.2.1", 29500, must=True)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a port that is free"):
-        rendezvous.listen("127.0.0.1", taken.getsockname()[1], must=True)
+        host.listen("127.0.0.1", taken.getsockname()[1], must=True)
 
 
 def test_a_name_that_only_this_machine_knows_as_itself_is_refused(monkeypatch: pytest.MonkeyPatch):
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", free_port()))]  # as on Debian
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
     with pytest.raises(UserError, match=r"MASTER_ADDR=node0 is 127.0.1.1 on this machine"):
-        rendezvous.listen("node0", 29500, must=True)
+        host.listen("node0", 29500, must=True)
 
 
 class Trap:
     """Unpickled, it would leave a trace."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("import titanlite.launch.rendezvous as r; r.TRAPPED = True",))
+        return (exec, ("import titanlite.launch.messages as m; m.TRAPPED = True",))
 
 
 STRANGE = [
@@ -111,7 +141,7 @@ def test_what_a_stranger_sends_is_neither_run_nor_heeded():
                 assert stranger.recv(1) == b""  # answered by the end of the connection
             except (ConnectionResetError, BrokenPipeError):
                 pass
-    assert not hasattr(rendezvous, "TRAPPED")
+    assert not hasattr(messages, "TRAPPED")
     second = node(port, 1)
     assert [heard(each, Start).node for each in (first, second)] == [0, 1]
 
@@ -124,8 +154,8 @@ def test_a_line_that_is_no_message_is_a_value_error(line: bytes):
 
 def test_messages_arrive_as_they_were_sent():
     for message in (Join(rank=None, name="é", port=1, world="w"), Regroup(joined=True), Lost(name="b"), Failed()):
-        assert decode(rendezvous.encode(message)) == message
-        assert json.loads(rendezvous.encode(message))["kind"] == message.kind
+        assert decode(encode(message)) == message
+        assert json.loads(encode(message))["kind"] == message.kind
 
 
 def test_nodes_of_another_world_or_with_a_number_that_is_taken_are_told_so():
@@ -146,38 +176,38 @@ def test_a_number_is_given_once():
 
 
 def test_the_run_goes_on_with_fewer_nodes_when_one_is_lost(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LAST_CALL", 0.2)
+    monkeypatch.setattr(host, "LAST_CALL", 0.2)
     port = free_port()
     first, second = node(port, 0, 1, 2), node(port, 1, 1, 2)
     assert heard(first, Start).nodes == heard(second, Start).nodes == 2
     assert second._connection is not None
     second._connection.close()
     assert "NODE_RANK=1" in heard(first, Lost).name
-    join(first)
+    first.join()
     assert heard(first, Start).nodes == 1
 
 
 def test_those_that_run_make_room_for_a_node_that_joins_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LAST_CALL", 0.2)
+    monkeypatch.setattr(host, "LAST_CALL", 0.2)
     port = free_port()
     first = node(port, 0, 1, 2)
     assert heard(first, Start).nodes == 1
     second = node(port, 1, 1, 2)
     assert heard(first, Regroup).joined
-    join(first)
+    first.join()
     assert [heard(each, Start).node for each in (first, second)] == [0, 1]
     spare = node(port, 2, 1, 2)  # there is no room for it
-    time.sleep(0.5)
-    assert (first.hear(), spare.hear()) == ([], [])
+    assert heard(spare, Spare)
+    assert first.hear() == []
 
 
 def test_all_start_anew_when_the_workers_of_one_fail():
     port = free_port()
     first, second = node(port, 0), node(port, 1)
     assert heard(first, Start).nodes == heard(second, Start).nodes == 2
-    join(second)
+    second.join()
     assert not heard(first, Regroup).joined
-    join(first)
+    first.join()
     assert [heard(each, Start).node for each in (first, second)] == [0, 1]
 
 
@@ -187,7 +217,7 @@ def test_a_node_that_ends_the_run_says_so_to_all():
     assert heard(first, Start).nodes == heard(second, Start).nodes == 2
     second.leave(3)
     assert heard(first, Closed).code == 3
-    join(first)  # it would have liked to go on
+    first.join()  # it would have liked to go on
     assert heard(first, Closed).code == 3
 
 
@@ -256,7 +286,7 @@ def test_an_address_that_means_every_interface_is_refused(address: str, rank: in
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LOST_AFTER", 4)
+    monkeypatch.setattr(host, "LOST_AFTER", 1.0)
     port = free_port()
     first = node(port, 0)
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as stranger:
@@ -275,6 +305,171 @@ def test_the_longest_names_leave_room_for_the_reason():
     port = free_port()
     first = node(port, 0)
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as other:
-        other.sendall(rendezvous.encode(Join(rank=1, name="n" * 300, port=0, world="w" * 300)))
+        other.sendall(encode(Join(rank=1, name="n" * 300, port=0, world="w" * 300)))
         assert b"n" * 300 in other.recv(4096)
     assert first.connected
+
+
+# ------------------------------------------------------------------------------------------------- come, gone, again
+
+
+def cut(made: Node) -> None:
+    """End the connection of a node without a word."""
+    assert made._connection is not None
+    made._connection.close()
+
+
+def test_a_node_that_is_gone_before_all_have_met_leaves_its_number_to_the_next():
+    port = free_port()
+    first, gone = node(port, 0, 3, 3), node(port, 1, 3, 3)
+    cut(gone)
+    others = [node(port, rank, 3, 3) for rank in (2, 1)]
+    assert [heard(each, Start).node for each in (first, *others)] == [0, 2, 1]
+
+
+def test_a_node_that_ends_while_it_waits_ends_the_wait_of_the_others():
+    port = free_port()
+    first, second = node(port, 0, 3, 3), node(port, 1, 3, 3)
+    second.leave(143)  # a signal
+    assert heard(first, Closed).code == 143
+    assert heard(node(port, 2, 3, 3), Closed).code == 143  # it comes afterwards
+
+
+def test_a_node_that_is_started_again_takes_its_place_before_the_old_connection_is_missed():
+    port = free_port()
+    first, old = node(port, 0), node(port, 1)
+    assert [heard(each, Start).node for each in (first, old)] == [0, 1]
+    new = node(port, 1)
+    lost, regroup = all_heard(first, Lost, Regroup)
+    assert ("NODE_RANK=1" in lost.name, regroup.joined) == (True, True)
+    assert "the first node" in heard(old, Lost).name  # if it is alive, it ends
+    old.leave(1)
+    first.join()
+    assert [heard(each, Start).node for each in (first, new)] == [0, 1]
+
+
+def test_a_run_starts_with_the_hosts_node_even_if_others_are_faster():
+    port = free_port()
+    server = host.listen("127.0.0.1", port, must=True)
+    assert server is not None
+    host.Host(server, 2, 2)
+    others = [node(port, None) for _ in range(2)]  # as many as the run needs
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as first:
+        first.sendall(encode(Join(rank=None, name="first", port=4321, world=others[0]._world)))
+        assert decode(first.recv(4096)) == Start(node=0, nodes=2, port=4321)
+    assert (heard(others[0], Start).node, heard(others[1], Spare)) == (1, Spare())
+
+
+def test_a_spare_is_no_part_of_the_run_until_it_starts():
+    port = free_port()
+    there = [node(port, None) for _ in range(2)]
+    assert [heard(each, Start).node for each in there] == [0, 1]
+    interrupted, spare = node(port, None), node(port, None)
+    assert heard(interrupted, Spare) == heard(spare, Spare)
+    interrupted.leave(130)
+    assert [each.hear() for each in there] == [[], []]
+    cut(there[1])
+    assert isinstance(heard(there[0], Lost), Lost)
+    there[0].join()
+    assert [heard(each, Start).node for each in (there[0], spare)] == [0, 1]
+    spare.leave(3)
+    assert heard(there[0], Closed).code == 3
+
+
+# ------------------------------------------------------------------------------------------------- strangers
+
+
+def test_connections_that_say_nothing_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "SPARES", 4)
+    port = free_port()
+    first = node(port, 0)
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=SECONDS) for _ in range(20)]
+    for stranger in strangers[: 20 - 6]:
+        assert has_ended(stranger)
+    second = node(port, 1)
+    assert [heard(each, Start).node for each in (first, second)] == [0, 1]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_more_nodes_than_a_run_could_need_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "SPARES", 1)
+    port = free_port()
+    there = [node(port, None) for _ in range(3)]
+    surplus = node(port, None)
+    assert "3 nodes have come, and 2 are needed" in heard(surplus, Closed).reason
+    surplus.leave(UserError.exit_code)
+    assert there[0].connected
+    assert [heard(each, kind) is not None for each, kind in zip(there, (Start, Start, Spare), strict=True)] == [
+        True
+    ] * 3
+    assert there[0].hear() == []
+
+
+def test_a_connection_that_does_not_begin_with_a_join_is_ended():
+    port = free_port()
+    first = node(port, 0)
+    for message in (Present(), Failed(), Start(node=0, nodes=1, port=1), Closed(name="me", code=0)):
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as stranger:
+            stranger.sendall(encode(message))
+            assert has_ended(stranger)
+    assert first.hear() == []
+
+
+def test_a_refused_node_that_does_not_leave_is_put_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "LOST_AFTER", 1.0)
+    port = free_port()
+    first = node(port, 0)
+    refused = node(port, 1, workers=7)
+    all_heard(refused, Closed, Lost)  # the host is lost to it
+    assert first.hear() == []
+
+
+@pytest.mark.slow
+def test_a_node_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "UNREAD", 0)
+    port = free_port()
+    there = [node(port, rank) for rank in (0, 1)]
+    assert [heard(each, Start).node for each in there] == [0, 1]
+    line = encode(Join(rank=None, name="deaf", port=0, world=there[0]._world))  # answered each time: it is a spare
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.settimeout(SECONDS)
+    deaf.connect(("127.0.0.1", port))
+    deadline = time.monotonic() + 4 * SECONDS
+    try:
+        while time.monotonic() < deadline:
+            deaf.sendall(line * 1000)
+        raise AssertionError("it was not cut off")
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    deaf.close()
+    assert [each.hear() for each in there] == [[], []]
+
+
+@pytest.mark.parametrize(("most", "said"), [(2, "open files"), (2000, "NNODES=2000")])
+def test_a_system_that_allows_too_few_connections_is_said_so(most: int, said: str):
+    program = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from titanlite.launch.node import Node
+Node("127.0.0.1", {free_port()}, 0, 2, {most}, 1).connect()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "UserError" in ended.stderr
+    assert said in ended.stderr
+
+
+def test_the_host_raises_the_limit_of_open_files_where_it_may():
+    program = f"""
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+from titanlite.launch.node import Node
+Node("127.0.0.1", {free_port()}, 0, 2, 200, 1).connect()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * 200)
+"""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1000:
+        pytest.skip("the limit of this machine is low")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("True\n", "")

@@ -1,0 +1,84 @@
+"""A folder in the place for temporary files that belongs to one run.
+
+Invariant: only this user can enter it. It is in use as long as one process of the run lives, because all of them hold
+its lock; what a killed launcher leaves is removed by the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titanlite.config.errors import UserError
+from titanlite.runtime.logging import LOG_FILE
+
+PREFIX = "titanlite-run-"
+OF_A_RUN = ("*.json", "store-*", LOG_FILE)  # what stands in it; anything else stays where it is
+
+
+@contextmanager
+def private_folder() -> Iterator[tuple[Path, int]]:
+    """A new folder, and the descriptor that locks it. Removes what runs have left that were killed.
+
+    Raises:
+        UserError: the system refuses it.
+    """
+    try:
+        place = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise _no_folder("The folder for temporary files", error) from None
+    for left in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or another launcher is removing it
+            _remove_leftover(left)
+    folder, lock = _locked_folder(place)
+    try:
+        yield folder, lock
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+        os.close(lock)
+
+
+def _remove_leftover(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+    finally:
+        os.close(lock)
+
+
+def _locked_folder(place: Path) -> tuple[Path, int]:
+    while True:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        except OSError as error:
+            raise _no_folder(str(place), error) from None
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):  # another launcher took it for a leftover before it was locked
+            continue
+        except OSError as error:  # such as a file system without locks
+            folder.rmdir()
+            raise _no_folder(str(place), error) from None
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _no_folder(place: str, error: OSError) -> UserError:
+    return UserError(f"{place}: a run needs a folder there: {error.strerror}. Set TMPDIR to a folder on a local disk.")
+
+
+def _remove(folder: Path) -> None:
+    for pattern in OF_A_RUN:
+        for file in folder.glob(pattern):
+            file.unlink()
+    folder.rmdir()

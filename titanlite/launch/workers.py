@@ -1,0 +1,118 @@
+"""The workers of this node as processes: started, signalled, killed, and what they leave about their end.
+
+Invariant: a worker is noted before any signal can arrive, so that none is forgotten. Its descriptors are the standard
+ones, the lock of the run's folder, and on the first worker the socket where the others find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.errors import ERROR_FOLDER, UserError
+from titanlite.launch.verdict import End
+from titanlite.runtime.process import LAUNCHER, LISTENER
+
+POLL_SECONDS = 0.1  # between two looks at the workers
+
+
+class Workers:
+    """The workers of one generation after the other.
+
+    Args:
+        command: the program and its arguments, for Python.
+        shown_ranks: ranks whose standard output is ours.
+        folder: of the run alone; workers leave the reason of their end there.
+        lock: a descriptor that workers keep open, because the folder is in use as long as one of them lives.
+
+    Attributes:
+        codes: exit codes of those that have ended, by rank; in the order of their ends.
+        killed: ranks that we killed.
+    """
+
+    def __init__(self, command: Sequence[str], shown_ranks: Sequence[int], folder: Path, lock: int) -> None:
+        self._command, self._shown_ranks, self._folder, self._lock = command, shown_ranks, folder, lock
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by global rank
+        self._seen: dict[int, float] = {}  # when an end was noted
+        self.codes: dict[int, int] = {}
+        self.killed: set[int] = set()
+
+    def start(self, ranks: Sequence[int], environment: Mapping[str, str], listener: int | None) -> None:
+        """Start a worker for each rank. The caller has blocked the signals that it handles.
+
+        Args:
+            listener: a descriptor for rank 0.
+
+        Raises:
+            UserError: the system refuses another process.
+        """
+        self._processes, self._seen, self.codes, self.killed = {}, {}, {}, set()
+        for file in self._folder.glob("*.json"):
+            file.unlink()
+        common = {**os.environ, **environment, ERROR_FOLDER: str(self._folder), LAUNCHER: str(os.getpid())}
+        for local_rank, rank in enumerate(ranks):
+            own, descriptors = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}, [self._lock]
+            if rank == 0 and listener is not None:
+                own[LISTENER] = str(listener)
+                descriptors.append(listener)
+            try:
+                self._processes[rank] = subprocess.Popen(
+                    [sys.executable, "-u", *self._command],
+                    env=common | own,
+                    stdout=None if rank in self._shown_ranks else subprocess.DEVNULL,  # no pipe: a terminal stays one
+                    pass_fds=descriptors,
+                    start_new_session=True,  # Ctrl-C reaches the workers through us alone
+                )
+            except OSError as error:
+                raise UserError(
+                    f"NGPU={len(ranks)}: the system refused process number {local_rank + 1} "
+                    f"({error.strerror}). Lower NGPU, or raise the limit of processes (ulimit -u)."
+                ) from None
+
+    def running(self) -> dict[int, subprocess.Popen[bytes]]:
+        """Those that have not ended, by rank; notes the ends."""
+        running = {}
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is None:
+                running[rank] = process
+            elif rank not in self.codes:
+                self.codes[rank], self._seen[rank] = code, time.time()
+        return running
+
+    def send(self, number: int) -> None:
+        """Send a signal to those that run."""
+        for process in self.running().values():
+            process.send_signal(number)
+
+    def kill(self) -> None:
+        """End those that run at once, with all that they have started."""
+        running = self.running()
+        for rank, process in running.items():
+            self.killed.add(rank)
+            os.killpg(process.pid, signal.SIGKILL)
+        for process in running.values():
+            process.wait()
+
+    def failures(self) -> list[End]:
+        """Those that did not end with 0, the first one first."""
+        ends = []
+        for rank, code in self.codes.items():
+            try:
+                record = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
+                record = {"time": self._seen[rank] - 2 * POLL_SECONDS, "message": None, "closing": ""}
+            if code != 0:
+                ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
+        return sorted(ends, key=lambda end: (end.rank in self.killed, end.time))
+
+    def hangs(self) -> list[dict[str, Any]]:
+        """Where ranks stood that took too long, by `titanlite.runtime.hang_report`."""
+        return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._folder.glob("*.hang.json"))]
