@@ -84,6 +84,21 @@ def test_chunks_that_do_not_cover_a_tensor_exactly_once_are_damage(boxes):
         parse_index(dumped(metadata_of((5, 4), boxes)))
 
 
+@pytest.mark.parametrize("turns", [5, 60])
+def test_a_spiral_of_chunks_is_damage(turns):
+    """Each cut parts one chunk from all others: the time would be the square of their number."""
+    rows: list[Box] = [((0, i), (turns, 1)) for i in range(turns)]
+    steps = [box for i in range(turns) for box in (((i, i), (1, 2 * turns - i)), ((i + 1, i), (turns - 1 - i, 1)))]
+    boxes = [box for box in steps if all(box[1])]
+    assert parse_index(dumped(metadata_of((turns, turns), rows)))
+    metadata = metadata_of((turns, 2 * turns), boxes)
+    if turns < 10:
+        assert parse_index(dumped(metadata))
+        return
+    with pytest.raises(Damage, match="do not cover it exactly once"):
+        parse_index(dumped(metadata))
+
+
 def test_ranks_that_hold_no_row_of_a_small_tensor_are_no_damage():
     assert parse_index(dumped(metadata_of((1, 4), [((0, 0), (1, 4)), ((1, 0), (0, 4))])))
     assert parse_index(dumped(metadata_of((0, 4), [((0, 0), (0, 4))])))

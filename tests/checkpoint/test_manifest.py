@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_sources_that_have_not_had_their_shares_are_damage(saved, rows):
         data["sources"][0] = data["sources"][0] | {"streams": [[0] * 4] * 2}
     reseal(path, body)
     assert bool(commit.verify_folder(path)) == (rows != [12, 12])
+
+
+def test_an_index_larger_than_what_it_lists_is_damage_before_it_is_read(saved, monkeypatch):
+    path, body = saved
+    os.truncate(path / ".metadata", 1 << 32)  # a file of zeros that takes no room on the disk
+    body["files"][".metadata"]["size"] = 1 << 32
+    reseal(path, body)
+    monkeypatch.setattr(commit, "open_file", None)
+    assert commit.verify_folder(path) == ["manifest.json: an index larger than the tensors that it lists"]
+
+
+def test_a_manifest_larger_than_any_is_damage_before_it_is_read(saved):
+    path, _ = saved
+    os.truncate(path / "manifest.json", 1 << 40)
+    assert commit.verify_folder(path) == [f"manifest.json: {1 << 40} bytes, more than one can have"]
 
 
 @pytest.mark.parametrize("data", [None, {}, {"seed": 1}, {"version": "2"}, {"version": True}])

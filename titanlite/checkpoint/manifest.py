@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.reading import read_file
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.files import FileModel, explain
@@ -23,7 +24,10 @@ from titanlite.model.flavors import Architecture
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 DATA_VERSION = 2
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 25  # a rank's file takes 120 bytes: enough for 250,000 ranks
+_MOST_INDEX_BYTES = (
+    1 << 20
+)  # more than the tensors that it lists have: a chunk takes 146 bytes there, in its file 1,200
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=255)]
@@ -175,7 +179,10 @@ class Manifest(FileModel):
     checksum: str
 
     @model_validator(mode="after")
-    def _one_step(self) -> Manifest:
+    def _agree(self) -> Manifest:
+        listed = sum(entry.size for name, entry in self.files.items() if name != INDEX)
+        if INDEX in self.files and self.files[INDEX].size > listed + _MOST_INDEX_BYTES:
+            raise ValueError("an index larger than the tensors that it lists")
         if self.info.train_state.step not in (None, self.step):
             raise ValueError(f"of step {self.step}, with the state of step {self.info.train_state.step}")
         return self
