@@ -75,3 +75,14 @@ def cpu_seconds() -> Callable[[Callable[[], object]], float]:
         return min(taken)
 
     return measure
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A world of one rank, as a run on one process has it."""
+    import torch.distributed as dist  # not by tests that need no torch
+
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

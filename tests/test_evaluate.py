@@ -1,7 +1,7 @@
 """Validation: one score, whatever the layout."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,12 +16,9 @@ from titanlite.evaluate import Score, evaluate
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+def group(one_rank: None) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return dist.group.WORLD
 
 
 def score(group: dist.ProcessGroup, loss_per_token: float) -> tuple[Score, ValidationSet]:

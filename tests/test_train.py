@@ -23,6 +23,7 @@ import pytest
 import strict_run
 import torch
 from ranks import World, start_titanlite, titanlite
+from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from titanlite import train as titanlite_train
@@ -33,63 +34,12 @@ from titanlite.validate import load_and_check
 
 pytestmark = pytest.mark.slow
 
-SMALL = """
-[model]
-dim = 64
-n_layers = 2
-n_heads = 2
-n_kv_heads = 1
-ffn_dim = 128
-
-[training]
-steps = 12
-seq_len = 64
-local_batch_size = 2
-global_batch_size = 4
-mixed_precision_param = "float32"
-
-[optimizer]
-lr = 2e-3
-
-[lr_scheduler]
-warmup_steps = 2
-
-[activation_checkpoint]
-mode = "none"
-
-[checkpoint]
-interval = 5
-
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-"""
-
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
-
-
-def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file)]
-    return subprocess.Popen(
-        [*command, "--job.dump_folder", str(folder), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NGPU": str(ranks)},
-    )
-
-
-def launched(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
-    """What a run and its launcher said."""
-    process = start(job_file, folder, *options, ranks=ranks)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, out + err
-    return out + err
 
 
 def start_ranks(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> World:
@@ -102,19 +52,8 @@ def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int =
     return start_ranks(job_file, folder, *options, ranks=ranks).ends_with(code)
 
 
-def logged(folder: Path) -> dict[int, dict[str, Any]]:
-    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len({entry["step"] for entry in entries}) == len(entries), "a step was logged twice"
-    return {entry["step"]: entry for entry in entries}
-
-
 def curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
     return {step: (e["loss"], e["grad_norm"], e["lr"], e["tokens"]) for step, e in logged(folder).items()}
-
-
-def as_logged(text: str) -> str:
-    """In the log all lines of a message but the first are indented."""
-    return text.rstrip("\n").replace("\n", "\n    ") + "\n"
 
 
 def weights_and_moments(step_folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -132,16 +71,6 @@ def weights_and_moments(step_folder: Path, tmp_path: Path) -> dict[str, torch.Te
 
     flatten("", state)
     return flat
-
-
-def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
-    assert process.stdout is not None
-    deadline = time.monotonic() + 120
-    for line in process.stdout:
-        if re.search(rf"step +{step}/", line):
-            return
-        assert time.monotonic() < deadline
-    raise AssertionError(process.stderr.read() if process.stderr else "")
 
 
 def test_exact_resume(job_file: Path, tmp_path: Path) -> None:
@@ -404,6 +333,47 @@ def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Pa
     said = start_titanlite(*words, before=break_validation).ends_with(1)
     assert "ZeroDivisionError: division by zero\nThe last good step is 12" in said
     assert (out / "train.log").read_text().endswith(as_logged(said[said.index("Traceback") :]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_training_has_begun_stands_in_the_log(
+    job_file: Path, tmp_path: Path, number: signal.Signals, ranks: int
+) -> None:
+    out = tmp_path / "out"
+    words = ("train", "--job.config_file", job_file, "--job.dump_folder", out)
+    world = start_titanlite(*words, ranks=ranks, before=wait_for_data)
+    world.wait_for("\n".join(["looks at the data"] * ranks))
+    for rank in range(ranks):
+        world.kill(rank, number)
+    world.ends_with(128 + number)
+    reason = f"Stopped by {number.name} before training began.\nNothing is saved. To start again: titanlite train"
+    assert world.said.count(reason) == ranks
+    assert (out / "train.log").read_text().endswith(as_logged(world.said[world.said.rindex(reason) :]))
+
+
+def wait_for_data() -> None:
+    """As where the folder of the data is slow."""
+
+    def wait(_: object) -> None:
+        print("looks at the data", flush=True)
+        time.sleep(300)
+
+    titanlite_train.Trainer.build_data = wait  # type: ignore[method-assign]
+
+
+def test_a_run_with_more_rows_than_the_tokenizer_needs_is_resumed_by_the_key_that_the_refusal_names(
+    job_file: Path, tmp_path: Path
+) -> None:
+    """As runs have that began before model.vocab_size, left out, followed the tokenizer."""
+    run(job_file, tmp_path / "out", "--training.steps", "2", "--model.vocab_size", "5120")
+    refused = run(job_file, tmp_path / "out", "--training.steps", "4", code=2)
+    assert "model.vocab_size: 5120 -> 4096 (refused)" in refused
+    assert "Restore that (model.vocab_size = 5120), or start a new run" in refused
+    output = run(job_file, tmp_path / "out", "--training.steps", "4", "--model.vocab_size", "5120")
+    assert "Resumed after step 2" in output
+    assert "1,024 of 5,120 rows of the embedding (model.vocab_size) stand for no token" in output
+    assert sorted(logged(tmp_path / "out")) == [1, 2, 3, 4]
 
 
 def break_validation() -> None:

@@ -6,20 +6,16 @@ answers in a tenth of a second, because each command is imported when it is call
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import io
-import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from titanlite.config.errors import ERROR_FOLDER, UserError, printable
+from titanlite.config.errors import UserError
 
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -115,7 +111,7 @@ def run_quietly(command: Callable[[], object]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
-        _report(str(error), error)
+        _say_end(str(error), error)
         return error.exit_code
     except SystemExit as end:  # tyro's, after a help or a message
         return end.code if isinstance(end.code, int) else 0
@@ -128,28 +124,14 @@ def run_quietly(command: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        _report(traceback.format_exc(), error)
+        _say_end(traceback.format_exc(), error)
         return 1
 
 
-def _report(message: str, error: Exception) -> None:
-    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on stderr. Notes
-    on the error, which say how to go on, come last."""
-    from titanlite.runtime.logging import note_end
+def _say_end(message: str, error: Exception) -> None:
+    from titanlite.runtime.logging import say_end
 
-    # A traceback quotes what stands in files.
-    message, closing = printable(message), printable("\n".join(getattr(error, "__notes__", ())))
-    message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
-    text = "\n".join(filter(None, (message, closing)))
-    note_end(text)
-    folder = os.environ.get(ERROR_FOLDER)
-    record = {"message": message, "closing": closing, "time": time.time()}
-    with contextlib.suppress(OSError):  # the folder may be gone, its disk full
-        if folder is not None:
-            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
-            return
-    with contextlib.suppress(OSError):  # and so may the terminal
-        print(text, file=sys.stderr)
+    say_end(message, "\n".join(getattr(error, "__notes__", ())))
 
 
 def train(argv: Sequence[str]) -> None:

@@ -63,8 +63,8 @@ from titanlite.parallel.step import LossFunction, build_step
 from titanlite.parallel.tensor import vocab_parallel
 from titanlite.portable import write_tokenizer
 from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
-from titanlite.runtime.logging import LOG_FILE, setup_logging
-from titanlite.runtime.signals import Requests, Signals
+from titanlite.runtime.logging import LOG_FILE, say_end, setup_logging
+from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
 from titanlite.validate import checked, world_size
 
@@ -87,7 +87,12 @@ def run(job: JobConfig, argv: Sequence[str] = ()) -> None:
     Raises:
         UserError: Something that a person can mend; its `exit_code` is the program's.
     """
+
+    def stopped(name: str) -> None:
+        say_end(f"Stopped by {name} before training began.", how_to_go_on(job, argv))
+
     with process_group(job) as device:
+        end_at_once(stopped)
         trainer = None
         try:
             trainer = Trainer(job, device)

@@ -141,6 +141,12 @@ def test_the_remedy_fits_all_that_is_refused():
     assert data.remedy(path).endswith('dataset.on_change = "warn".')
 
 
+def test_the_remedy_for_another_model_names_its_keys_even_where_a_job_leaves_them_out():
+    """As a job of flavor 150m that was saved before its vocabulary followed the tokenizer."""
+    changes = compare_jobs(job(model__flavor="150m"), job(model__flavor="150m", model__vocab_size=4096))
+    assert changes.remedy(Path("x")).startswith("Restore that (model.vocab_size = 128256), or start a new run")
+
+
 def test_what_the_loader_says_takes_the_place_of_the_keys_that_it_is_about():
     now = job(dataset__source="text", dataset__path="a", training__seed=1, training__seq_len=64)
     assert compare_jobs(job(), now, data=([], [])).refused == []

@@ -1,6 +1,7 @@
 """`titanlite tokenizer train`: two files of one tokenizer, made again the same, and never over another one."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,12 +10,31 @@ import pytest
 import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import titanlite
+from small_runs import losses
 
 from titanlite.cli import main
+from titanlite.commands.generate import load_checkpoint
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Tokenizer
 from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
 
+SHAPE = """dim = 64
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+ffn_dim = 128
+[training]
+steps = 20
+seq_len = 64
+local_batch_size = 8
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 1
+"""
 TEXTS = [f"{i} Zürich grüßt die Welt, don't 日本語 " * 3 + "\n    return self.value\n" for i in range(200)]
 
 
@@ -97,6 +117,28 @@ def test_mistakes_are_answered(tmp_path, monkeypatch, capsys, words, said):
 def test_another_word_than_train_is_answered(capsys):
     assert main(["tokenizer", "make"]) == 2
     assert "`titanlite tokenizer make` is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_uses_the_tokenizer_that_was_made_and_generates_with_it(tmp_path, capsys):
+    """The printed lines, pasted into a job file, are all that it takes."""
+    text, out = tmp_path / "text.jsonl", tmp_path / "out"
+    text.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    assert train("--data", text, "--vocab-size", 600, "--out", tmp_path / "tokenizer") == 0
+    printed = capsys.readouterr().out
+    lines = printed[printed.index("[tokenizer]") :]
+    job = tmp_path / "job.toml"
+    job.write_text(f'{lines}\n{SHAPE}\n[dataset]\nsource = "jsonl"\npath = "{text}"\n')
+    said = titanlite("train", "--job.config_file", job, "--job.dump_folder", out)
+    assert "40 of 640 rows of the embedding (model.vocab_size) stand for no token" in said
+    found = losses(out)
+    assert found[1] == pytest.approx(math.log(640), abs=0.1)  # each of the 640 rows is as likely as any
+    assert found[20] < found[1] - 1
+    loaded = load_checkpoint(out)
+    assert loaded.model.arch.vocab_size == 640
+    assert loaded.tokenizer.vocab_size == 600
+    assert main(["generate", "--checkpoint", str(out), "--prompt", "日本語 die Welt", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.startswith("日本語 die Welt")
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ as `benchmarks/kill.sh N` sets it, every layout gets every point, and N random m
 
 import contextlib
 import functools
-import json
 import os
 import random
 import signal
@@ -17,37 +16,14 @@ from pathlib import Path
 import kill_run
 import pytest
 from ranks import World, start_titanlite
+from small_runs import SMALL, losses
 
 from titanlite.checkpoint import commit
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
-JOB = """
-[model]
-dim = 64
-n_layers = 2
-n_heads = 2
-n_kv_heads = 1
-ffn_dim = 128
-[training]
-steps = 8
-seq_len = 32
-local_batch_size = 1
-global_batch_size = 2
-mixed_precision_param = "float32"
-[optimizer]
-lr = 2e-3
-[lr_scheduler]
-warmup_steps = 2
-[activation_checkpoint]
-mode = "none"
-[checkpoint]
-interval = 2
-keep_latest_k = 1
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-"""
+OPTIONS = "--training.steps 8 --training.seq_len 32 --training.local_batch_size 1 --training.global_batch_size 2 "
+OPTIONS += "--checkpoint.interval 2 --checkpoint.keep_latest_k 1"
 LONG = "TITANLITE_KILLS" in os.environ
 RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
@@ -68,15 +44,9 @@ class Run:
         self.ranks = ranks
         self.seconds = 0.0  # that `finish` took
         job = folder.with_suffix(".toml")
-        job.write_text(JOB)
-        self.options = [
-            "--job.config_file",
-            str(job),
-            "--job.dump_folder",
-            str(folder),
-            "--checkpoint.async_mode",
-            mode,
-        ]
+        job.write_text(SMALL)
+        names = ["--job.config_file", str(job), "--job.dump_folder", str(folder)]
+        self.options = [*names, *OPTIONS.split(), "--checkpoint.async_mode", mode]
 
     def start(self, point: str = "none", *options: str) -> World:
         words = ("train", *self.options, *options)
@@ -110,10 +80,6 @@ class Run:
     def checkpoints(self) -> list[str]:
         return [path.name for path in commit.list_checkpoints(self.folder / "checkpoint")]
 
-    def losses(self) -> dict[int, float]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
-
     def final_state(self) -> dict[str, str]:
         """The checksums of the last checkpoint's data: weights, optimizer state and random states."""
         path = self.folder / "checkpoint" / "step-00000008"
@@ -131,8 +97,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:
-    assert run.losses() == reference.losses()
-    assert sorted(run.losses()) == list(range(1, 9))
+    assert losses(run.folder) == losses(reference.folder)
+    assert sorted(losses(run.folder)) == list(range(1, 9))
     assert run.final_state() == reference.final_state()
     assert len(run.final_state()) == run.ranks
     assert os.listdir(run.folder / "checkpoint") == ["step-00000008"]
@@ -219,5 +185,5 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, layout, references):
     data.write_bytes(content)
     out = run.finish()
     assert "step-00000008 is DAMAGED (__0_0.distcp: checksum differs" in out
-    assert run.losses() == reference.losses()
+    assert losses(run.folder) == losses(reference.folder)
     assert run.final_state() == reference.final_state()

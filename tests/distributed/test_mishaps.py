@@ -1,12 +1,12 @@
 """Ranks that die or hang: the run goes on by itself, or says who was late, in what and where."""
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from small_runs import losses
 
 from titanlite.launch.verdict import explain_hang
 
@@ -47,11 +47,6 @@ def launch(folder: Path, mishap: str, restarts: int) -> subprocess.CompletedProc
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=180, check=False)
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records]
-
-
 @pytest.mark.slow
 def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path) -> None:
     done = launch(tmp_path, "killed", restarts=1)
@@ -61,7 +56,7 @@ def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path
     assert "resumed from step 10" in done.stdout
     assert launch(tmp_path, "nothing", restarts=0).returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "nothing")
-    assert [step for step, _ in losses(tmp_path / "killed")] == list(range(1, 21))
+    assert list(losses(tmp_path / "killed")) == list(range(1, 21))
 
 
 @pytest.mark.slow

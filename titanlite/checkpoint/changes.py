@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titanlite.config.mistakes import shown
 from titanlite.config.schema import Model
 from titanlite.model.flavors import architecture
 
@@ -67,6 +68,8 @@ class Changes:
     """Refused: the weights fit, the place in the data does not."""
     other_data: list[str] = field(default_factory=list)
     """Refused, unless dataset.on_change = "warn"."""
+    saved_model: list[str] = field(default_factory=list)
+    """The keys of the model that differ, as the checkpoint has them: "model.dim = 256"."""
 
     @property
     def refused(self) -> list[str]:
@@ -85,7 +88,8 @@ class Changes:
             path: the checkpoint.
         """
         if self.other_model:
-            return "Restore that, or start a new run in another job.dump_folder."
+            keys = f" ({', '.join(self.saved_model)})" if self.saved_model else ""
+            return f"Restore that{keys}, or start a new run in another job.dump_folder."
         if self.other_order:
             return (
                 "Restore that, or start a new run from the weights of this one: another job.dump_folder, and "
@@ -163,6 +167,8 @@ def _compare_models(before: Any, now: dict[str, Any], changes: Changes) -> None:
         if old[key] != new[key]:
             lines = changes.other_model if key in _SHAPE else changes.curve
             lines.append(f"model.{key}: {old[key]} -> {new[key]}")
+            if key in _SHAPE:
+                changes.saved_model.append(f"model.{key} = {shown(old[key])}")
 
 
 def _class_of(

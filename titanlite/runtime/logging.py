@@ -6,16 +6,19 @@ Rank 0 alone writes the file.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import logging.handlers
 import os
 import re
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from titanlite.config.errors import UserError, one_line, printable
+from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +103,28 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
         if theirs is not None and rank not in ranks:
             theirs.setLevel(logging.ERROR)
     return logger
+
+
+def say_end(message: str, closing: str) -> None:
+    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on standard error;
+    and in train.log, where this process has opened it.
+
+    Args:
+        message: The reason, or a traceback, which may end with `closing`.
+        closing: How to go on; it comes last.
+    """
+    message, closing = printable(message), printable(closing)  # they quote what stands in files
+    message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
+    text = "\n".join(filter(None, (message, closing)))
+    note_end(text)
+    folder = os.environ.get(ERROR_FOLDER)
+    record = {"message": message, "closing": closing, "time": time.time()}
+    with contextlib.suppress(OSError):  # the folder may be gone, its disk full
+        if folder is not None:
+            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
+            return
+    with contextlib.suppress(OSError):  # and so may the terminal
+        print(text, file=sys.stderr)
 
 
 def note_end(message: str, log_file: Path | None = None) -> None:

@@ -7,15 +7,18 @@ said during the step before.
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.process import STOP_SIGNALS
+from titanlite.runtime.process import STOP_SIGNALS, leave
 
 SAVE = signal.SIGUSR2
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,28 @@ class Requests:
     data_fails: bool = False
 
 
+def end_at_once(say: Callable[[str], None]) -> None:
+    """Let a signal that stops a run end this process with 128 plus its number, once `say` was told its name. For the
+    time before `Signals` takes them, because there is nothing to save yet."""
+
+    def end(number: int) -> None:
+        say(signal.Signals(number).name)
+        leave(128 + number)
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        _catch(STOP_SIGNALS, signal.SIG_IGN)
+        # Not in this thread: the signal may have interrupted it in the middle of a line.
+        threading.Thread(target=end, args=(number,)).start()
+
+    _catch(STOP_SIGNALS, receive)
+
+
+def _catch(numbers: Iterable[signal.Signals], handler: Handler) -> None:
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, handler)
+
+
 class Signals:
     """Catches SIGINT, SIGTERM, SIGHUP and SIGUSR1 (stop) and SIGUSR2 (save). A SIGINT after one of the first ends at
     once. A further SIGTERM does not, because a scheduler's comes twice: once passed on by the launcher."""
@@ -37,9 +62,7 @@ class Signals:
         self._group = group
         self._stop, self._save = 0, 0
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
-        for number in (*STOP_SIGNALS, SAVE):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._receive)
+        _catch((*STOP_SIGNALS, SAVE), self._receive)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if number == SAVE:
