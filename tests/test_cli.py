@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
-from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.config.load import KEYS, SECTIONS, on_command_line
 
 TITANLITE = [sys.executable, "-m", "titanlite"]
@@ -174,7 +174,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str
 def test_a_worker_reports_to_its_launcher_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv(cli.ERROR_FOLDER, str(tmp_path))
+    monkeypatch.setenv(ERROR_FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "5")
     error = GuardError("why")
     error.add_note("how to go on")
