@@ -83,7 +83,7 @@ BROKEN = [  # options, ranks, and what the report must hold
         ['validation.source = "python_stdlib"', "not used beside validation.holdout"],
     ),
     (["--job.dump_folder", "job.toml/out"], 1, ['job.dump_folder = "job.toml/out"', "job.toml is a file"]),
-    (["--checkpoint.folder", "config.toml"], 1, ['checkpoint.folder = "config.toml"', "Leave the suffix out"]),
+    (["--checkpoint.folder", "my.toml"], 1, ['checkpoint.folder = "my.toml"', "Leave the suffix out"]),
     (
         ["--parallelism.data_parallel_replicate_degree", "3"],
         4,
@@ -201,7 +201,7 @@ SOUND = [
     (["--float8.enable", "--float8.min_features", "0", "--model.vocab_size", "4100"], 1),  # the output is not converted
     (["--dataset.source", "text", "--dataset.path", "job.toml"], 1),
     (["--dataset.source", "text", "--dataset.path", "**/*.toml"], 1),
-    (["--validation.source", "jsonl"], 1),  # there is no validation
+    (["--validation.source", "jsonl", "--validation.freq", "0"], 1),  # there is no validation
     (["--validation.freq", "2", "--validation.source", "python_stdlib"], 1),  # named, even if it is the default
     (["--validation.freq", "2", "--validation.holdout", "0.1"], 1),
     (["--training.steps", "5"], 1),  # a look at the first steps of a longer run, with its own warmup

@@ -124,6 +124,137 @@ JOB_FILES = [
     Case("job: a folder", "check --job.config_file folder", "no such file", {"folder/x": ""}),
     Case("job: not there", "check --job.config_file nowhere.toml", 'job.config_file = "nowhere.toml" | Known there'),
     Case("job: a binary file", "check --job.config_file bad.toml", "bad.toml", {"bad.toml": bytes(range(256)) * 9}),
+    job(
+        "a comment only with a bom key",
+        "\ufeff[training]\nstepz = 5",
+        "training.stepz = 5 | did you mean training.steps?",
+    ),
+    job("dotted keys", "training.stepz = 5", "did you mean training.steps?"),
+    job("an inline table", "training = { steps = -1 }", "training.steps = -1"),
+    job("an upper-case section", "[Training]\nsteps = 5", "did you mean [training]?"),
+    job("an upper-case key", "[training]\nSteps = 5", "did you mean training.steps?"),
+    job("a hyphen in a key", "[training]\nseq-len = 5", "did you mean training.seq_len?"),
+    job("a key of torchtitan's", "[training]\nbatch_size = 8", "training.batch_size = 8 | did you mean"),
+    job("torchtitan's comm section", "[experimental]\nenable = true", "[experimental] | unknown section"),
+    job("a nested table", "[training.steps]\nvalue = 5", "training.steps = | a whole number"),
+    job("a list for a number", "[training]\nsteps = [5]", "training.steps = [5] | a whole number"),
+    job("an empty text for a path", '[tokenizer]\npath = ""', "tokenizer.path"),
+    job("a path of dots", '[tokenizer]\npath = ".."', "is a folder"),
+    job("minus two for automatic", "[parallelism]\ndata_parallel_shard_degree = -2", "at least 1, or -1 for automatic"),
+    job("a batch of zero", "[training]\nglobal_batch_size = 0", "at least 1, or -1 for automatic"),
+    job("a ratio above one", "[lr_scheduler]\ndecay_ratio = 1.5", "lr_scheduler.decay_ratio = 1.5 | at most 1"),
+    job("a seed too large", "[training]\nseed = 9223372036854775808", "training.seed = 9223372036854775808"),
+    job("a seed below zero", "[training]\nseed = -1", "training.seed = -1 | at least 0"),
+    job("kv heads that do not divide", "[model]\nn_heads = 4\nn_kv_heads = 3", "model.n_kv_heads = 3"),
+    job("more kv heads than heads", "[model]\nn_heads = 4\nn_kv_heads = 8", "model.n_kv_heads = 8"),
+    job("an odd head", "[model]\ndim = 12\nn_heads = 4\nn_kv_heads = 4", "even"),
+    job("a flavor as a number", "[model]\nflavor = 8", "model.flavor = 8 | a text"),
+    job("tied as a text", '[model]\ntied_embeddings = "true"', "true or false"),
+    job("a rope below one", "[model]\nrope_scaling_factor = 0.5", "at least 1"),
+    job(
+        "rope frequencies the wrong way",
+        "[model]\nrope_scaling_factor = 8.0\nrope_low_freq_factor = 4.0\nrope_high_freq_factor = 1.0",
+        "rope",
+    ),
+    job(
+        "float8 all-gather rowwise",
+        '[float8]\nenable = true\nrecipe_name = "rowwise"\nenable_fsdp_float8_all_gather = true',
+        "float8",
+    ),
+    job(
+        "precompute without the all-gather",
+        "[float8]\nenable = true\nprecompute_float8_dynamic_scale_for_fsdp = true",
+        "enable_fsdp_float8_all_gather",
+    ),
+    job("float8 of nothing", '[float8]\nrecipe_name = "mxfp8"', "float8.recipe_name"),
+    job(
+        "ac option 0", '[activation_checkpoint]\nselective_ac_option = "0"', "activation_checkpoint.selective_ac_option"
+    ),
+    job(
+        "ac option as a number",
+        "[activation_checkpoint]\nselective_ac_option = 2",
+        "activation_checkpoint.selective_ac_option = 2",
+    ),
+    job(
+        "moments in bfloat16 with beta2 0.999",
+        '[optimizer]\nbeta2 = 0.999\nstate_dtype = "bfloat16"',
+        "stochastic_rounding",
+    ),
+    job("stochastic rounding of float32", "[optimizer]\nstochastic_rounding = true", "stochastic_rounding"),
+    job("fp16", '[training]\nmixed_precision_param = "float16"', "mixed_precision_param | bfloat16"),
+    job("bf16 in short", '[training]\ndtype = "bf16"', 'training.dtype = "bf16" | "bfloat16"'),
+    job(
+        "split points without a pipeline",
+        '[parallelism]\npipeline_parallel_split_points = ["layers.2"]',
+        "split_points",
+    ),
+    job("a schedule that is none", '[parallelism]\npipeline_parallel_schedule = "1f1b"', "1F1B"),
+    job(
+        "pipeline deeper than the model",
+        "[parallelism]\npipeline_parallel_degree = 8\n[training]\nlocal_batch_size = 1\nglobal_batch_size=8",
+        "pipeline_parallel_degree",
+        "--world-size 8",
+    ),
+    job(
+        "tensor parallel that does not divide the heads",
+        "[parallelism]\ntensor_parallel_degree = 3",
+        "tensor_parallel_degree",
+        "--world-size 3",
+    ),
+    job(
+        "context parallel of odd rows",
+        "[parallelism]\ncontext_parallel_degree = 2\n[training]\nseq_len = 63",
+        "context_parallel",
+        "--world-size 2",
+    ),
+    job(
+        "async tensor parallel on a CPU",
+        "[parallelism]\nenable_async_tensor_parallel = true",
+        "enable_async_tensor_parallel",
+    ),
+    job("an interval of zero", "[checkpoint]\ninterval = 0", "greater than 0"),
+    job("a step to go back to below -1", "[checkpoint]\nload_step = -2", "at least -1"),
+    job("export dtype int8", '[checkpoint]\nexport_dtype = "int8"', "export_dtype"),
+    job(
+        "hf without a path", "[checkpoint]\ninitial_load_in_hf = true", "initial_load_in_hf = true | Set both, or none"
+    ),
+    job("an absolute checkpoint folder", '[checkpoint]\nfolder = "/etc/passwd"', "checkpoint.folder"),
+    job("a checkpoint folder of a name that the run writes", '[checkpoint]\nfolder = "tb"', "other outputs"),
+    job("an empty checkpoint folder", '[checkpoint]\nfolder = ""', "other outputs"),
+    job("log_freq 0", "[metrics]\nlog_freq = 0", "metrics.log_freq = 0"),
+    job("wandb", "[metrics]\nenable_wandb = true", "metrics.enable_wandb"),
+    job("a timeout of zero", "[comm]\ninit_timeout_seconds = 0", "comm.init_timeout_seconds"),
+    job(
+        "a stage after the end",
+        '[training]\nsteps=10\n[[dataset.sources]]\nsource="jsonl"\npath="text.jsonl"\n'
+        "[[dataset.stages]]\nstart_step = 50\nweights=[1.0]",
+        "stages",
+    ),
+    job("a source of a mix without a path", '[[dataset.sources]]\nsource="jsonl"', "path"),
+    job(
+        "a weight below zero",
+        '[[dataset.sources]]\nsource="c4"\nweight=-1.0',
+        "dataset.sources.0.weight = -1.0 | at least 0",
+    ),
+    job("threads below zero", "[training]\nnum_threads = -1", "num_threads"),
+    job("a clip of nan", "[training]\nmax_norm = nan", "training.max_norm = nan"),
+    job("compile of everything", '[compile]\nenable = true\ncomponents = ["all"]', 'compile.components.0 = "all"'),
+    job("a list of numbers for names", "[float8]\nfilter_fqns = [1, 2]", "float8.filter_fqns.0 = 1"),
+    job(
+        "validation source without freq",
+        '[validation]\nsource = "jsonl"\npath = "text.jsonl"',
+        "validation.freq is left out",
+    ),
+    job(
+        "both holdout and a source",
+        '[validation]\nfreq = 5\nholdout = 0.1\nsource = "jsonl"\npath = "text.jsonl"',
+        "holdout",
+    ),
+    job(
+        "a validation path that is not there",
+        '[validation]\nfreq = 5\nsource = "jsonl"\npath = "nowhere.jsonl"',
+        "nowhere.jsonl",
+    ),
 ]
 
 COMMAND_LINES = [
@@ -183,6 +314,63 @@ COMMAND_LINES = [
     Case("line: a tokenizer of 5 tokens", "tokenizer train --data text.jsonl --vocab-size 5 --out x", "--vocab-size 5"),
     Case("line: verify nothing", "verify", "PATH"),
     Case("line: verify two", "verify run other", "other"),
+    Case("line: help on a command that is none", "help chekc", "check"),
+    Case("line: train --help of nothing", "train --help nothing_such", "no section or key"),
+    Case("line: a command in capitals", "TRAIN", "Did you mean `titanlite train`?"),
+    Case("line: an empty command", "''", "unknown command"),
+    Case(
+        "line: the config file twice, the second wrong",
+        "check --job.config_file job.toml --job.config_file nowhere",
+        "nowhere",
+    ),
+    Case("line: a config file without a value", "check --job.config_file", "--job.config_file (no value)"),
+    Case("line: a dash alone", "check -", "expected an option"),
+    Case("line: a value with spaces", "check --training.steps '1 0'", "training.steps"),
+    Case("line: thousands", "check --training.steps 1,000", 'training.steps = "1,000"'),
+    Case("line: a k", "check --training.steps 10k", 'training.steps = "10k"'),
+    Case("line: hex", "check --training.steps 0x10", "training.steps"),
+    Case("line: a huge number", "check --training.steps " + "9" * 5000, "training.steps"),
+    Case("line: infinity", "check --training.max_norm inf", "training.max_norm"),
+    Case("line: a flag with =", "check --compile.enable=true", "takes no value"),
+    Case("line: no-flag with a value", "check --checkpoint.no-enable false", "takes no value"),
+    Case("line: two no", "check --checkpoint.no-no-enable", "--checkpoint.no-no-enable"),
+    Case("line: an emoji", "check --training.steps \U0001f600", "training.steps"),
+    Case("line: not UTF-8", "check --job.description '\udcff'", "job.description"),
+    Case("line: json to check", "check --json", "--json"),
+    Case("line: verify with an option that is none", "verify run --deep", "--deep"),
+    Case("line: verify with json of nothing", "verify --json", "PATH"),
+    Case("line: a temperature in words", "generate --checkpoint run --temperature hot", "--temperature"),
+    Case("line: export of two", "export --checkpoint run hurt --out x", "hurt"),
+    Case(
+        "line: tokenizer with a size too large",
+        "tokenizer train --data text.jsonl --vocab-size 99999999 --out x",
+        "--vocab-size 99999999",
+    ),
+    Case(
+        "line: tokenizer of more than the text gives",
+        "tokenizer train --data text.jsonl --vocab-size 100000 --out x",
+        "vocabulary",
+    ),
+    Case(
+        "line: tokenizer of a column that is not there",
+        "tokenizer train --data text.jsonl --text-column body --vocab-size 600 --out x",
+        "There is no text to train on | no field 'body'",
+    ),
+    Case("line: tokenizer of a folder", "tokenizer train --data run --vocab-size 600 --out x", "run"),
+    Case(
+        "line: tokenizer of bytes a day",
+        "tokenizer train --data text.jsonl --vocab-size 600 --out x --max-bytes 0",
+        "--max-bytes 0",
+    ),
+    Case("line: tokenizer into /proc", "tokenizer train --data text.jsonl --vocab-size 600 --out /proc/x", "/proc"),
+    Case(
+        "line: tokenizer over a file", "tokenizer train --data text.jsonl --vocab-size 600 --out job.toml", "job.toml"
+    ),
+    Case("line: prepare into the folder of the text", f"prepare --out . --workers 1 {ROWS} text.jsonl", "is not empty"),
+    Case("line: prepare of shards", "prepare --out x --workers 1 --dataset.source shards --dataset.path run", "run"),
+    Case("line: data show of a rank", f"{JSONL} text.jsonl {SMALL} --rank 5", "--rank"),
+    Case("line: data show with a negative row", f"{JSONL} text.jsonl {SMALL} --row -1", "--row"),
+    Case("line: import over a run", "import --hf nowhere --out run", "nowhere"),
 ]
 
 ENVIRONMENTS = [
@@ -224,6 +412,31 @@ ENVIRONMENTS = [
         env={"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost;reboot"},
     ),
     Case("env: a wrong job", "launch --training.steps 0", "training.steps = 0"),
+    Case(
+        "env: MASTER_PORT 0",
+        "launch",
+        "MASTER_PORT=0",
+        env={"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
+    ),
+    Case(
+        "env: NODE_RANK in words",
+        "launch",
+        "NODE_RANK=first",
+        env={"NNODES": "2", "NODE_RANK": "first", "MASTER_ADDR": "localhost"},
+    ),
+    Case(
+        "env: NODE_RANK below 0",
+        "launch",
+        "NODE_RANK=-1",
+        env={"NNODES": "2", "NODE_RANK": "-1", "MASTER_ADDR": "localhost"},
+    ),
+    Case("env: NNODES 0", "launch", "NNODES=0", env={"NNODES": "0"}),
+    Case("env: NGPU with a fraction", "launch", "NGPU=1.5", env={"NGPU": "1.5"}),
+    Case("env: LOG_RANK below 0", "train", "LOG_RANK", env={"LOG_RANK": "-1"}),
+    Case("env: WORLD_SIZE negative", "train", "WORLD_SIZE", env={"WORLD_SIZE": "-1"}),
+    Case("env: RANK in words", "train", 'RANK "first"', env={"RANK": "first"}),
+    Case("env: RANK beyond the world", "train", 'RANK "5" | at most 0', env={"RANK": "5"}),
+    Case("env: MAX_RESTARTS below 0", "launch", "MAX_RESTARTS=-1", env={"MAX_RESTARTS": "-1"}),
 ]
 
 DATA = [
@@ -297,6 +510,52 @@ DATA = [
         f"data show --dataset.source huggingface --dataset.path ./nowhere {SMALL}",
         "nowhere",
     ),
+    Case("data: a JSON text a line", f"{JSONL} bad.jsonl {SMALL}", "bad.jsonl", {"bad.jsonl": '"hello"\n' * 50}),
+    Case("data: a JSON null", f"{JSONL} bad.jsonl {SMALL}", "bad.jsonl", {"bad.jsonl": '{"text": null}\n' * 50}),
+    Case(
+        "data: a list of texts", f"{JSONL} bad.jsonl {SMALL}", "bad.jsonl", {"bad.jsonl": '{"text": ["a","b"]}\n' * 50}
+    ),
+    Case(
+        "data: pretty-printed JSON",
+        f"{JSONL} bad.jsonl {SMALL}",
+        "bad.jsonl",
+        {"bad.jsonl": json.dumps([{"text": "a"}] * 9, indent=2)},
+    ),
+    Case(
+        "data: pretty-printed object",
+        f"{JSONL} bad.jsonl {SMALL}",
+        "bad.jsonl",
+        {"bad.jsonl": json.dumps({"text": "a " * 500}, indent=2)},
+    ),
+    Case("data: CSV", f"{JSONL} bad.csv {SMALL}", "bad.csv", {"bad.csv": "id,text\n1,hello\n" * 20}),
+    Case("data: UTF-16", f"{JSONL} bad.jsonl {SMALL}", "bad.jsonl", {"bad.jsonl": TEXT.encode("utf-16")}),
+    Case(
+        "data: nested 100,000 deep",
+        f"{JSONL} bad.jsonl {SMALL}",
+        "bad.jsonl",
+        {"bad.jsonl": ("[" * 100000 + "]" * 100000 + "\n") * 2},
+    ),
+    Case(
+        "data: a text file that is binary",
+        f"data show --dataset.source text --dataset.path bad.txt {SMALL}",
+        "bad.txt",
+        {"bad.txt": bytes(range(256)) * 20},
+    ),
+    Case("data: zip", f"{JSONL} bad.jsonl {SMALL}", "bad.jsonl", {"bad.jsonl": b"PK\x03\x04" + bytes(range(256)) * 9}),
+    Case("data: gzip that is plain", f"{JSONL} bad.jsonl.gz {SMALL}", "bad.jsonl.gz", {"bad.jsonl.gz": TEXT}),
+    Case(
+        "data: a pattern without files in a folder",
+        f"{JSONL} 'run/*.jsonl' {SMALL} --dataset.text_column nowhere",
+        "run",
+    ),
+    Case("data: a link to nowhere", f"{JSONL} dangling {SMALL}", "dangling"),
+    Case(
+        "data: an arrow folder with a broken state",
+        f"data show --dataset.source arrow --dataset.path bad {SMALL}",
+        "bad",
+        {"bad/state.json": "{", "bad/dataset_info.json": "{}"},
+    ),
+    Case("data: the device /dev/null", f"{JSONL} /dev/null {SMALL}", "/dev/null"),
 ]
 
 
@@ -333,6 +592,9 @@ TOKENIZERS = [
         "check --model.vocab_size 100",
         "model.vocab_size = 100 | at least 4096, the vocabulary of",
     ),
+    with_tokenizer("one line without end", "YQ== 0", "byte"),
+    with_tokenizer("a gap in ranks", ranks_file([*BYTES, (b"ab", 300)]), ""),
+    with_tokenizer("UTF-16", "YQ== 0\n".encode("utf-16"), ""),
 ]
 
 CHECKPOINTS = [
@@ -424,6 +686,19 @@ CHECKPOINTS = [
         "bad",
         {"bad/params.json": '{"dim": 8, "n_layers": 1, "n_heads": 1, "vocab_size": 9, "norm_eps": 1e-5}'},
     ),
+    Case(
+        "checkpoint: a step that is not there",
+        "generate --checkpoint run/checkpoint/step-00000099 --prompt x",
+        "step-00000099",
+    ),
+    Case(
+        "checkpoint: a file of it",
+        "generate --checkpoint run/checkpoint/step-00000020/manifest.json --prompt x",
+        "is a file",
+    ),
+    Case("checkpoint: a name with NUL", "generate --checkpoint 'a\0b' --prompt x", "--checkpoint"),
+    Case("checkpoint: a name of 300 characters", f"generate --checkpoint {'x' * 300} --prompt x", "--checkpoint"),
+    Case("checkpoint: initial path a file", "train --checkpoint.initial_load_path job.toml", "job.toml"),
 ]
 
 FOLDERS = [
@@ -444,6 +719,17 @@ FOLDERS = [
     Case("folder: config.toml is a folder", "train --job.dump_folder out", "config.toml", {"out/config.toml/x": ""}),
     Case("folder: tb is a file", "train --job.dump_folder out", "tb", {"out/tb": ""}),
     Case("folder: no start from nowhere", "train --checkpoint.initial_load_path nowhere", "nowhere"),
+    Case(
+        "folder: environment.json is a folder",
+        "train --job.dump_folder out",
+        "environment.json",
+        {"out/environment.json/x": ""},
+    ),
+    Case(
+        "folder: checkpoint is a link to nowhere",
+        "train --job.dump_folder hurt2 --checkpoint.folder ../dangling",
+        "dangling",
+    ),
 ]
 
 CASES = [*JOB_FILES, *COMMAND_LINES, *ENVIRONMENTS, *DATA, *TOKENIZERS, *CHECKPOINTS, *FOLDERS]
@@ -513,7 +799,7 @@ def plain(text: str) -> str:
 
 
 def test_each_case_has_a_name_of_its_own_and_there_are_many():
-    assert len({case.name for case in CASES}) == len(CASES) >= 150
+    assert len({case.name for case in CASES}) == len(CASES) >= 300
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -104,11 +104,21 @@ def world_size() -> int:
     """Ranks of the world that a launcher's environment describes; 1 without it.
 
     Raises:
-        UserError: WORLD_SIZE is no such number.
+        UserError: WORLD_SIZE, or a rank in that world, is no such number.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isdecimal() and text.isascii() and int(text) > 0):
-        raise UserError(f'WORLD_SIZE "{text}": a whole number of at least 1 is allowed.')
+    size = _variable("WORLD_SIZE", 1)
+    local_size = _variable("LOCAL_WORLD_SIZE", 1, size)
+    _variable("RANK", 0, size - 1)
+    _variable("LOCAL_RANK", 0, local_size - 1)
+    return size
+
+
+def _variable(name: str, least: int, most: int | None = None) -> int:
+    """The number in an environment variable that launchers set; `least` without it."""
+    text = os.environ.get(name, str(least))
+    if not (text.isdecimal() and text.isascii() and least <= int(text) <= (int(text) if most is None else most)):
+        upper = "" if most is None else f" and at most {most}"
+        raise UserError(f'{name} "{text}": a whole number of at least {least}{upper} is allowed. A launcher sets it.')
     return int(text)
 
 
@@ -252,12 +262,15 @@ def validation_data(context: Context) -> Iterator[str]:
         else:
             text = "needs something to validate on: a share of the training data, such as validation.holdout = 0.01, "
             yield context.wrong("validation.freq", text + "or a validation.source of its own.")
-    elif validation.holdout > 0:
-        if validation.freq == 0 and "validation.freq" not in context.origins:  # 0 in writing is meant
-            text = "holds documents out for a validation that never comes: validation.freq is left out, which means 0. "
-            text += "Set both, or none."
-            yield context.wrong("validation.holdout", text)
-        for key in [*_source_keys(context, "validation"), *["validation.sources"] * bool(validation.sources)]:
+    keys = [*_source_keys(context, "validation"), *["validation.sources"] * bool(validation.sources)]
+    if validation.freq == 0 and "validation.freq" not in context.origins:  # 0 in writing is meant
+        for key in ["validation.holdout"] if validation.holdout > 0 else keys[:1]:
+            text = (
+                "is for a validation that never comes: validation.freq is left out, which means 0. Set both, or none."
+            )
+            yield context.wrong(key, text)
+    if validation.holdout > 0:
+        for key in keys:
             yield context.wrong(key, "is not used beside validation.holdout, which reads [dataset]. Set one of them.")
 
 
@@ -328,7 +341,7 @@ def output_folders(context: Context) -> Iterator[str]:
     run = Path(context.job.job.dump_folder).absolute()
     problems = {"job.dump_folder": not_writable(run) or _wrong_kind(run)}
     if context.job.checkpoint.enable:
-        problems["checkpoint.folder"] = not_writable(run / context.job.checkpoint.folder)
+        problems["checkpoint.folder"] = not_writable(Path(os.path.normpath(run / context.job.checkpoint.folder)))
     if problems["job.dump_folder"]:
         problems.pop("checkpoint.folder", None)
     for key, problem in problems.items():
@@ -353,11 +366,17 @@ def initial_weights(context: Context) -> Iterator[str]:
     if checkpoint.enable and not resumes and not os.path.isdir(origin):
         found = "is a file" if os.path.exists(origin) else "does not exist"
         yield context.wrong("checkpoint.initial_load_path", f"{found}; a folder of a checkpoint is needed.")
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
+        text = "says how to read checkpoint.initial_load_path, which is left out. Set both, or none."
+        yield context.wrong("checkpoint.initial_load_in_hf", text)
 
 
 @rule("checkpoint.folder")
 def checkpoint_folder(context: Context) -> Iterator[str]:
-    if context.job.checkpoint.folder.endswith((".toml", ".json", ".jsonl", ".log")):
+    if os.path.normpath(context.job.checkpoint.folder) in (".", "final", "final_hf", *FILES):
+        text = "is where a run writes other outputs. Choose a folder for the checkpoints alone, such as checkpoint."
+        yield context.wrong("checkpoint.folder", text)
+    elif context.job.checkpoint.folder.endswith((".toml", ".json", ".jsonl", ".log")):
         yield context.wrong("checkpoint.folder", "is the name of a file; a folder appears there. Leave the suffix out.")
 
 

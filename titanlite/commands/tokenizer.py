@@ -67,7 +67,11 @@ def main(argv: Sequence[str]) -> None:
     shares = [int(options.max_bytes * spec.weight / total) for spec in specs]
     samples = [Sample(open_source(s), share, options.holdout) for s, share in zip(specs, shares, strict=True) if share]
     specials = len(llama3_special_tokens())
-    tokens = train_tokens(chain.from_iterable(samples), options.vocab_size - specials)
+    texts = chain.from_iterable(samples)
+    if (first := next(texts, None)) is None:
+        reasons = [f": {sample.first_skipped}" for sample in samples if sample.first_skipped]
+        raise UserError(f"There is no text to train on{''.join(reasons[:1]) or '.'}")
+    tokens = train_tokens(chain([first], texts), options.vocab_size - specials)
     try:
         write_tiktoken(tokens, files[0])
         tiktoken_to_json(*files)

@@ -36,6 +36,7 @@ class Sample:
         held_out: those.
         documents, num_bytes: what was given for training.
         skipped: records that could not be read.
+        first_skipped: what was wrong with the first of them.
     """
 
     source: Source
@@ -45,12 +46,14 @@ class Sample:
     documents: int = 0
     num_bytes: int = 0
     skipped: int = 0
+    first_skipped: BadRecord | None = None
 
     def __iter__(self) -> Iterator[str]:
         count = 0
         for record in self._records():
             if isinstance(record, BadRecord):
                 self.skipped += 1
+                self.first_skipped = self.first_skipped or record
                 continue
             count += 1
             if self.holdout and count % self.holdout == 0:

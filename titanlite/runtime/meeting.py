@@ -10,14 +10,24 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from titanlite.config.errors import UserError
 from titanlite.runtime.process import LISTENER, STORE
 
 
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """The store of a world of ranks; None where another launcher, such as torchrun, says it by its own variables."""
+    """The store of a world of ranks; None where another launcher, such as torchrun, says it by its own variables.
+
+    Raises:
+        UserError: there are several ranks, but no launcher that says where they meet.
+    """
     if world_size == 1:
         return HashStore()
     if STORE not in os.environ:
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise UserError(
+                f"WORLD_SIZE={world_size}, but no {' and no '.join(missing)}: `NGPU={world_size} titanlite launch` or "
+                "torchrun starts a world of several ranks. Unset WORLD_SIZE to train on one."
+            )
         return None
     host, _, port = os.environ[STORE].rpartition(":")
     if not port.isdecimal():  # our launcher's file
