@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config import schema
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 
 SAVES = 5

@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from titanlite.config.flavors import FLAVORS
+from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import open_source
 from titanlite.data.sources.base import RandomAccess
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from titanlite.model.flavors import FLAVORS
 from titanlite.model.llama import Llama
 
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tokenizer" / "tokenizer.model"
@@ -95,7 +96,7 @@ def tokenizing(
         del batch
         shutil.rmtree(folder / "shards", ignore_errors=True)
         start = time.perf_counter()
-        prepare(job, folder / "shards", processes)
+        prepare(Run(job), folder / "shards", processes)
         ours.append(time.perf_counter() - start)
     ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
     return [

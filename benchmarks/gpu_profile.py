@@ -26,23 +26,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from titanlite import train
-from titanlite.model.flavors import Architecture, architecture
+from titanlite.config.flavors import Architecture
+from titanlite.load_run import load_run
 from titanlite.observe.flops import num_params
 from titanlite.runtime.world import process_group
-from titanlite.train import Trainer
-from titanlite.validate import load_and_check
+from titanlite.train import loop
+from titanlite.train.loop import Trainer
 
 WARM_UP, TIMED, TRACED = 4, 6, 2  # steps
 
 
 def main() -> None:
     out, trace, *options = sys.argv[1:]
-    job = load_and_check(options, world_size=1)
-    with process_group(job) as device:
+    run = load_run(options, world_size=1)
+    with process_group(run.job) as device:
         result: dict[str, Any] = {"rates": (rates := measure_rates(device))}
-        trainer = Trainer(job, device)
-        result["attention, ms"] = measure_attention(architecture(job.model), job.training.seq_len, device)
+        trainer = Trainer(run, device)
+        result["attention, ms"] = measure_attention(run.arch, run.job.training.seq_len, device)
         write(Path(out), result)
         clock = Clock(device)
         watch_parts(trainer, clock)
@@ -120,15 +120,14 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
     assert trainer.model.loss is not None
     trainer.model.loss = wrapped(trainer.model.loss, "loss and its gradients", before="forward")
     trainer.forward_backward = wrapped(trainer.forward_backward, "backward", before="batch")  # pyright: ignore
-    train.clip_grad_norm_ = wrapped(train.clip_grad_norm_, "clipping")
+    loop.clip_grad_norm_ = wrapped(loop.clip_grad_norm_, "clipping")
     trainer.optimizer.step = wrapped(trainer.optimizer.step, "optimizer")
     trainer.step = wrapped(trainer.step, "rest", before="")
 
 
 def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:
     """Milliseconds that each part must take at least, by FLOPs and by bytes."""
-    job = trainer.job
-    arch, training = architecture(job.model), job.training
+    job, arch, training = trainer.job, trainer.model.arch, trainer.job.training
     tokens = training.local_batch_size * training.seq_len
     output = arch.vocab_size * arch.dim
     params = num_params(arch)

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.observe.flops import num_params
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    *("titanlite.cli", "titanlite.train", "titanlite.validate", "pytest"),
+    *("titanlite.cli", "titanlite.train.loop", "titanlite.load_run", "pytest"),
     *("torch._dynamo", "torch.distributed.pipelining", "torchao.float8"),
 ]
 SERVER = multiprocessing.get_context("forkserver")

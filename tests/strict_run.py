@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.observe.metrics import LoggedStep
-from titanlite.train import Trainer
+from titanlite.train.loop import Trainer
 
 
 class NoReads(TorchDispatchMode):

@@ -12,7 +12,7 @@ from titanlite.config.schema import Dataset, Validation
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.evaluate import Score, evaluate
+from titanlite.train.evaluate import Score, evaluate
 
 
 @pytest.fixture(scope="module")

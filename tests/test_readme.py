@@ -100,7 +100,7 @@ def test_every_command_of_the_readme_works(clone: Path) -> None:
 
 
 def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlite.validate import load_and_check
+    from titanlite.load_run import load_run
 
     (block,) = blocks("toml")
     (tmp_path / "data").mkdir()
@@ -108,7 +108,7 @@ def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "data" / "a.txt").write_text("hello")
     (tmp_path / "my_job.toml").write_text(block)
     monkeypatch.chdir(tmp_path)
-    job = load_and_check(["--job.config_file", "my_job.toml"], world_size=1)
+    job = load_run(["--job.config_file", "my_job.toml"], world_size=1).job
     assert job.dataset.source == "jsonl"
     assert job.model.n_layers == 8
 

@@ -26,11 +26,12 @@ from ranks import World, start_titanlite, titanlite
 from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from titanlite import train as titanlite_train
 from titanlite.config.errors import GuardError
 from titanlite.config.load import load_job
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.validate import load_and_check
+from titanlite.load_run import load_run
+from titanlite.train import loop
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +256,7 @@ def test_outputs_reload_to_an_equal_job(job_file: Path, tmp_path: Path) -> None:
     run(job_file, tmp_path / "out", "--training.steps", "1")
     job = load_job(["--job.config_file", str(tmp_path / "out" / "config.toml")])
     words = ["--job.config_file", str(job_file), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "1"]
-    assert job == load_and_check(words, world_size=1)
+    assert job == load_run(words, world_size=1).job
     environment = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert environment["world_size"] == 1
     assert environment["packages"]["torch"] == version("torch")
@@ -377,7 +378,7 @@ def test_a_run_with_more_rows_than_the_tokenizer_needs_is_resumed_by_the_key_tha
 
 
 def break_validation() -> None:
-    titanlite_train.Trainer.validate = lambda trainer: 1 / 0  # type: ignore[assignment, return-value]
+    loop.Trainer.validate = lambda trainer: 1 / 0  # type: ignore[assignment, return-value]
 
 
 def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
@@ -412,10 +413,10 @@ def test_a_guard_lets_the_save_under_way_end(monkeypatch: pytest.MonkeyPatch) ->
     """With an async mode it writes an older and good state; ending at once would cut it off."""
     trainer = Mock()
     trainer.train.side_effect = GuardError("Step 7: loss is nan.")
-    monkeypatch.setattr(titanlite_train, "Trainer", lambda job, device: trainer)
-    monkeypatch.setattr(titanlite_train, "process_group", nullcontext)
+    monkeypatch.setattr(loop, "Trainer", lambda job, device: trainer)
+    monkeypatch.setattr(loop, "process_group", nullcontext)
     with pytest.raises(GuardError, match="Step 7"):
-        titanlite_train.main(JobConfig())
+        loop.train(Run(JobConfig()))
     trainer.close.assert_called_once()
 
 

@@ -764,7 +764,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def started(*_: object) -> None:
         raise AssertionError("the run was started")
 
-    monkeypatch.setattr("titanlite.train.run", started)
+    monkeypatch.setattr("titanlite.train.loop.train", started)
     monkeypatch.setattr("titanlite.launch.agent.run_workers", started)
     return tmp_path
 

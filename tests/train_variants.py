@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm_
@@ -124,7 +125,8 @@ def dtypes_seen(model: Llama) -> dict[str, str]:
 
 def train(job: JobConfig, mesh: Mesh, documents: bool) -> dict[str, Any]:
     notes: list[str] = []
-    sharded = build_model(job, mesh, torch.device("cpu"), notes.append)
+    run = Run(job, dist.get_world_size())
+    sharded = build_model(run, mesh, torch.device("cpu"), notes.append)
     model = sharded.whole
     result: dict[str, Any] = {"initial": weights_hash(all_weights(model)), "notes": notes}
     seen = dtypes_seen(model) if not job.compile.enable else {}
@@ -136,7 +138,7 @@ def train(job: JobConfig, mesh: Mesh, documents: bool) -> dict[str, Any]:
     loss_fn = linear_cross_entropy_sum
     if mesh.tensor is not None:
         loss_fn = vocab_parallel(loss_fn, mesh.tensor)
-    forward_backward = build_step(sharded, mesh, loss_fn, job, torch.device("cpu"))
+    forward_backward = build_step(sharded, mesh, loss_fn, run, torch.device("cpu"))
     if job.float8.precompute_float8_dynamic_scale_for_fsdp:
         precompute_scales(model)
     losses, norms = [], []
@@ -201,7 +203,7 @@ def planted(mistake: str | None) -> Iterator[None]:
                 patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient)
             )
         elif mistake == "doubled_shard":
-            stack.enter_context(patch("titanlite.parallel.init.keep_shard", first_shard))
+            stack.enter_context(patch("titanlite.parallel.init_weights.keep_shard", first_shard))
         elif mistake == "averaged_gradients":
             stack.enter_context(patch.object(FSDPModule, "set_gradient_divide_factor", averaged))
         elif mistake == "local_softmax":
@@ -222,7 +224,7 @@ def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
         torch.compiler.reset()
         # One job a process outside of this test; nothing resets it there.
         functorch_config.activation_memory_budget = 1.0
-        mesh = build_mesh(job.parallelism, "cpu")
+        mesh = build_mesh(Run(job, dist.get_world_size()).degrees, "cpu")
         if mistake == "doubled_data":
             mesh = replace(mesh, data_rank=0)
         print(f"rank {dist.get_rank()}: {name}", flush=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titanlite.commands.generate import LoadedCheckpoint, generate, load_checkpoint
     from titanlite.config.errors import UserError
+    from titanlite.config.flavors import FLAVORS, Architecture
     from titanlite.config.load import load_job
     from titanlite.config.schema import JobConfig
     from titanlite.data.loader import Loader
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.model.flavors import FLAVORS, Architecture
     from titanlite.model.llama import Llama
-    from titanlite.train import Trainer
+    from titanlite.train.loop import Trainer
 
 __version__ = "0.2.0"
 __all__ = [
@@ -43,9 +43,9 @@ _HOMES = {
     "titanlite.config.schema": ("JobConfig",),
     "titanlite.data.loader": ("Loader",),
     "titanlite.data.tokenizer": ("load_tokenizer",),
-    "titanlite.model.flavors": ("FLAVORS", "Architecture"),
+    "titanlite.config.flavors": ("FLAVORS", "Architecture"),
     "titanlite.model.llama": ("Llama",),
-    "titanlite.train": ("Trainer",),
+    "titanlite.train.loop": ("Trainer",),
 }
 
 

@@ -136,13 +136,13 @@ def _say_end(message: str, error: Exception) -> None:
 
 def train(argv: Sequence[str]) -> None:
     """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
+    from titanlite.load_run import load_run, world_size
     from titanlite.runtime.logging import logged_ranks
-    from titanlite.validate import load_and_check, world_size
 
     logged_ranks(world_size())
-    job = load_and_check(argv, world_size())
+    run = load_run(argv, world_size())
     gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
-    from titanlite.train import run as train_job
+    from titanlite.train.loop import train as start
 
     gc.freeze()
-    train_job(job, argv)
+    start(run, argv)

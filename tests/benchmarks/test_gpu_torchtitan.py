@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.config.flavors import Architecture, architecture
 from titanlite.config.load import load_job
 from titanlite.config.schema import ActivationCheckpoint, JobConfig
-from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing

@@ -21,8 +21,8 @@ from titanlite.checkpoint.meta import MetaReader
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.flavors import Architecture
 from titanlite.data.bpe import tiktoken_to_json
-from titanlite.model.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
 
@@ -305,7 +305,7 @@ from pathlib import Path
 import torch
 from titanlite.checkpoint.export import *
 from titanlite.checkpoint.huggingface import *
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 arch = Architecture(512, 16, 8, 8, 2048, vocab_size=4096)  # 285 MB in fp32, largest tensor 8 MB
 class Zeros:
     arch = arch

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config import schema
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.optimizer import build_optimizer
 

@@ -22,11 +22,11 @@ from titanlite.commands.generate import (
     write,
 )
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.flavors import Architecture, architecture
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.attention import LayerCache
-from titanlite.model.flavors import Architecture, architecture
 from titanlite.model.llama import Llama
 
 TOKENIZER = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import tomli
+from titanlite.load_run import check_run
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import WrongJob
 from titanlite.config.schema import JobConfig
-from titanlite.validate import checked
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_what_model_copy_let_in_is_found_by_the_check():
     job = JobConfig()
     training = job.training.model_copy(update={"steps": "many", "stepz": 3})
     with pytest.raises(WrongJob) as caught:
-        checked(job.model_copy(update={"training": training}), 1)
+        check_run(job.model_copy(update={"training": training}), 1)
     assert [mistake.found for mistake in caught.value.mistakes] == ['training.steps = "many"', "training.stepz = 3"]
 
 
 def test_a_job_made_in_python_without_a_folder_gets_one():
-    assert checked(JobConfig(), 1).job.dump_folder == "outputs/python"
+    assert check_run(JobConfig(), 1).job.job.dump_folder == "outputs/python"

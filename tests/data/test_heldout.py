@@ -74,9 +74,9 @@ def test_held_out_documents_are_never_trained_on_and_all_others_are(dataset):
 
 
 def test_shards_hold_out_the_documents_that_the_text_does(dataset, tmp_path):
-    from test_prepare import job_of
+    from test_prepare import run_of
 
-    prepare(job_of(dataset), tmp_path / "out", 1)
+    prepare(run_of(dataset), tmp_path / "out", 1)
     shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
     validation = Validation(sequences=10_000, holdout=0.2)
     (text, _), (tokens, _) = rows([make_set(validation, dataset)]), rows([make_set(validation, shards)])

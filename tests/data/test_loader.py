@@ -151,10 +151,9 @@ def test_streams_drift_as_the_page_on_data_says_and_not_with_max_epochs(tmp_path
     assert exactly.max() == 1
 
 
-def test_the_seed_changes_the_order_and_dataset_seed_wins(dataset):
+def test_the_seed_changes_the_order(dataset):
     one, two = Ranks(dataset, 1, seed=1).batch(), Ranks(dataset, 1, seed=2).batch()
     assert not torch.equal(one, two)
-    assert torch.equal(Ranks(dataset.model_copy(update={"seed": 2}), 1, seed=1).batch(), two)
 
 
 @pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.0), (40, 0.5), (200, 0.5)])

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from titanlite.config.flavors import Architecture
 from titanlite.data.documents import Document, Documents, Exhausted, Place
 from titanlite.data.packing import BestFitPacker, ConcatPacker, Cursor
 from titanlite.model.attention import document_mask
-from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
 
 

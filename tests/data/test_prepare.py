@@ -13,6 +13,7 @@ import torch
 from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, Ranks, dataset_of, some_texts, write_jsonl
 
 from titanlite.config.errors import UserError
+from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
 from titanlite.data import prepare as module
 from titanlite.data.prepare import prepare
@@ -32,8 +33,8 @@ def dataset(tmp_path_factory):
     return dataset_of(tmp_path_factory.mktemp("text"), TEXTS)
 
 
-def job_of(dataset, tokenizer=TOKENIZER_PATH):
-    return JobConfig(dataset=dataset, tokenizer=Tokenizer(path=str(tokenizer)))
+def run_of(dataset, tokenizer=TOKENIZER_PATH):
+    return Run(JobConfig(dataset=dataset, tokenizer=Tokenizer(path=str(tokenizer))))
 
 
 def contents(folder):
@@ -46,12 +47,12 @@ def shards(dataset, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_UNIT_BYTES", 20_000)
         patch.setattr(module, "_UNITS_PER_SHARD", 10)
-        prepare(job_of(dataset), folder, 1)
+        prepare(run_of(dataset), folder, 1)
     return folder
 
 
 def test_any_number_of_processes_writes_the_same_bytes(dataset, shards, tmp_path):
-    prepare(job_of(dataset), tmp_path / "out", 3)
+    prepare(run_of(dataset), tmp_path / "out", 3)
     assert contents(tmp_path / "out") == contents(shards)
     names = sorted(file.name for file in shards.iterdir())
     assert names[:4] == ["manifest.json", "shard-00000.bin", "shard-00000.hash", "shard-00000.idx"]
@@ -71,7 +72,7 @@ def test_rows_from_shards_equal_rows_from_the_text_where_records_are_skipped(tmp
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])
     path.write_text(path.read_text().replace("\n", '\n{"text": null}\n', 3))
     text = Dataset(source="jsonl", path=str(path), num_workers=0, on_bad_record="skip")
-    prepare(job_of(text), tmp_path / "out", 1)
+    prepare(run_of(text), tmp_path / "out", 1)
     shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
     for holdout in (0.0, 0.3):
         assert torch.equal(Ranks(text, 1, holdout=holdout).batch(), Ranks(shards, 1, holdout=holdout).batch())
@@ -94,11 +95,12 @@ def test_shards_of_format_1_are_read_as_before_but_not_with_a_holdout(shards, tm
 def test_killed_and_started_again_it_writes_the_same_bytes(dataset, shards, tmp_path):
     out = tmp_path / "out"
     code = (
-        "import sys, pathlib; from titanlite.data import prepare as m; from titanlite.config.schema import JobConfig\n"
+        "import sys, pathlib; from titanlite.data import prepare as m\n"
+        "from titanlite.config.run import Run; from titanlite.config.schema import JobConfig\n"
         "m._UNIT_BYTES, m._UNITS_PER_SHARD = 20_000, 10\n"
-        "m.prepare(JobConfig.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]), 2)"
+        "m.prepare(Run(JobConfig.model_validate_json(sys.argv[1])), pathlib.Path(sys.argv[2]), 2)"
     )
-    command = [sys.executable, "-c", code, job_of(dataset).model_dump_json(exclude_none=True), str(out)]
+    command = [sys.executable, "-c", code, run_of(dataset).job.model_dump_json(exclude_none=True), str(out)]
     kills = 0
     for shard in (0, 2):
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
@@ -116,15 +118,15 @@ def test_killed_and_started_again_it_writes_the_same_bytes(dataset, shards, tmp_
 
 def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards, tmp_path, capsys):
     before = {file.name: file.stat().st_mtime_ns for file in shards.iterdir()}
-    prepare(job_of(dataset), shards, 1)
+    prepare(run_of(dataset), shards, 1)
     assert {file.name: file.stat().st_mtime_ns for file in shards.iterdir()} == before
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds shards made with another source, another source fingerprint"):
-        prepare(job_of(dataset_of(tmp_path, TEXTS[:50])), shards, 1)
+        prepare(run_of(dataset_of(tmp_path, TEXTS[:50])), shards, 1)
     with pytest.raises(UserError, match="holds shards made with another on bad record"):
-        prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), shards, 1)
+        prepare(run_of(dataset.model_copy(update={"on_bad_record": "skip"})), shards, 1)
     with pytest.raises(UserError, match="is not empty and holds no shards"):
-        prepare(job_of(dataset), tmp_path, 1)
+        prepare(run_of(dataset), tmp_path, 1)
 
 
 @pytest.mark.parametrize("manifest", ["[]", "{"])
@@ -132,10 +134,10 @@ def test_a_place_that_cannot_take_shards_is_refused(dataset, tmp_path, manifest)
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(UserError, match=r"cannot write shards to .*: .* name another --out"):
-            prepare(job_of(dataset), out, 1)
+            prepare(run_of(dataset), out, 1)
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(UserError, match=r"manifest\.json is not one of prepared shards"):
-        prepare(job_of(dataset), tmp_path, 1)
+        prepare(run_of(dataset), tmp_path, 1)
 
 
 def test_all_sources_of_a_mix_are_opened_before_the_first_is_prepared(dataset, shards, tmp_path):
@@ -145,7 +147,7 @@ def test_all_sources_of_a_mix_are_opened_before_the_first_is_prepared(dataset, s
         (DataSource(source="jsonl", path=str(shards)), "is a folder"),
     ]:
         with pytest.raises(UserError, match=message):
-            prepare(job_of(Dataset(sources=(text, other))), tmp_path / "out", 1)
+            prepare(run_of(Dataset(sources=(text, other))), tmp_path / "out", 1)
     assert not (tmp_path / "out").exists()
 
 
@@ -155,7 +157,7 @@ def test_a_mix_goes_to_a_folder_for_each_source(tmp_path):
         DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])), weight=0.3),
         DataSource(source="jsonl", path=str(gz)),
     )
-    folders = prepare(job_of(Dataset(sources=mix)), tmp_path / "out", 2)
+    folders = prepare(run_of(Dataset(sources=mix)), tmp_path / "out", 2)
     assert [folder.name for folder in folders] == ["0-jsonl", "1-jsonl"]
     sources = tuple(
         DataSource(source="shards", path=str(f), weight=w) for f, w in zip(folders, (0.3, 1.0), strict=True)
@@ -279,8 +281,8 @@ def test_bad_records_end_it_or_are_counted(tmp_path):
         file.write("not json\n")
     dataset = Dataset(source="jsonl", path=str(path))
     with pytest.raises(UserError, match=r'a\.jsonl, line 51, column 1: not valid JSON: .*on_bad_record = "skip"'):
-        prepare(job_of(dataset), tmp_path / "one", 1)
-    prepare(job_of(dataset.model_copy(update={"on_bad_record": "skip"})), tmp_path / "two", 1)
+        prepare(run_of(dataset), tmp_path / "one", 1)
+    prepare(run_of(dataset.model_copy(update={"on_bad_record": "skip"})), tmp_path / "two", 1)
     (shard,) = json.loads((tmp_path / "two" / "manifest.json").read_text())["shards"]
     assert (shard["documents"], shard["skipped"]) == (51, 1)  # the skipped one is there without a token
     assert not os.path.exists(tmp_path / "two" / "prepare.json")

@@ -4,15 +4,16 @@ import pytest
 from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, dataset_of, make_loader, some_texts, write_jsonl
 
 from titanlite.config.errors import UserError
+from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig, Tokenizer, Training, Validation
 from titanlite.data.prepare import prepare
 from titanlite.data.show import show_step
 from titanlite.data.tokenizer import load_tokenizer
 
 
-def job_of(dataset, **keys):
-    training = Training(steps=100, seq_len=32, local_batch_size=6, seed=7, **keys)
-    return JobConfig(dataset=dataset, training=training, tokenizer=Tokenizer(path=str(TOKENIZER_PATH)))
+def run_of(dataset, **sections):
+    training = Training(steps=100, seq_len=32, local_batch_size=6, seed=7)
+    return Run(JobConfig(dataset=dataset, training=training, tokenizer=Tokenizer(path=str(TOKENIZER_PATH)), **sections))
 
 
 def shown_text(output):
@@ -29,13 +30,13 @@ def test_it_shows_the_text_that_training_saw(tmp_path, packing):
     for _ in range(3):
         batch = loader.next_global_batch()
     expected = [row.tolist() for micro in batch.microbatches for row in micro.input_ids]
-    for row, (text, tokens) in enumerate(zip(shown_text(show_step(job_of(dataset), 3, None)), expected, strict=True)):
+    for row, (text, tokens) in enumerate(zip(shown_text(show_step(run_of(dataset), 3, None)), expected, strict=True)):
         assert text.startswith(TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0])
-        assert shown_text(show_step(job_of(dataset), 3, row)) == [text]
+        assert shown_text(show_step(run_of(dataset), 3, row)) == [text]
 
 
 def test_it_names_documents_files_and_offsets(tmp_path):
-    output = show_step(job_of(Dataset()), 1, 2)
+    output = show_step(run_of(Dataset()), 1, 2)
     heading, place, *_ = output.split("\n")
     assert heading == "=== step 1, row 2, python_stdlib"
     assert place.startswith("--- document ")
@@ -44,27 +45,27 @@ def test_it_names_documents_files_and_offsets(tmp_path):
 
 
 def test_a_document_cannot_command_the_terminal(tmp_path):
-    output = show_step(job_of(dataset_of(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])), 1, 0)
+    output = show_step(run_of(dataset_of(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])), 1, 0)
     assert r"\x1b[2J\x9b1m\u202ehidden\x0d\u2028" in output
     assert output.replace("\n", "").isprintable()
 
 
 def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path):
-    job = job_of(dataset_of(tmp_path, some_texts(50), max_epochs=1))
+    run = run_of(dataset_of(tmp_path, some_texts(50), max_epochs=1))
     with pytest.raises(UserError, match="the run has the steps 1 to 100"):
-        show_step(job, 101, None)
+        show_step(run, 101, None)
     with pytest.raises(UserError, match="a global batch has the rows 0 to 5"):
-        show_step(job, 1, 6)
-    assert show_step(job, 1, 11, dp_size=2)
+        show_step(run, 1, 6)
+    assert show_step(Run(run.job, 2), 1, 11)
     with pytest.raises(UserError, match=r"step 99 does not exist: .* has been read once"):
-        show_step(job, 99, None)
+        show_step(run, 99, None)
 
 
 def test_the_table_of_sources(tmp_path):
     texts = some_texts(200)
     tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
     one = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), weight=3.0)
-    prepare(job_of(Dataset(sources=(one,))), tmp_path / "out", 1)
+    prepare(run_of(Dataset(sources=(one,))), tmp_path / "out", 1)
     two = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0, max_epochs=2)
     stage = DataStage(start_step=50, weights=(1.0, 1.0))
     dataset = Dataset(sources=(one, two), stages=(stage,), num_workers=0)
@@ -83,10 +84,10 @@ def test_the_table_of_sources(tmp_path):
 
 def test_the_held_out_documents_are_left_out_here_too(tmp_path):
     dataset = dataset_of(tmp_path, some_texts(200))
-    job = job_of(dataset).model_copy(update={"validation": Validation(freq=10, holdout=0.5)})
+    run = run_of(dataset, validation=Validation(freq=10, holdout=0.5))
     loader = make_loader(dataset, global_batch_size=6, holdout=0.5)
     tokens = loader.next_global_batch().microbatches[4].input_ids[0].tolist()
-    assert shown_text(show_step(job, 1, 4))[0].startswith(TOKENIZER.decode(tokens))
+    assert shown_text(show_step(run, 1, 4))[0].startswith(TOKENIZER.decode(tokens))
 
 
 def test_commands(tmp_path, capsys):

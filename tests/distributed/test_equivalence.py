@@ -19,9 +19,9 @@ from equivalence import (
     run,
 )
 
+from titanlite.config.parallelism_rules import Problem, layout_problems
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.model.flavors import architecture
-from titanlite.parallel.constraints import Problem, layout_problems
 
 SAMPLE = (
     *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
@@ -81,8 +81,7 @@ def problems(layout: str, feature: str) -> list[Problem]:
     ranks, overrides = LAYOUTS[layout]
     base = {"model": MODEL, "training": {"global_batch_size": 8}, "activation_checkpoint": {"mode": "none"}}
     table = merged(base, overrides, FEATURES[feature][0])
-    job = JobConfig.model_validate(table)
-    return list(layout_problems(job, architecture(job.model), ranks))
+    return list(layout_problems(Run(JobConfig.model_validate(table), ranks)))
 
 
 @pytest.mark.parametrize(("layout", "feature"), sorted(REFUSED))

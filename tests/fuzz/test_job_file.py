@@ -15,7 +15,7 @@ import tomli_w
 from titanlite.config.errors import UserError
 from titanlite.config.load import JOB_FILES, KEYS, SECTIONS, dump_config, load_job
 from titanlite.config.schema import JobConfig
-from titanlite.validate import load_and_check
+from titanlite.load_run import load_run
 
 FILES = sorted(JOB_FILES.glob("*.toml"))
 VALUES: list[Any] = [
@@ -65,7 +65,7 @@ def judge(raw: bytes, ranks: int) -> bool:
     answer: JobConfig | UserError
     started = time.process_time()
     try:
-        answer = load_and_check(argv, ranks)
+        answer = load_run(argv, ranks).job
     except UserError as error:
         answer = error
     assert time.process_time() - started < 2

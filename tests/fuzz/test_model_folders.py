@@ -12,7 +12,7 @@ from mutants import ALL, SAMPLE, ends_well, mutant
 from titanlite.checkpoint.export import load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.meta import MetaReader
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
 

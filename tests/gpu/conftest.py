@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.load_run import load_run
 from titanlite.runtime.world import process_group
-from titanlite.train import Trainer
-from titanlite.validate import load_and_check
+from titanlite.train.loop import Trainer
 
 MODEL = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512}
 TRAINING = {"seq_len": 128, "local_batch_size": 4, "steps": 100}  # of which a test runs the first ones
@@ -29,10 +29,10 @@ def training(tmp_path: Path) -> Iterator[Callable[..., AbstractContextManager[Tr
     @contextmanager
     def open_trainer(*options: str) -> Iterator[Trainer]:
         folder = ["--job.dump_folder", str(tmp_path / "run")]
-        job = load_and_check([*WORDS, *folder, *options], world_size=1)
+        run = load_run([*WORDS, *folder, *options], world_size=1)
         try:
-            with process_group(job) as device:
-                trainer = Trainer(job, device)
+            with process_group(run.job) as device:
+                trainer = Trainer(run, device)
                 try:
                     yield trainer
                 finally:

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from titanlite.config.flavors import Architecture
 from titanlite.model.attention import attention, backend_order, document_mask
-from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.train import Trainer
+from titanlite.train.loop import Trainer
 
 Training = Callable[..., AbstractContextManager[Trainer]]
 CUDA = torch.cuda.is_available()

@@ -59,7 +59,7 @@ def test_the_launcher_needs_no_torch_to_run_its_workers(tmp_path: Path):
     (tmp_path / "worker.py").write_text("")
     program = (
         "from titanlite.launch.agent import World, run_workers; code = run_workers(['worker.py'], World(2))\n"
-        "import sys, titanlite.validate, titanlite.checkpoint.go_on; print(code, 'torch' in sys.modules)"
+        "import sys, titanlite.load_run, titanlite.checkpoint.go_on; print(code, 'torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ("0 False\n", "")

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from titanlite.config.flavors import Architecture
 from titanlite.model.attention import attention, backend_order, document_mask, flex_document_mask
-from titanlite.model.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import IGNORE_INDEX
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.model.attention import LayerCache
-from titanlite.model.flavors import FLAVORS, Architecture
 from titanlite.model.llama import INIT_STD, Llama, rope_frequencies
 
 BASE = Architecture(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from titanlite.model.flavors import FLAVORS, Architecture
+from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import flops_per_token, num_params, peak_flops
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanlite.config import schema
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.adamw import _rounded, _update
 from titanlite.optim.optimizer import build_optimizer
@@ -98,7 +98,7 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
     [(0.95, False, 0.92, 1.09), (0.99, False, 0.72, 1.65), (0.999, False, 0.25, 100.0), (0.999, True, 0.9, 1.1)],
 )
 def test_where_a_moment_in_bfloat16_stops(beta2: float, stochastic: bool, least: float, most: float) -> None:
-    """The numbers behind the rule `moments_move` of titanlite.validate; a constant gradient of 1."""
+    """The numbers behind the rule `moments_move` of titanlite.config.rules; a constant gradient of 1."""
     weight = torch.nn.Parameter(torch.zeros(64))
     settings = schema.Optimizer(beta2=beta2, state_dtype="bfloat16", stochastic_rounding=stochastic)
     optimizer = build_optimizer(torch.nn.ParameterList([weight]), settings)

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_variants import TINY, global_batch, merge
 
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.parallel.float8 import precompute_scales
@@ -34,14 +36,15 @@ def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     counts = {}
     for name, overrides in jobs.items():
         job = JobConfig.model_validate(merge(TINY, overrides))
-        mesh = build_mesh(job.parallelism, "cpu")
-        sharded = build_model(job, mesh, torch.device("cpu"), lambda _: None)
+        run = Run(job, dist.get_world_size())
+        mesh = build_mesh(run.degrees, "cpu")
+        sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
         if job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(sharded.whole)
-        run = build_step(sharded, mesh, linear_cross_entropy_sum, job, torch.device("cpu"))
+        step = build_step(sharded, mesh, linear_cross_entropy_sum, run, torch.device("cpu"))
         rows = global_batch(job, sharded.whole.arch.vocab_size, False)
         with Traffic() as traffic:
-            run([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
+            step([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
         sizes = {name: parameter.numel() for name, parameter in sharded.whole.named_parameters()}
         linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
         rest = sum(sizes.values()) - linear

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import schema
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 

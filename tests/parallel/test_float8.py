@@ -9,7 +9,7 @@ from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from titanlite.config import schema
-from titanlite.model.flavors import architecture
+from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel import float8, parallelize
 from titanlite.parallel.mesh import build_mesh
@@ -57,12 +57,13 @@ def test_it_is_asked_for_with_the_model(
         parallelize, "convert_to_float8", lambda _model, _config, _log, compiled: given.append(compiled)
     )
     compile = {"enable": enable, "components": [components]}
-    job = schema.JobConfig.model_validate({"float8": {"enable": True}, "compile": compile, "model": {"n_layers": 1}})
+    job = {"float8": {"enable": True}, "compile": compile, "model": {"n_layers": 1}}
+    run = Run(schema.JobConfig.model_validate(job))
     dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         with torch.device("meta"):
-            model = Llama(architecture(job.model))
-        parallelize.parallelize(model, build_mesh(job.parallelism, "cpu"), job, lambda _: None)
+            model = Llama(run.arch)
+        parallelize.parallelize(model, build_mesh(run.degrees, "cpu"), run, lambda _: None)
     finally:
         dist.destroy_process_group()
     assert given == [asked]

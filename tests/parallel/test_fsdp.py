@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel import fsdp, spare_copies
@@ -32,7 +33,8 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 def build(device: str, training: dict[str, str], log: Callable[[str], None] = lambda _: None) -> Llama:
     """A model each of whose blocks is a group."""
     job = JobConfig.model_validate({"model": SHAPE, "training": training, "parallelism": {"fsdp_min_num_params": 0}})
-    return build_model(job, build_mesh(job.parallelism, device), torch.device(device), log).whole
+    run = Run(job)
+    return build_model(run, build_mesh(run.degrees, device), torch.device(device), log).whole
 
 
 def backward(model: Llama, row: int) -> None:

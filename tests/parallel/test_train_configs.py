@@ -18,8 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config.load import read_job
-from titanlite.config.schema import JobConfig
-from titanlite.model.flavors import architecture
+from titanlite.config.run import Run
+from titanlite.load_run import check_run
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.optim.clip import clip_grad_norm_
@@ -29,7 +29,6 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.step import Step, build_step
 from titanlite.parallel.tensor import vocab_parallel
-from titanlite.validate import check_job
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD = {  # ranks that the file's first lines speak of
@@ -61,24 +60,25 @@ class Vote:
         return 1
 
 
-def load(name: str, world: int) -> JobConfig:
-    """The job, with as many microbatches as a pipeline needs at least, and without the compiler, which has no
-    tensors to run on."""
+def load(name: str, world: int) -> Run:
+    """The job on its ranks, with as many microbatches as a pipeline needs at least, and without the compiler,
+    which has no tensors to run on."""
     job = read_job(["--job.config_file", str(CONFIGS / f"{name}.toml")]).job
-    assert check_job(job, world) == []
+    check_run(job, world)
     rows = job.training.local_batch_size * world
     parallelism = job.parallelism
     rows //= parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     training = job.training.model_copy(update={"global_batch_size": rows})
-    return job.model_copy(update={"training": training, "compile": job.compile.model_copy(update={"enable": False})})
+    compile = job.compile.model_copy(update={"enable": False})
+    return Run(job.model_copy(update={"training": training, "compile": compile}), world)
 
 
-def step(name: str, world: int, rank: int) -> tuple[int, list[str], float]:
+def first_step(name: str, world: int, rank: int) -> tuple[int, list[str], float]:
     """One optimizer step of a job file; how many parameters the rank holds, their names, and the seconds of a CPU."""
-    job = load(name, world)
+    run = load(name, world)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     device = torch.device("cpu")
-    mesh = build_mesh(job.parallelism, "cpu")
+    mesh = build_mesh(run.degrees, "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def materialize_fake(model: Llama, device: torch.device, _seed: int, _offload: bool) -> None:
@@ -86,19 +86,18 @@ def step(name: str, world: int, rank: int) -> tuple[int, list[str], float]:
             model.to_empty(device=device)
 
     with patch("titanlite.parallel.parallelize.materialize", materialize_fake):
-        sharded = build_model(job, mesh, device, lambda _: None)
+        sharded = build_model(run, mesh, device, lambda _: None)
     # Stages vote whether all of them know their shapes: no data, no vote.
     unanimous = patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: Vote(), create=True)
     with fake, unanimous:
-        optimizer = build_optimizer(sharded.whole, job.optimizer)
+        optimizer = build_optimizer(sharded.whole, run.job.optimizer)
         loss_fn: Any = linear_cross_entropy_sum
         if mesh.tensor is not None:
             loss_fn = vocab_parallel(loss_fn, mesh.tensor)
-        run: Step = build_step(sharded, mesh, loss_fn, job, device)
-        training = job.training
-        count = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
-        rows = [Rows(training.local_batch_size, training.seq_len) for _ in range(count)]
-        run(rows, torch.ones((), dtype=torch.int64))
+        step: Step = build_step(sharded, mesh, loss_fn, run, device)
+        training = run.job.training
+        rows = [Rows(training.local_batch_size, training.seq_len) for _ in range(run.microbatches)]
+        step(rows, torch.ones((), dtype=torch.int64))
         assert clip_grad_norm_(sharded.whole.parameters(), training.max_norm).shape == ()
         optimizer.step()
         held = sum(p.to_local().numel() for p in sharded.whole.parameters())  # pyright: ignore
@@ -120,9 +119,9 @@ def test_every_job_file_is_here() -> None:
 )
 def test_job_file_steps_at_its_full_size(name: str, rank: int) -> None:
     # A process of its own: DTensor remembers the groups of a world after its end.
-    held, names, seconds = run_process(step, name, WORLD[name], rank)
-    job = load(name, WORLD[name])
-    arch, stages = architecture(job.model), job.parallelism.pipeline_parallel_degree
+    held, names, seconds = run_process(first_step, name, WORLD[name], rank)
+    run = load(name, WORLD[name])
+    arch, stages = run.arch, len(run.stages)
     # Shards are equal but for what does not divide, and stages but for the embedding, the output and a block.
     assert held == pytest.approx(num_params(arch) / WORLD[name], rel=0.02 if stages == 1 else 0.1)
     assert ("tok_embeddings.weight" in names) == (rank == 0)

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titanlite.config.flavors import architecture
 from titanlite.config.mistakes import shown
 from titanlite.config.schema import Model
-from titanlite.model.flavors import architecture
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
 _HARMLESS_SECTIONS = (

@@ -26,7 +26,7 @@ from titanlite.checkpoint import commit, state
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone, load_tensors
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 from titanlite.model.llama import Llama
 

@@ -8,33 +8,31 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlite.checkpoint import commit
-from titanlite.config.schema import JobConfig
+from titanlite.config.run import Run
 
 COMMAND = "TITANLITE_COMMAND"  # a variable: what a launcher is called, and which variables it was given
 
 
-def how_to_go_on(job: JobConfig, argv: Sequence[str]) -> str:
+def how_to_go_on(run: Run, argv: Sequence[str]) -> str:
     """The newest checkpoint of the run, and the command that goes on after it.
 
     Args:
         argv: The words after `titanlite train` or `titanlite launch`.
     """
     command = _command_line(argv)
-    if not job.checkpoint.enable:
+    if not run.job.checkpoint.enable:
         return f"Nothing is saved, because checkpoint.enable is false. To start again: {command}"
-    saved = commit.list_checkpoints(Path(job.job.dump_folder) / job.checkpoint.folder)
+    saved = commit.list_checkpoints(run.checkpoint_folder)
     if not saved:
         return f"Nothing is saved. To start again: {command}"
     return f"The last good step is {commit.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
 
 
-def is_saved(job: JobConfig) -> bool:
-    """Whether a start with this job would go on from a checkpoint."""
-    folder = Path(job.job.dump_folder) / job.checkpoint.folder
-    return job.checkpoint.enable and bool(commit.list_checkpoints(folder))
+def is_saved(run: Run) -> bool:
+    """Whether a start of this run would go on from a checkpoint."""
+    return run.job.checkpoint.enable and bool(commit.list_checkpoints(run.checkpoint_folder))
 
 
 def _command_line(argv: Sequence[str]) -> str:

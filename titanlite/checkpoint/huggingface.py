@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlite.checkpoint import commit
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.huggingface import (
     HF_EMBEDDING,
     HF_OUTPUT,

@@ -19,7 +19,7 @@ from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.reading import read_file
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.files import FileModel, explain
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

@@ -36,7 +36,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.index import Index, read_index
 from titanlite.checkpoint.reading import open_file, shown, unreadable
 from titanlite.config.errors import CheckpointError, Damage
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 from titanlite.model.huggingface import parameter_shapes
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from pydantic import PositiveInt
 
-from titanlite.config.load import resolve_path
+from titanlite.config.flavors import unused_rows
 from titanlite.config.options import Options, parse_beside_job
 from titanlite.data.tokenizer import read_vocab_size
-from titanlite.model.flavors import architecture, unused_rows
-from titanlite.validate import load_and_check, world_size
+from titanlite.load_run import load_run, world_size
 
 
 class Check(Options):
@@ -24,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Check, argv, "check")
     ranks = options.world_size or world_size()
-    job = load_and_check(words, ranks)
-    print(f"OK: {job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
-    if unused := unused_rows(architecture(job.model), read_vocab_size(resolve_path(job.tokenizer.path))):
+    run = load_run(words, ranks)
+    print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
+    if unused := unused_rows(run.arch, read_vocab_size(run.tokenizer_path)):
         print(unused)

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
 from titanlite.config.options import Options, parse_beside_job
-from titanlite.validate import load_and_check
+from titanlite.load_run import load_run
 
 
 class Show(Options):
@@ -29,8 +29,7 @@ def main(argv: Sequence[str]) -> None:
         found = f"`titanlite data {words[0]}` is unknown. " if words else ""
         raise UserError(f"{found}Write `titanlite data show --step N`; `titanlite data --help` explains the options.")
     options, words = parse_beside_job(Show, [word for word in words if word != "show"], "data show")
-    job = load_and_check(words, options.world_size)
+    run = load_run(words, options.world_size)
     from titanlite.data.show import show_step
-    from titanlite.parallel.layout import degrees
 
-    print(show_step(job, options.step, options.row, degrees(job.parallelism, options.world_size).data))
+    print(show_step(run, options.step, options.row))

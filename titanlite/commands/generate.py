@@ -23,12 +23,11 @@ from titanlite.checkpoint.find import saved_job, use_newest
 from titanlite.checkpoint.manager import load_checked_weights
 from titanlite.checkpoint.storage import SafeReader
 from titanlite.config.errors import CheckpointError, UserError, printable
-from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.model.attention import LayerCache
-from titanlite.model.flavors import architecture
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 
@@ -108,7 +107,7 @@ def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
             f"{step_folder} does not say which model it holds, and {step_folder.parents[1]} has no config.toml. "
             "Put the one of the run there, as training wrote it."
         )
-    tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
+    tokenizer = load_tokenizer(Run(job).tokenizer_path)
     return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
 
 
@@ -174,7 +173,7 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
         Damage: there are no such weights, whatever the checksums say.
         CheckpointError: the weights are of another model, or the tokenizer has changed since.
     """
-    arch = architecture(job.model)
+    arch = Run(job).arch
     SafeReader(step_folder).check_model(arch)
     with torch.device("meta"):
         model = Llama(arch)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pydantic import PositiveInt
 
 from titanlite.config.options import OptionPath, Options, parse_beside_job
-from titanlite.validate import load_and_check
+from titanlite.load_run import load_run
 
 
 class Prepare(Options):
@@ -23,7 +23,7 @@ class Prepare(Options):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong, or the shards cannot be written."""
     options, words = parse_beside_job(Prepare, argv, "prepare")
-    job = load_and_check(words, world_size=1)
+    run = load_run(words, world_size=1)
     from titanlite.data.prepare import prepare
 
-    prepare(job, options.out, options.workers or os.cpu_count() or 1)
+    prepare(run, options.out, options.workers or os.cpu_count() or 1)

@@ -1,7 +1,7 @@
 """Every key of a job file: its type, its constraint, its default and why the default is what it is.
 
-Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
-the world size or files on disk live in `titanlite.validate`.
+Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys
+or the world size are in `titanlite.config.rules`, those about files in `titanlite.load_run`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Model(Section):
     """Which Llama. Every architecture field left out is taken from the flavor."""
 
     flavor: str = "debugmodel"
-    """A name in titanlite/model/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
+    """A name in titanlite/config/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
     n_layers: PositiveInt | None = None

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from titanlite.config import schema
+from titanlite.config.run import Run
 from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
 from titanlite.data.documents import Encoder
 from titanlite.data.mixing import Schedule
@@ -62,7 +63,6 @@ class ValidationSet:
 
         schedule = Schedule(chosen, validation.sequences)
         cursors = start_cursors(chosen, sources, validation.holdout)
-        seed = seed if chosen.seed is None else chosen.seed
         reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
         rows: list[Row] = []
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
@@ -87,6 +87,21 @@ class ValidationSet:
         sizes = [0 if token in special else len(tokenizer.token_bytes(token)) for token in ids.tolist()]
         self.num_bytes = int(np.dot(sizes, counts))
 
+    @classmethod
+    def of_run(cls, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> ValidationSet:
+        """The rows of one of a run's data-parallel ranks. Raises UserError as the class does."""
+        return cls(
+            run.job.validation,
+            run.job.dataset,
+            tokenizer,
+            seed=run.validation_seed,
+            seq_len=run.job.training.seq_len,
+            local_batch_size=run.job.training.local_batch_size,
+            dp_rank=dp_rank,
+            dp_size=run.degrees.data,
+            device=device,
+        )
+
     def batches(self) -> Iterator[Microbatch]:
         """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""
         for rows in self._batches:
@@ -103,7 +118,6 @@ def _as_dataset(validation: schema.Validation) -> schema.Dataset:
     return schema.Dataset(
         **validation.model_dump(include=place),
         sources=tuple(tables),
-        seed=validation.seed,
         packing=validation.packing,
         on_bad_record=validation.on_bad_record,
     )

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.load import resolve_path
+from titanlite.config.run import Run
+from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
 from titanlite.data.documents import MAX_TURN, Encoder, Place
 from titanlite.data.mixing import Schedule
@@ -41,7 +41,8 @@ class Loader:
     """Global batches of one source or a mix.
 
     Args:
-        dataset: where the text comes from. If dataset.seed is set, it is used instead of `seed`.
+        dataset: where the text comes from.
+        seed: of the data order.
         seq_len: tokens of a row, T.
         global_batch_size: rows of one optimizer step over all ranks; dp_size times local_batch_size divides it.
         dp_rank, dp_size: which of how many data-parallel ranks this one is.
@@ -56,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: schema.Dataset,
+        dataset: Dataset,
         tokenizer: Tokenizer,
         *,
         seed: int,
@@ -73,7 +74,7 @@ class Loader:
     ) -> None:
         assert global_batch_size % (dp_size * local_batch_size) == 0
         self._dataset, self._tokenizer, self._seq_len = dataset, tokenizer, seq_len
-        self._seed = seed if dataset.seed is None else dataset.seed
+        self._seed = seed
         self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._gather = gather or _gather_over(dp_group)
@@ -87,32 +88,29 @@ class Loader:
         self._skipped: list[str] = []  # reasons that were not reported yet
 
     @classmethod
-    def of_job(
-        cls,
-        job: schema.JobConfig,
-        tokenizer: Tokenizer | None = None,
-        *,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        dp_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+    def of_job(cls, job: JobConfig) -> Loader:
+        """The training data of a job in one process, on the CPU. Raises UserError as the class does."""
+        run = Run(job)
+        return cls.of_run(run, load_tokenizer(run.tokenizer_path), 0, None, torch.device("cpu"))
+
+    @classmethod
+    def of_run(
+        cls, run: Run, tokenizer: Tokenizer, dp_rank: int, dp_group: dist.ProcessGroup | None, device: torch.device
     ) -> Loader:
-        """The training data of a job, for one of its data-parallel ranks, by the job's tokenizer unless another is
-        given. Raises UserError as the class does."""
-        training = job.training
-        size = training.global_batch_size
+        """The training data of one of a run's data-parallel ranks. Raises UserError as the class does."""
+        training = run.job.training
         return cls(
-            job.dataset,
-            tokenizer or load_tokenizer(resolve_path(job.tokenizer.path)),
-            seed=training.seed,
+            run.job.dataset,
+            tokenizer,
+            seed=run.data_seed,
             seq_len=training.seq_len,
-            global_batch_size=training.local_batch_size * dp_size if size == -1 else size,
+            global_batch_size=run.global_batch_size,
             local_batch_size=training.local_batch_size,
             dp_rank=dp_rank,
-            dp_size=dp_size,
+            dp_size=run.degrees.data,
             dp_group=dp_group,
-            device=device or torch.device("cpu"),
-            holdout=job.validation.holdout,
+            device=device,
+            holdout=run.job.validation.holdout,
         )
 
     @property

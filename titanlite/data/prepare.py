@@ -25,8 +25,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import resolve_path
-from titanlite.config.schema import JobConfig
+from titanlite.config.run import Run
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import open_sources, source_specs
 from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source, text_hash
@@ -54,21 +53,21 @@ class _Unit:
     """Share of the source up to the end of this unit; None if unknown."""
 
 
-def prepare(job: JobConfig, out: Path, workers: int) -> list[Path]:
-    """Write the shards of the source of `job` to `out`. Each source of a mix gets a folder of its own in `out`. Shards
+def prepare(run: Run, out: Path, workers: int) -> list[Path]:
+    """Write the shards of the source of `run` to `out`. Each source of a mix gets a folder of its own in `out`. Shards
     of an interrupted run are kept, and a complete folder is left as it is. Returns the folders.
 
     Raises:
         UserError: a source cannot be read, or `out` holds something else.
     """
-    tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-    specs = source_specs(job.dataset)
+    dataset, tokenizer = run.job.dataset, load_tokenizer(run.tokenizer_path)
+    specs = source_specs(dataset)
     folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
     for spec in specs:
         if spec.source == "shards":
             raise UserError(f"dataset.path = {spec.path!r} holds prepared shards already")
-    skip_bad = job.dataset.on_bad_record == "skip"
-    sources = open_sources(job.dataset, Encoder(tokenizer, skip_bad=skip_bad), 0)  # all, before hours of work on one
+    skip_bad = dataset.on_bad_record == "skip"
+    sources = open_sources(dataset, Encoder(tokenizer, skip_bad=skip_bad), 0)  # all, before hours of work on one
     for source, folder in zip(sources, folders, strict=True):
         try:
             _prepare_source(source, folder, tokenizer, workers, skip_bad)

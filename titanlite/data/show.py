@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.load import resolve_path
-from titanlite.config.schema import Dataset, JobConfig
+from titanlite.config.run import Run
+from titanlite.config.schema import Dataset
 from titanlite.data.documents import Encoder
 from titanlite.data.mixing import Schedule, stage_weights
 from titanlite.data.reader import (
@@ -95,7 +95,7 @@ def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]
     return tokens * len(source) // len(sample), False
 
 
-def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> str:
+def show_step(run: Run, step: int, row: int | None) -> str:
     """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
     which token on, and their text with its control characters escaped. Where the text is not prepared, everything up
     to there is tokenized first.
@@ -103,22 +103,20 @@ def show_step(job: JobConfig, step: int, row: int | None, dp_size: int = 1) -> s
     Raises:
         UserError: there is no such step or row, or the data cannot be read.
     """
-    training, dataset = job.training, job.dataset
-    size = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_size
+    training, dataset, size = run.job.training, run.job.dataset, run.global_batch_size
     if not 1 <= step <= training.steps:
         raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
-    tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-    holdout = job.validation.holdout
+    tokenizer = load_tokenizer(run.tokenizer_path)
+    holdout = run.job.validation.holdout
     encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
     sources = open_sources(dataset, encoder, training.seq_len)
     schedule = Schedule(dataset, size)
     for _ in range(step - 1):
         schedule.next_batch()
-    seed = training.seed if dataset.seed is None else dataset.seed
     cursors = start_cursors(dataset, sources, holdout)
-    reader = BatchReader(dataset, sources, encoder, seed, training.seq_len, schedule, cursors, Part(0, 1))
+    reader = BatchReader(dataset, sources, encoder, run.data_seed, training.seq_len, schedule, cursors, Part(0, 1))
     parts = []
     for k, (source, number) in enumerate(schedule.next_batch()):
         if row is None or k == row:

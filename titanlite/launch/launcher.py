@@ -44,8 +44,8 @@ def launch(argv: Sequence[str]) -> int:
     Raises:
         UserError: the job, or a variable of the environment, is wrong.
     """
+    from titanlite.load_run import load_run
     from titanlite.runtime.logging import logged_ranks
-    from titanlite.validate import load_and_check
 
     wanted, gpus = _number("NGPU", 1), count_gpus()
     if wanted and 0 < gpus < wanted:
@@ -67,12 +67,12 @@ def launch(argv: Sequence[str]) -> int:
             f"MASTER_ADDR={address[:80]!r}: the name or address of the first machine is allowed, such as node0."
         )
     shown_ranks = logged_ranks(workers * nodes)
-    job = load_and_check(argv, workers * nodes)
+    run = load_run(argv, workers * nodes)
     if least < nodes:
-        load_and_check(argv, workers * least)  # the run must be able to go on there
+        load_run(argv, workers * least)  # the run must be able to go on there
 
     # Threads of all processes together use each core once; more only gets in each other's way.
-    threads = job.training.num_threads or max(1, _cores() // workers)
+    threads = run.job.training.num_threads or max(1, _cores() // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -91,11 +91,11 @@ def launch(argv: Sequence[str]) -> int:
         address,
         _number("MASTER_PORT", 1) or 29500,
         shown_ranks,
-        job.comm.preemption_seconds,
+        run.job.comm.preemption_seconds,
         _number("MAX_RESTARTS", 0) or 0,
         least,
     )
-    saved = Saved(lambda: is_saved(job), lambda: how_to_go_on(job, argv))
+    saved = Saved(lambda: is_saved(run), lambda: how_to_go_on(run, argv))
     return run_workers(["-P", "-m", "titanlite", "train", *argv], world, saved)
 
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, mod
 from torch import Tensor
 
 from titanlite.config.files import FileModel, explain, short
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 MOST_LAYERS = 10_000  # lists of tensors are made of this number before any tensor is seen

@@ -20,7 +20,7 @@ from titanlite.model.attention import LayerCache, attention
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from titanlite.model.flavors import Architecture
+    from titanlite.config.flavors import Architecture
 
 INIT_STD = 0.02
 

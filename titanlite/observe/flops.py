@@ -1,14 +1,14 @@
 """Arithmetic of the Llama architecture: parameters, FLOPs a token, and the peak rate of known accelerators.
 
 Invariant: everything is counted analytically from an `Architecture`. Nothing is built, and no profiler is asked:
-`FlopCounterMode` does not see every attention kernel. May import `titanlite.model.flavors` and the standard library.
+`FlopCounterMode` does not see every attention kernel. May import `titanlite.config.flavors` and the standard library.
 """
 
 from __future__ import annotations
 
 import re
 
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 
 # Dense bfloat16 FLOP/s with float32 accumulation, from the makers' data sheets (which print the doubled number for
 # 2:4 sparsity on NVIDIA's newer parts). The first entry whose words all stand in the device's name wins, so that

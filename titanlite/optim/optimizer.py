@@ -1,6 +1,6 @@
 """AdamW with weight decay where it belongs.
 
-Invariant: the split into groups depends on names and shapes only, never on the layout. May import torch and config.
+Invariant: the split into groups depends on names and shapes only, never on the layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The layout of ranks.
 
 Invariant: everything that depends on the layout asks this object; there is no global parallel context.
-May import torch, config and parallel.layout.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config import schema
-from titanlite.parallel.layout import Degrees, degrees
+from titanlite.config.degrees import Degrees
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,8 @@ class Mesh:
         return self.degrees.data
 
 
-def build_mesh(config: schema.Parallelism, device_type: str) -> Mesh:
-    """Lay out the initialised world. The degrees were validated against its size before it started."""
-    degree = degrees(config, dist.get_world_size())
+def build_mesh(degree: Degrees, device_type: str) -> Mesh:
+    """Lay out the initialised world, whose size the degrees fill."""
     assert degree.world == dist.get_world_size()
     # What one parameter may lie on must be one mesh: FSDP and tensor parallelism compose inside of it.
     sizes = {

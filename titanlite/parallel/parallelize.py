@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from titanlite.config.schema import JobConfig
-from titanlite.model.flavors import architecture
+from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.init import materialize
+from titanlite.parallel.init_weights import materialize
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import join_stages, own_stages
 from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
@@ -37,25 +36,23 @@ class ShardedModel:
     stages: dict[int, Llama]
 
 
-def build_model(job: JobConfig, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> ShardedModel:
-    """Build, parallelize and initialise the model that `job` describes; its shards end on `device`."""
-    arch = architecture(job.model)
-    parts = {0: range(arch.n_layers)} if mesh.pipeline is None else own_stages(job, mesh.pipeline)
-    stages = {}
-    for number, blocks in parts.items():
+def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> ShardedModel:
+    """Build, parallelize and initialise the model of a run; its shards end on `device`."""
+    training, stages = run.job.training, {}
+    for number, blocks in own_stages(run, mesh).items():
         with torch.device("meta"):
-            model = Llama(arch, blocks)
-        model.to(getattr(torch, job.training.init_dtype))
-        parallelize(model, mesh, job, log)
-        materialize(model, device, job.training.seed, job.training.enable_cpu_offload)
+            model = Llama(run.arch, blocks)
+        model.to(getattr(torch, training.init_dtype))
+        parallelize(model, mesh, run, log)
+        materialize(model, device, training.seed, training.enable_cpu_offload)
         # Cast once sharded: a full-precision copy of the whole model never exists; the optimizer's state follows.
-        stages[number] = model.to(getattr(torch, job.training.dtype))
+        stages[number] = model.to(getattr(torch, training.dtype))
     return ShardedModel(join_stages(list(stages.values())), stages)
 
 
-def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], None]) -> None:
-    """Apply every transformation that `job` asks for to a model or a pipeline stage, in place."""
-    compiled = job.compile.enable and "model" in job.compile.components
+def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) -> None:
+    """Apply every transformation that the job asks for to a model or a pipeline stage, in place."""
+    job, compiled = run.job, run.compiles("model")
     if job.float8.enable:
         convert_to_float8(model, job.float8, log, compiled)
     if mesh.tensor is not None:
@@ -67,13 +64,13 @@ def parallelize(model: Llama, mesh: Mesh, job: JobConfig, log: Callable[[str], N
     if job.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(model, job.activation_checkpoint)
     if compiled:
-        _compile_blocks(model, job, mesh)
+        _compile_blocks(model, run, mesh)
     apply_fsdp(model, mesh.fsdp, job, log)
 
 
-def _compile_blocks(model: Llama, job: JobConfig, mesh: Mesh) -> None:
+def _compile_blocks(model: Llama, run: Run, mesh: Mesh) -> None:
     """One graph serves all blocks: they share their code and shapes."""
-    config = job.activation_checkpoint
+    config = run.job.activation_checkpoint
     # A graph that recomputes all of itself fails on DTensors (torch 2.13 saves their DeviceMesh as if it were a
     # tensor), so the recomputation goes around it. It then repeats the last matmul, too, which a graph leaves out.
     around = mesh.tensor is not None and not (config.mode == "selective" and config.selective_ac_option == "op")

@@ -2,7 +2,7 @@
 (https://arxiv.org/abs/2104.04473; zero bubble: https://arxiv.org/abs/2401.10241).
 
 Invariant: a stage is a part of the model under the whole model's names, so weights, checkpoints and optimizer groups
-know nothing of stages. May import torch, model, config and parallel.layout.
+know nothing of stages.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.schema import JobConfig
-from titanlite.model.flavors import Architecture, architecture
+from titanlite.config.flavors import Architecture
+from titanlite.config.pipeline_stages import stage_rank
+from titanlite.config.run import Run
 from titanlite.model.llama import Llama
-from titanlite.parallel.layout import stage_parts, stage_rank
 from titanlite.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
-def own_stages(job: JobConfig, mesh: DeviceMesh) -> dict[int, range]:
-    """Stage number -> its blocks, for the stages that this rank runs."""
-    parallelism = job.parallelism
-    parts = stage_parts(parallelism, architecture(job.model), job.training.seq_len)
-    schedule, rank = parallelism.pipeline_parallel_schedule, mesh.get_local_rank()
-    owner = [stage_rank(i, len(parts), mesh.size(), schedule) for i in range(len(parts))]
-    return {i: part for i, part in enumerate(parts) if owner[i] == rank}
+def own_stages(run: Run, mesh: Mesh) -> dict[int, range]:
+    """Stage number -> its blocks, for the stages that this rank runs; the only one where there is no pipeline."""
+    schedule, ranks = run.job.parallelism.pipeline_parallel_schedule, run.degrees.pipeline
+    rank = 0 if mesh.pipeline is None else mesh.pipeline.get_local_rank()
+    owner = [stage_rank(i, len(run.stages), ranks, schedule) for i in range(len(run.stages))]
+    return {i: part for i, part in enumerate(run.stages) if owner[i] == rank}
 
 
 def join_stages(stages: Sequence[Llama]) -> Llama:
@@ -48,35 +46,31 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
 
 
 def build_schedule(
-    job: JobConfig, mesh: Mesh, stages: dict[int, Llama], device: torch.device, microbatches: int
+    run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of one optimizer step over this rank's stages.
 
     Shapes are declared, not found out by torch's trial run, which would compute and communicate.
-
-    Args:
-        microbatches: How many of them a data-parallel rank has in a step.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     assert mesh.pipeline is not None
-    count = len(stage_parts(job.parallelism, architecture(job.model), job.training.seq_len))
-    group = mesh.pipeline.get_group()
+    count, group = len(run.stages), mesh.pipeline.get_group()
     pipeline_stages = []
     for i, stage in stages.items():
-        given = _input(job, mesh, stage.arch, first=i == 0)
-        output = _input(job, mesh, stage.arch, first=False)
+        given = _input(run, stage.arch, first=i == 0)
+        output = _input(run, stage.arch, first=False)
         if i == count - 1:  # the loss: nobody receives it, but its shape must be declared
             output = torch.empty((), device="meta", requires_grad=True)
         pipeline_stages.append(
             PipelineStage(stage, i, count, device, input_args=given, output_args=output, group=group)
         )
-    schedule: Any = get_schedule_class(job.parallelism.pipeline_parallel_schedule)
+    schedule: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
     single = issubclass(schedule, PipelineScheduleSingle)
     return schedule(
         pipeline_stages[0] if single else pipeline_stages,
-        microbatches,
+        run.microbatches,
         loss_fn=lambda loss, _labels: loss,  # what the last stage returns is the loss already
         scale_grads=False,
     )
@@ -104,11 +98,12 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
                 received.buffer.requires_grad_(True)
 
 
-def _input(job: JobConfig, mesh: Mesh, arch: Architecture, first: bool) -> Tensor:
+def _input(run: Run, arch: Architecture, first: bool) -> Tensor:
     """What a stage receives, without its data: token ids (B, T) for the first one, else (B, T / tensor degree, C)."""
-    rows, length = job.training.local_batch_size, job.training.seq_len // mesh.degrees.context
+    training = run.job.training
+    rows, length = training.local_batch_size, training.seq_len // run.degrees.context
     if first:
         return torch.empty(rows, length, dtype=torch.int64, device="meta")
-    shape = (rows, length // mesh.degrees.tensor, arch.dim)
-    dtype = getattr(torch, job.training.mixed_precision_param)
+    shape = (rows, length // run.degrees.tensor, arch.dim)
+    dtype = getattr(torch, training.mixed_precision_param)
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

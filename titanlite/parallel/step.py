@@ -1,8 +1,7 @@
 """Forward and backward passes of one optimizer step, under every layout the same call.
 
 Invariant: the gradients are those of (sum of cross entropy over all valid tokens of the global batch) / (their
-number), however rows, positions, vocabulary and blocks are spread. May import torch, model, config and the other
-modules of this room.
+number), however rows, positions, vocabulary and blocks are spread.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import JobConfig
+from titanlite.config.run import Run
 from titanlite.model.attention import document_mask
 from titanlite.parallel.context import context_mask, own_chunks
 from titanlite.parallel.fsdp import free_gathered, set_gradient_sync
@@ -41,11 +40,9 @@ class Microbatch(Protocol):
 class Step:
     """Without a pipeline: one microbatch after the other; gradients are reduced with the last one, or with each."""
 
-    def __init__(
-        self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device
-    ) -> None:
+    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run, device: torch.device) -> None:
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
-        self._reduce_each = job.parallelism.fsdp_reduce == "microbatch"
+        self._reduce_each = run.job.parallelism.fsdp_reduce == "microbatch"
         self._denominator = torch.ones((), device=device)
         for stage in (model.whole, *model.stages.values()):
             stage.loss = self._loss
@@ -91,15 +88,14 @@ class PipelineStep(Step):
         model: ShardedModel,
         mesh: Mesh,
         loss_fn: LossFunction,
-        job: JobConfig,
+        run: Run,
         device: torch.device,
     ) -> None:
-        super().__init__(model, mesh, loss_fn, job, device)
-        training = job.training
-        self._microbatches = training.global_batch_size // (mesh.data_degree * training.local_batch_size)
+        super().__init__(model, mesh, loss_fn, run, device)
+        self._microbatches = run.microbatches
         self._has_first = model.whole.tok_embeddings is not None
         self._has_last = model.whole.norm is not None
-        self._schedule = build_schedule(job, mesh, model.stages, device, self._microbatches)
+        self._schedule = build_schedule(run, mesh, model.stages, device)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         self._denominator = num_valid_tokens
@@ -131,11 +127,11 @@ class PipelineStep(Step):
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
 
 
-def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, job: JobConfig, device: torch.device) -> Step:
+def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run, device: torch.device) -> Step:
     """The step that fits the layout."""
     if mesh.pipeline is None:
-        return Step(model, mesh, loss_fn, job, device)
-    return PipelineStep(model, mesh, loss_fn, job, device)
+        return Step(model, mesh, loss_fn, run, device)
+    return PipelineStep(model, mesh, loss_fn, run, device)
 
 
 def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:

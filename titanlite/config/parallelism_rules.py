@@ -1,7 +1,6 @@
-"""What a layout cannot do, why, and the nearest one that works.
+"""What the parallel degrees of a run cannot do, why, and the nearest ones that work.
 
-Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config,
-model.flavors and parallel.layout.
+Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -10,27 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from math import isqrt
 
-from titanlite.config.schema import JobConfig, Parallelism
-from titanlite.model.flavors import Architecture
-from titanlite.parallel.layout import (
-    ONE_STAGE_A_RANK,
-    SPLIT_BACKWARD,
-    V_SHAPED,
-    Degrees,
-    bad_split_points,
-    degrees,
-    sequence_divisor,
-)
+from titanlite.config.degrees import sequence_divisor
+from titanlite.config.pipeline_stages import ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, bad_split_points
+from titanlite.config.run import Run
 
 Problem = tuple[str, ...]  # the key, what is wrong with its value, what to do
 
 DIMENSIONS = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
-def fills_world(config: Parallelism, world: int) -> Iterator[Problem]:
+def fills_world(run: Run) -> Iterator[Problem]:
     """The degrees must multiply to the number of ranks."""
+    config, degree, world = run.job.parallelism, run.degrees, run.world_size
     here = f"The world is {world} rank{'s' if world > 1 else ''} (NGPU times NNODES)."
-    degree = degrees(config, world)
     fixed = degree.world // degree.shard  # all but the shards
     named = {f"{name}_degree": getattr(config, f"{name}_degree") for name in DIMENSIONS}
     times = " times ".join(f"{name} = {value}" for name, value in named.items() if value > 1)
@@ -56,9 +47,10 @@ def fills_world(config: Parallelism, world: int) -> Iterator[Problem]:
         yield "parallelism.data_parallel_shard_degree", f"{product}{here}", fits
 
 
-def tensor_parallel(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Problem]:
+def tensor_parallel(run: Run) -> Iterator[Problem]:
     """Each rank needs whole heads, an equal part of the feed-forward network, and a part of the vocabulary."""
-    key, tensor = "parallelism.tensor_parallel_degree", degree.tensor
+    job, arch = run.job, run.arch
+    key, tensor = "parallelism.tensor_parallel_degree", run.degrees.tensor
 
     def works(n: int) -> bool:
         part = -(-arch.vocab_size // n)
@@ -75,14 +67,15 @@ def tensor_parallel(job: JobConfig, arch: Architecture, degree: Degrees) -> Iter
             fits = [n for n in range(1, tensor) if works(n) and all(side // n % 16 == 0 for side in sides.values())]
             text = f"leaves the rank a side that is no multiple of 16 (from model.{odd[0]}), which an FP8 matmul needs."
             yield key, text, f"Nearest: {max(fits)}." if fits else "Set float8.enable = false."
-    if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not _compiles(job)):
+    if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not run.compiles("model")):
         text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components: '
         yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler is what overlaps."
 
 
-def sequence_divides(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
+def sequence_divides(run: Run) -> Iterator[Problem]:
     """Rows are cut among tensor and context ranks."""
-    length, divisor = job.training.seq_len, sequence_divisor(degree)
+    degree = run.degrees
+    length, divisor = run.job.training.seq_len, sequence_divisor(degree)
     if length % divisor:
         low = length // divisor * divisor
         reason = f"context_parallel_degree = {degree.context} (two chunks a rank) and tensor_parallel_degree = "
@@ -90,9 +83,10 @@ def sequence_divides(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
         yield "training.seq_len", text, f"Nearest: {f'{low} or ' if low else ''}{low + divisor}."
 
 
-def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Problem]:
+def pipeline(run: Run) -> Iterator[Problem]:
     """Stages must exist, be cut where asked, and have enough microbatches."""
-    config, ranks = job.parallelism, degree.pipeline
+    job, arch, ranks = run.job, run.arch, run.degrees.pipeline
+    config = job.parallelism
     key, schedule = "parallelism.pipeline_parallel_degree", config.pipeline_parallel_schedule
     points = config.pipeline_parallel_split_points
     if ranks == 1:
@@ -105,7 +99,7 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
         yield key, f"{text}last stage, and its gradient summed between them.", remedy
     single = schedule in ONE_STAGE_A_RANK
     if points:
-        yield from _split_points(config, arch, ranks)
+        yield from _split_points(run)
     elif ranks * (1 if single else 2) > arch.n_layers:
         each = "a block" if single else f"two stages with a block each, as {schedule} has two a rank"
         limit = arch.n_layers if single else arch.n_layers // 2
@@ -113,7 +107,7 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
     if schedule in V_SHAPED and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
         text = f"needs torch 2.13 or newer; in {version('torch')} the stages of one rank send to each other, and fail."
         yield "parallelism.pipeline_parallel_schedule", text, 'Upgrade torch. Nearest: "Interleaved1F1B".'
-    if schedule in SPLIT_BACKWARD and _compiles(job):
+    if schedule in SPLIT_BACKWARD and run.compiles("model"):
         # Measured with torch 2.13: the second backward pass over a compiled block fails, as the first one gave its
         # buffers away; where it must keep them (donated_buffer = False), ten fp32 steps end 1.4e-3 off in the loss.
         text = "delays the gradients of weights, which a compiled block computes together with those of its input."
@@ -126,13 +120,14 @@ def pipeline(job: JobConfig, arch: Architecture, degree: Degrees) -> Iterator[Pr
     if config.fsdp_reduce == "microbatch":
         text = 'is "microbatch", but a stage of a pipeline reduces its gradients with its last microbatch.'
         yield "parallelism.fsdp_reduce", text, 'Set it to "step".'
-    yield from _microbatches(job, degree)
+    yield from _microbatches(run)
 
 
-def _split_points(config: Parallelism, arch: Architecture, ranks: int) -> Iterator[Problem]:
+def _split_points(run: Run) -> Iterator[Problem]:
+    config, ranks = run.job.parallelism, run.degrees.pipeline
     key, points = "parallelism.pipeline_parallel_split_points", config.pipeline_parallel_split_points
     schedule = config.pipeline_parallel_schedule
-    stages, wrong = len(points) + 1, bad_split_points(points, arch.n_layers)
+    stages, wrong = len(points) + 1, bad_split_points(points, run.arch.n_layers)
     if wrong:
         yield key, wrong
     elif schedule in ONE_STAGE_A_RANK and stages != ranks:
@@ -143,10 +138,10 @@ def _split_points(config: Parallelism, arch: Architecture, ranks: int) -> Iterat
         yield key, f"gives {stages} stages, which cannot be spread evenly over {ranks} pipeline ranks."
 
 
-def _microbatches(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
-    training, ranks, schedule = job.training, degree.pipeline, job.parallelism.pipeline_parallel_schedule
-    rows = training.local_batch_size * degree.data
-    count = 1 if training.global_batch_size == -1 else training.global_batch_size // rows
+def _microbatches(run: Run) -> Iterator[Problem]:
+    training, ranks = run.job.training, run.degrees.pipeline
+    schedule, count = run.job.parallelism.pipeline_parallel_schedule, run.microbatches
+    rows = training.local_batch_size * run.degrees.data
     in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
 
     def works(n: int) -> bool:
@@ -162,16 +157,22 @@ def _microbatches(job: JobConfig, degree: Degrees) -> Iterator[Problem]:
         yield "training.global_batch_size", text + reason, f"Nearest: {' or '.join(str(n * rows) for n in near)}."
 
 
-def layout_problems(job: JobConfig, arch: Architecture, world: int) -> Iterator[Problem]:
-    """All that is wrong with a layout whose degrees fill the world."""
-    degree = degrees(job.parallelism, world)
-    yield from tensor_parallel(job, arch, degree)
-    yield from sequence_divides(job, degree)
-    yield from pipeline(job, arch, degree)
+def batch_divides(run: Run) -> Iterator[Problem]:
+    """A global batch is made of whole microbatches of each data-parallel rank."""
+    size, local, data = run.global_batch_size, run.job.training.local_batch_size, run.degrees.data
+    rows = local * data
+    if size % rows:
+        low = size // rows * rows
+        near = f"{low} or {low + rows}" if low else f"{rows}"
+        text = f"must be a multiple of local_batch_size = {local} times the data-parallel degree = {data}, which is "
+        yield "training.global_batch_size", f"{text}{rows}.", f"Nearest: {near}."
 
 
-def _compiles(job: JobConfig) -> bool:
-    return job.compile.enable and "model" in job.compile.components
+def layout_problems(run: Run) -> Iterator[Problem]:
+    """All that is wrong with degrees that fill the world and a batch that they divide."""
+    yield from tensor_parallel(run)
+    yield from sequence_divides(run)
+    yield from pipeline(run)
 
 
 def divisors(number: int) -> list[int]:

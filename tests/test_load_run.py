@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from titanlite.checkpoint.changes import compare_jobs
 from titanlite.config.errors import UserError
+from titanlite.config.flavors import architecture, unused_rows
 from titanlite.config.load import KEYS, dump_config, load_job
+from titanlite.config.rules import RULES
 from titanlite.config.schema import JobConfig, Model, Training
-from titanlite.model.flavors import architecture, unused_rows
-from titanlite.validate import RULES, check_job, checked, complete, load_and_check
+from titanlite.load_run import check_run, load_run
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def in_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def check(*argv: str, ranks: int = 1) -> str:
     """The report on job.toml with these options; empty if there is nothing to say."""
     try:
-        load_and_check(["--job.config_file", "job.toml", *argv], ranks)
+        load_run(["--job.config_file", "job.toml", *argv], ranks)
     except UserError as error:
         return re.sub(r"\s+", " ", str(error))  # the report is wrapped
     return ""
@@ -40,7 +41,7 @@ def write_tokenizer(path: str, size: int) -> None:
 
 def test_a_sound_job_passes_and_is_returned():
     argv = ["--job.config_file", "job.toml"]
-    assert load_and_check(argv, 4) == load_job([*argv, "--model.vocab_size", "4096"])
+    assert load_run(argv, 4).job == load_job([*argv, "--model.vocab_size", "4096"])
 
 
 BROKEN = [  # options, ranks, and what the report must hold
@@ -230,9 +231,9 @@ def test_the_tokenizer_is_compared_with_the_model_in_either_format():
 
 def vocabulary(*argv: str) -> int:
     """Rows of the model's embedding, as the complete job has them."""
-    job = load_and_check(["--job.config_file", "job.toml", *argv], 1)
-    assert complete(job) == job
-    return architecture(job.model).vocab_size
+    run = load_run(["--job.config_file", "job.toml", *argv], 1)
+    assert check_run(run.job, 1) == run
+    return run.arch.vocab_size
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "150m"])
@@ -244,7 +245,7 @@ def test_a_flavor_of_our_own_has_the_tokenizers_vocabulary_in_multiples_of_128(f
 
 
 def test_a_job_that_was_saved_without_the_vocabulary_is_resumed_unchanged():
-    before, now = (job.model_dump(mode="json") for job in (JobConfig(), complete(JobConfig())))
+    before, now = (job.model_dump(mode="json") for job in (JobConfig(), check_run(JobConfig(), 1).job))
     assert before["model"] != now["model"]
     assert compare_jobs(before, now).lines() == []
 
@@ -254,7 +255,7 @@ def test_a_published_flavor_keeps_its_vocabulary():
 
 
 def test_the_resolved_job_file_has_the_vocabulary():
-    assert "vocab_size = 4096" in dump_config(load_and_check(["--job.config_file", "job.toml"], 1))
+    assert "vocab_size = 4096" in dump_config(load_run(["--job.config_file", "job.toml"], 1).job)
 
 
 def test_rows_that_no_token_uses_are_counted():
@@ -276,20 +277,20 @@ def test_a_mistake_in_a_default_names_the_job_file():
 
 def test_validation_can_be_turned_off_where_the_file_holds_documents_out():
     Path("job.toml").write_text("[validation]\nfreq = 5\nholdout = 0.1\n")
-    off = load_and_check(["--job.config_file", "job.toml", "--validation.freq", "0"], 1)
+    off = load_run(["--job.config_file", "job.toml", "--validation.freq", "0"], 1).job
     assert (off.validation.freq, off.validation.holdout) == (0, 0.1)  # what was held out is still not trained on
     Path("job.toml").write_text(dump_config(off))
-    assert load_and_check(["--job.config_file", "job.toml"], 1).validation == off.validation
+    assert load_run(["--job.config_file", "job.toml"], 1).job.validation == off.validation
 
 
 def test_a_job_of_python_is_checked_as_one_of_a_file():
     wrong = JobConfig(training=Training(seq_len=9000), model=Model(n_heads=3))
     with pytest.raises(UserError) as caught:
-        checked(wrong, 1)
+        check_run(wrong, 1)
     report = re.sub(r"\s+", " ", str(caught.value))
     assert report.startswith("2 mistakes in the job: JobConfig: model.n_heads = 3 must divide model.dim = 256.")
     assert "JobConfig: training.seq_len = 9000 must be at most model.max_seq_len" in report
-    assert checked(JobConfig(), 1).model.vocab_size == 4096
+    assert check_run(JobConfig(), 1).arch.vocab_size == 4096
 
 
 @pytest.mark.parametrize("folder", ["/proc/out", "/proc/self/x/y", "/sys/out"])
@@ -363,7 +364,7 @@ def test_keys_of_one_source_beside_a_mix_are_mistakes():
 )
 def test_a_resolved_job_which_names_every_default_is_as_good_as_its_original(text: str):
     Path("job.toml").write_text(text)
-    Path("job.toml").write_text(dump_config(load_and_check(["--job.config_file", "job.toml"], 1)))
+    Path("job.toml").write_text(dump_config(load_run(["--job.config_file", "job.toml"], 1).job))
     assert check() == ""
 
 
@@ -422,9 +423,12 @@ def test_layout_and_batch_are_accepted_exactly_when_they_divide(
     job = JobConfig.model_validate({"training": training, "parallelism": layout})
     fits = ranks % replicate == 0 and shard in (-1, ranks // replicate)
     divides = wanted % (local * ranks) == 0
-    errors = check_job(job, ranks)
-    assert (errors == []) == (fits and divides)
-    assert len(errors) <= 1  # without a layout nothing is known about the batch
+    try:
+        report = f"{check_run(job, ranks)}"
+    except UserError as error:
+        report = str(error)
+        assert report.startswith("1 mistake")  # without a layout nothing is known about the batch
+    assert report.startswith("Run(") == (fits and divides)
 
 
 def test_a_wrong_job_of_the_largest_model_is_found_out_in_a_fraction_of_a_second():

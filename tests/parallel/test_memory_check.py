@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.parallel.memory import state_bytes
+from titanlite.parallel.memory_check import state_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from titanlite.parallel.memory import state_bytes
     ],
 )
 def test_bytes_of_a_parameter(overrides: dict[str, Any], world: int, expected: int):
-    assert state_bytes(JobConfig.model_validate(overrides), 1000, world) == 1000 * expected
+    assert state_bytes(Run(JobConfig.model_validate(overrides), world), 1000) == 1000 * expected
 
 
 @pytest.mark.slow

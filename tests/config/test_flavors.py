@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanlite.config import schema
-from titanlite.model.flavors import FLAVORS, Architecture, architecture
+from titanlite.config.flavors import FLAVORS, Architecture, architecture
 from titanlite.model.llama import Llama
 
 PUBLISHED = {

@@ -1,61 +1,15 @@
-"""The arithmetic of layouts, and what is refused with which remedy."""
+"""Degrees and their arithmetic: what is refused, with which remedy."""
 
-from itertools import pairwise, product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.config.degrees import degrees, sequence_divisor
+from titanlite.config.parallelism_rules import fills_world, layout_problems
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig, Parallelism
-from titanlite.model.flavors import FLAVORS
-from titanlite.parallel.constraints import fills_world, layout_problems
-from titanlite.parallel.layout import balanced_cuts, degrees, piece_costs, sequence_divisor, stage_parts, stage_rank
-
-
-def sizes(flavor: str, stages: int) -> list[int]:
-    bounds = [0, *balanced_cuts(FLAVORS[flavor], 8192, stages), FLAVORS[flavor].n_layers]
-    return [b - a for a, b in pairwise(bounds)]
-
-
-@pytest.mark.parametrize(
-    ("flavor", "stages", "blocks"),
-    [
-        ("405b", 16, [7] + [8] * 14 + [7]),  # one block less at both ends, as the Llama 3 paper has it
-        ("70b", 4, [20, 20, 21, 19]),
-        ("8b", 2, [17, 15]),  # the output costs as much as two blocks
-    ],
-)
-def test_stages_are_balanced_with_embedding_and_output(flavor: str, stages: int, blocks: list[int]) -> None:
-    assert sizes(flavor, stages) == blocks
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_no_other_cut_has_a_cheaper_dearest_stage(stages: int) -> None:
-    arch = FLAVORS["debugmodel"]
-    embedding, block, output = piece_costs(arch, 512)
-
-    def dearest(blocks: tuple[int, ...]) -> float:
-        costs = [n * block for n in blocks]
-        costs[0] += embedding
-        costs[-1] += output
-        return max(costs)
-
-    every = [c for c in product(range(1, arch.n_layers + 1), repeat=stages) if sum(c) == arch.n_layers]
-    bounds = [0, *balanced_cuts(arch, 512, stages), arch.n_layers]
-    mine = tuple(b - a for a, b in pairwise(bounds))
-    assert dearest(mine) == min(map(dearest, every))
-
-
-def test_stages_by_hand() -> None:
-    config = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_split_points=("layers.5",))
-    assert stage_parts(config, FLAVORS["debugmodel"], 512) == [range(5), range(5, 6)]
-
-
-def test_the_zero_bubble_v_gives_the_first_rank_both_ends() -> None:
-    assert [stage_rank(i, 8, 4, "ZBVZeroBubble") for i in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [stage_rank(i, 8, 4, "Interleaved1F1B") for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-
 
 some = st.integers(1, 4)
 
@@ -72,12 +26,12 @@ def test_degrees_are_accepted_exactly_when_they_multiply_to_the_world(
         tensor_parallel_degree=tp,
         data_parallel_shard_degree=shard,
     )
-    fixed = pp * replicate * cp * tp
-    problems = list(fills_world(config, world))
+    run, fixed = Run(JobConfig(parallelism=config), world), pp * replicate * cp * tp
+    problems = list(fills_world(run))
     assert (problems == []) == (world % fixed == 0 if shard == -1 else fixed * shard == world)
     assert len(problems) <= 1
     if not problems:
-        assert degrees(config, world).world == world
+        assert run.degrees.world == world
 
 
 @given(some, some, st.integers(1, 200))
@@ -122,12 +76,7 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(
     sections: dict[str, Any], world: int, key: str, says: str
 ) -> None:
     wrong = job(**sections)
-    arch = FLAVORS["debugmodel"]
-    if sections.get("model"):
-        from titanlite.model.flavors import architecture
-
-        arch = architecture(wrong.model)
-    found = [problem for problem in layout_problems(wrong, arch, world) if problem[0].endswith(key)]
+    found = [problem for problem in layout_problems(Run(wrong, world)) if problem[0].endswith(key)]
     assert len(found) == 1
     assert says in " ".join(found[0]).replace("rounds of 2 or a little more (Interleaved1F1B).", "")
 
@@ -135,6 +84,6 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(
 def test_a_v_is_refused_with_a_torch_that_sends_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     v = job(parallelism=PP2 | {"pipeline_parallel_schedule": "ZBVZeroBubble"}, training={"global_batch_size": 32})
     for torch, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
-        monkeypatch.setattr("titanlite.parallel.constraints.version", lambda _name, torch=torch: torch)
-        found = " ".join(word for problem in layout_problems(v, FLAVORS["debugmodel"], 2) for word in problem)
+        monkeypatch.setattr("titanlite.config.parallelism_rules.version", lambda _name, torch=torch: torch)
+        found = " ".join(word for problem in layout_problems(Run(v, 2)) for word in problem)
         assert (torch in found and "Upgrade torch" in found) == refused

@@ -1,24 +1,18 @@
-"""The trainer: build, parallelize, loop.
+"""The trainer: build once, then step until the end, a signal, or a fault.
 
 Invariant: the step loop never waits for the device except where it logs or saves, and has no branch on the layout.
-May import every room.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import platform
-import secrets
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.go_on import how_to_go_on
-from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config.errors import (
     ERROR_FOLDER,
     CheckpointError,
@@ -39,69 +31,56 @@ from titanlite.config.errors import (
     StoppedUnsaved,
     UserError,
 )
-from titanlite.config.load import dump_config, resolve_path
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.evaluate import Score, evaluate
-from titanlite.model.flavors import architecture, unused_rows
-from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+from titanlite.load_run import check_run, world_size
+from titanlite.observe.flops import num_params
 from titanlite.observe.guards import check_finite
 from titanlite.observe.metrics import LoggedStep, MetricsRecorder
-from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.float8 import precompute_scales
-from titanlite.parallel.memory import check_memory
+from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import LossFunction, build_step
-from titanlite.parallel.tensor import vocab_parallel
-from titanlite.portable import write_tokenizer
+from titanlite.parallel.step import build_step
 from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
-from titanlite.runtime.logging import LOG_FILE, say_end, setup_logging
+from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
-from titanlite.validate import checked, world_size
+from titanlite.train.build import describe, loss_function, open_checkpoints, open_folder, start_metrics
+from titanlite.train.evaluate import Score, evaluate
 
 
-def main(job: JobConfig) -> None:
-    """Check a job that was made in Python, and run it as `run` does.
-
-    Raises:
-        UserError: Something that a person can mend; its `exit_code` is the program's.
-    """
-    run(checked(job, world_size()))
-
-
-def run(job: JobConfig, argv: Sequence[str] = ()) -> None:
-    """Run a checked job in this rank's process; the launcher's environment says which rank it is, if there are many.
+def train(run: Run, argv: Sequence[str] = ()) -> None:
+    """Train in this rank's process; the launcher's environment says which rank it is, if there are many.
 
     Args:
-        argv: The command line of `job`, for the last lines of a run that ends early.
+        argv: The command line of `run`, for the last lines of a run that ends early.
 
     Raises:
         UserError: Something that a person can mend; its `exit_code` is the program's.
     """
 
     def stopped(name: str) -> None:
-        say_end(f"Stopped by {name} before training began.", how_to_go_on(job, argv))
+        say_end(f"Stopped by {name} before training began.", how_to_go_on(run, argv))
 
-    with process_group(job) as device:
+    with process_group(run.job) as device:
         end_at_once(stopped)
         trainer = None
         try:
-            trainer = Trainer(job, device)
+            trainer = Trainer(run, device)
             trainer.train()
         except Exception as error:
             if trainer is not None and isinstance(error, GuardError):  # on all ranks together
                 trainer.close()  # a save under way is of an earlier step, and good
             if trainer is not None or not isinstance(error, UserError):
-                error.add_note(how_to_go_on(job, argv))
+                error.add_note(how_to_go_on(run, argv))
             raise
 
 
@@ -114,22 +93,20 @@ class Trainer:
         loader: The training data.
     """
 
-    def __init__(self, job: JobConfig, device: torch.device | None = None) -> None:
+    def __init__(self, job: JobConfig | Run, device: torch.device | None = None) -> None:
         """Build and parallelize; resume from the newest checkpoint if there is one.
 
         Args:
-            device: That of a world of ranks which the caller has started with `process_group`, for a job that it has
-                checked. None checks the job and starts the world.
+            job: What to train. A job is checked first; a run has been.
+            device: That of a world of ranks which the caller has started with `process_group`. None starts the world.
 
         Raises:
             UserError: The job breaks a rule, or the data, the tokenizer or the checkpoint cannot be used.
         """
         self.opened = ExitStack()  # what `close` ends, the newest first
         try:
-            if device is None:
-                job = checked(job, world_size())
-                device = self.opened.enter_context(process_group(job))
-            self.build(job, device)
+            run = job if isinstance(job, Run) else check_run(job, world_size())
+            self.build(run, device or self.opened.enter_context(process_group(run.job)))
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
@@ -144,160 +121,55 @@ class Trainer:
         if error is None or (dist.is_initialized() and dist.get_world_size() == 1):
             self.close()
 
-    def build(self, job: JobConfig, device: torch.device) -> None:
+    def build(self, run: Run, device: torch.device) -> None:
         """All that the step loop needs, in the order in which one part needs the other."""
-        self.job, self.device = job, device
-        check_memory(job, num_params(architecture(job.model)), dist.get_world_size(), device)
-        self.rank, self.mesh = dist.get_rank(), build_mesh(job.parallelism, device.type)
+        self.job, self.device, opened = run.job, device, self.opened
+        check_memory(run, num_params(run.arch), device)
+        self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
         self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
-        set_timeout(self.training_groups, job.comm.init_timeout_seconds)
-        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, job.comm.init_timeout_seconds, all_hosts())
+        patience = self.job.comm.init_timeout_seconds
+        set_timeout(self.training_groups, patience)
+        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, patience, all_hosts())
         self.log = setup_logging(self.rank, None).info
-        self.open_folder()
-        self.build_data()
+        self.run_id, outputs = open_folder(run, self.log, opened)
+        tokenizer = load_tokenizer(run.tokenizer_path)
+        self.loader = Loader.of_run(run, tokenizer, self.mesh.data_rank, self.mesh.data_group, device)
+        opened.callback(self.loader.close)
+        self.validation = None
+        if self.job.validation.freq:
+            self.validation = ValidationSet.of_run(run, tokenizer, self.mesh.data_rank, device)
+        for line in describe(run, device, tokenizer, self.loader, self.validation):
+            self.log(line)
         self.loader.start()  # its processes get ready while the model is built; a resume starts them anew
-        sharded = build_model(job, self.mesh, device, self.log)
+        sharded = build_model(run, self.mesh, device, self.log)
         self.model = sharded.whole
-        self.forward_backward = build_step(sharded, self.mesh, self.loss_function(), job, device)
-        self.optimizer = build_optimizer(self.model, job.optimizer, self.compiles("optimizer"))
+        self.forward_backward = build_step(sharded, self.mesh, loss_function(run, self.mesh), run, device)
+        self.optimizer = build_optimizer(self.model, self.job.optimizer, run.compiles("optimizer"))
+        self.compiles_clip = run.compiles("clip")
         self.steps_done = 0
         self.data_time = 0.0  # seconds waited for data that no step has used yet
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
-        state = self.resume() if job.checkpoint.enable else None
-        if job.float8.precompute_float8_dynamic_scale_for_fsdp:
+        state = None
+        if self.job.checkpoint.enable:
+            self.checkpoints = open_checkpoints(run, self.model, self.optimizer, tokenizer, self.loader, self.log)
+            opened.callback(self.checkpoints.close)
+            state = self.resume(self.checkpoints.load())
+        if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
         self.loader.start()
-        self.metrics = self.start_metrics(state)
-        self.opened.callback(self.metrics.close)
-        self.opened.callback(self.watch.close)
+        self.metrics: MetricsRecorder = start_metrics(run, device, self.run_id, outputs, state)
+        opened.callback(self.metrics.close)
+        opened.callback(self.watch.close)
 
-    def open_folder(self) -> None:
-        """Keep other runs out of the output folder, then let the log write there: never into that of another run.
-
-        Raises:
-            UserError: Another run is using the folder, or it cannot be written to.
-        """
-        folder, seconds = Path(self.job.job.dump_folder), self.job.comm.init_timeout_seconds
-        self.lock: int | None = None  # on rank 0
-
-        def lock() -> str:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.lock = commit.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), self.log)
-            return secrets.token_hex(8)
-
-        self.opened.callback(lambda: self.lock is None or os.close(self.lock))
-        ranks = Ranks(seconds)
-        self.run = ranks.on_rank0(lock)  # the identity of a run that begins here
-        ranks.close()
-        if self.rank == 0:
-            self.folder = OutputFolder(folder, self.log)
-            setup_logging(0, folder / LOG_FILE)
-            if error_folder := os.environ.get(ERROR_FOLDER):  # the launcher adds there why a worker ended
-                Path(error_folder, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
-
-    def build_data(self) -> None:
-        """Open tokenizer, training data and validation data; log what is trained, and on what."""
-        job, mesh, training = self.job, self.mesh, self.job.training
-        self.tokenizer = load_tokenizer(resolve_path(job.tokenizer.path))
-        self.loader = Loader.of_job(
-            job,
-            self.tokenizer,
-            dp_rank=mesh.data_rank,
-            dp_size=mesh.data_degree,
-            dp_group=mesh.data_group,
-            device=self.device,
-        )
-        self.opened.callback(self.loader.close)
-        self.validation = None
-        if job.validation.freq:
-            self.validation = ValidationSet(
-                job.validation,
-                job.dataset,
-                self.tokenizer,
-                seed=training.seed,
-                seq_len=training.seq_len,
-                local_batch_size=training.local_batch_size,
-                dp_rank=mesh.data_rank,
-                dp_size=mesh.data_degree,
-                device=self.device,
-            )
-        tokens = training.steps * self.loader.global_batch_size * training.seq_len
-        self.log(
-            f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(architecture(job.model)):,} "
-            f"parameters, on {self.loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of "
-            f"{self.loader.global_batch_size} x {training.seq_len}, {dist.get_world_size()} x {self.device.type}"
-        )
-        if unused := unused_rows(architecture(job.model), self.tokenizer.vocab_size):
-            self.log(unused)
-        if self.rank == 0:
-            self.log("Data:\n" + self.loader.table(training.steps))
-        if self.validation is not None:
-            self.log(f"Validation on {self.validation.describe()}")
-
-    def compiles(self, component: str) -> bool:
-        """Whether the job asks for it."""
-        return self.job.compile.enable and component in self.job.compile.components
-
-    def loss_function(self) -> LossFunction:
-        """The output projection and its cross entropy, over the ranks that share the vocabulary."""
-        softmax = torch.compile(softmax_loss) if self.compiles("loss") else softmax_loss
-        loss = partial(linear_cross_entropy_sum, z_loss=self.job.training.z_loss, softmax=softmax)
-        return loss if self.mesh.tensor is None else vocab_parallel(loss, self.mesh.tensor)
-
-    def resume(self) -> dict[str, Any] | None:
-        """Open the checkpoint folder and load the newest checkpoint; returns what it holds, if there is one."""
-        job = self.job
-        path, length = resolve_path(job.tokenizer.path), architecture(job.model).max_seq_len
-        self.checkpoints = CheckpointManager(
-            job.checkpoint,
-            self.checkpoint_folder,
-            self.model,
-            self.optimizer,
-            log=self.log,
-            job=job.model_dump(mode="json"),
-            same_tokenizer=self.tokenizer.is_known_as,
-            compare_data=self.loader.compare,
-            write_tokenizer=lambda folder: write_tokenizer(path, folder, length),
-        )
-        self.opened.callback(self.checkpoints.close)
-        state = self.checkpoints.load()
-        if state is None:
-            return None
-        if "data" in state:
-            self.loader.load_state_dict(state["data"])
-        self.steps_done, self.run = state["step"], state.get("run", self.run)
-        self.log(f"Resumed after step {self.steps_done}: {state['tokens']:,} tokens seen")
+    def resume(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Go on where a checkpoint was saved, whose tensors are loaded; returns `state`."""
+        if state is not None:
+            if "data" in state:
+                self.loader.load_state_dict(state["data"])
+            self.steps_done, self.run_id = state["step"], state.get("run", self.run_id)
+            self.log(f"Resumed after step {self.steps_done}: {state['tokens']:,} tokens seen")
         return state
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Where the step folders lie."""
-        return Path(self.job.job.dump_folder) / self.job.checkpoint.folder
-
-    def start_metrics(self, state: dict[str, Any] | None) -> MetricsRecorder:
-        """Write what the run is beside its outputs, and open its metrics at the current step."""
-        job = self.job
-        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
-        layout = asdict(self.mesh.degrees)
-        environment = describe_environment(device_name, self.run, layout)
-        if self.rank == 0:
-            self.folder.start(job, environment, None if state is None else self.steps_done)
-        metrics = MetricsRecorder(
-            Path(job.job.dump_folder),
-            job.metrics,
-            self.rank,
-            flops_per_token(architecture(job.model), job.training.seq_len),
-            peak_flops(device_name),
-            dist.get_world_size(),
-            self.device,
-            job.training.steps,
-            self.steps_done,
-            0 if state is None else state["tokens"],
-        )
-        texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
-        metrics.add_texts({"job": dump_config(job), **texts})
-        return metrics
 
     def train(self) -> None:
         """Loop until the last step, the end of the data, or a signal; then save.
@@ -382,7 +254,7 @@ class Trainer:
         # Waited for where it is read: in the loss, by when the sum has long arrived.
         num_valid_tokens = collectives.all_reduce(num_valid_tokens, "sum", self.mesh.data_group)
         loss = self.forward_backward(batch.microbatches, num_valid_tokens)
-        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles("clip"))
+        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles_clip)
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -434,7 +306,7 @@ class Trainer:
             check_finite(0.0, self.grad_norm.item(), self.steps_done)
         if self.checkpoints is not None:
             state = {"step": self.steps_done, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
-            self.checkpoints.save(self.steps_done, {**state, "run": self.run}, last=last)
+            self.checkpoints.save(self.steps_done, {**state, "run": self.run_id}, last=last)
 
     def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
         """Close everything, and say by an exception that the run is to go on where it is, that its data could not be

@@ -1,57 +1,21 @@
-"""The arithmetic of layouts: degrees, the cut of a model into pipeline stages, which rank runs which stage.
+"""The cut of a model into pipeline stages, and which rank runs which stage.
 
-Invariant: no torch here, so that a job file can be checked in a fraction of a second. May import config and
-model.flavors.
+Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from titanlite.config import schema
-from titanlite.model.flavors import Architecture
+from titanlite.config.flavors import Architecture
 
 ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights when there is time
 FLOPS_PER_BYTE = 300  # what an H100 computes in bf16 while it moves a byte of memory
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """How many ranks lie along each dimension of the world; outermost first, as ranks are numbered."""
-
-    pipeline: int
-    replicate: int
-    shard: int
-    context: int
-    tensor: int
-
-    @property
-    def data(self) -> int:
-        """Parts of a global batch that are read apart."""
-        return self.replicate * self.shard
-
-    @property
-    def world(self) -> int:
-        """Ranks."""
-        return self.pipeline * self.data * self.context * self.tensor
-
-
-def degrees(config: schema.Parallelism, world_size: int) -> Degrees:
-    """The layout of `world_size` ranks; data_parallel_shard_degree = -1 takes what is left, at least 1."""
-    pipeline, context, tensor = (
-        config.pipeline_parallel_degree,
-        config.context_parallel_degree,
-        config.tensor_parallel_degree,
-    )
-    replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
-    if shard == -1:
-        shard = max(1, world_size // (pipeline * replicate * context * tensor))
-    return Degrees(pipeline, replicate, shard, context, tensor)
 
 
 def stage_parts(config: schema.Parallelism, arch: Architecture, seq_len: int) -> list[range]:
@@ -118,15 +82,3 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
     if schedule in V_SHAPED:
         return min(stage, stages - 1 - stage)
     return stage % pipeline
-
-
-def sequence_divisor(degree: Degrees) -> int:
-    """What a row's length must be a multiple of: two chunks a context rank, each rank's part cut by tensor ranks."""
-    context = 2 * degree.context if degree.context > 1 else 1
-    if degree.tensor == 1:
-        return context
-    # The part of a context rank, T / context, must divide by the tensor degree as well.
-    need = degree.context * degree.tensor
-    while need % context:
-        need += degree.context * degree.tensor
-    return need

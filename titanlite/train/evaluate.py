@@ -1,7 +1,6 @@
 """The loss on data that is never trained on.
 
 Invariant: every validation scores the same rows, whatever the layout; all ranks do the same number of forward passes.
-May import data.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""The parts of a trainer that belong to no other room: its folder and log, its loss, its checkpoints and metrics.
+
+Invariant: a part gets what it needs from the run and from parts that were built before it. Nothing here trains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.config.errors import ERROR_FOLDER
+from titanlite.config.flavors import unused_rows
+from titanlite.config.load import dump_config
+from titanlite.config.run import Run
+from titanlite.data.heldout import ValidationSet
+from titanlite.data.loader import Loader
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.llama import Llama
+from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.outputs import OutputFolder, describe_environment
+from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.step import LossFunction
+from titanlite.parallel.tensor import vocab_parallel
+from titanlite.portable import write_tokenizer
+from titanlite.runtime.logging import LOG_FILE, setup_logging
+
+Log = Callable[[str], None]
+
+
+def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolder | None]:
+    """Keep other runs out of the output folder until `opened` closes. Then let the log write there: never into that of
+    another run.
+
+    Returns:
+        The identity of a run that begins here, the same on all ranks; on rank 0 the folder, too.
+
+    Raises:
+        UserError: Another run is using the folder, or it cannot be written to.
+    """
+    folder, seconds = run.dump_folder, run.job.comm.init_timeout_seconds
+
+    def lock() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (held := commit.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), log)) is not None:
+            opened.callback(os.close, held)
+        return secrets.token_hex(8)
+
+    ranks = Ranks(seconds)
+    identity = ranks.on_rank0(lock)
+    ranks.close()
+    if dist.get_rank() != 0:
+        return identity, None
+    outputs = OutputFolder(folder, log)
+    setup_logging(0, folder / LOG_FILE)
+    if error_folder := os.environ.get(ERROR_FOLDER):  # the launcher adds there why a worker ended
+        Path(error_folder, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
+    return identity, outputs
+
+
+def describe(
+    run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, validation: ValidationSet | None
+) -> Iterator[str]:
+    """What is trained, and on what: the first lines of the log."""
+    job, training = run.job, run.job.training
+    tokens = training.steps * run.global_batch_size * training.seq_len
+    yield (
+        f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(run.arch):,} parameters, on "
+        f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "
+        f"{training.seq_len}, {run.world_size} x {device.type}"
+    )
+    if unused := unused_rows(run.arch, tokenizer.vocab_size):
+        yield unused
+    if dist.get_rank() == 0:
+        yield "Data:\n" + loader.table(training.steps)
+    if validation is not None:
+        yield f"Validation on {validation.describe()}"
+
+
+def loss_function(run: Run, mesh: Mesh) -> LossFunction:
+    """The output projection and its cross entropy, over the ranks that share the vocabulary."""
+    softmax = torch.compile(softmax_loss) if run.compiles("loss") else softmax_loss
+    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, softmax=softmax)
+    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
+
+
+def open_checkpoints(
+    run: Run, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, loader: Loader, log: Log
+) -> CheckpointManager:
+    """The folder of the run's checkpoints."""
+    return CheckpointManager(
+        run.job.checkpoint,
+        run.checkpoint_folder,
+        model,
+        optimizer,
+        log=log,
+        job=run.job.model_dump(mode="json"),
+        same_tokenizer=tokenizer.is_known_as,
+        compare_data=loader.compare,
+        write_tokenizer=lambda folder: write_tokenizer(run.tokenizer_path, folder, run.arch.max_seq_len),
+    )
+
+
+def start_metrics(
+    run: Run, device: torch.device, identity: str, outputs: OutputFolder | None, state: dict[str, Any] | None
+) -> MetricsRecorder:
+    """Write what the run is beside its outputs, and open its metrics at the current step.
+
+    Args:
+        outputs: On rank 0.
+        state: Of the checkpoint that was resumed from, if any.
+    """
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    layout = asdict(run.degrees)
+    environment = describe_environment(device_name, identity, layout)
+    step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
+    if outputs is not None:
+        outputs.start(run.job, environment, None if state is None else step)
+    metrics = MetricsRecorder(
+        run.dump_folder,
+        run.job.metrics,
+        dist.get_rank(),
+        flops_per_token(run.arch, run.job.training.seq_len),
+        peak_flops(device_name),
+        run.world_size,
+        device,
+        run.job.training.steps,
+        step,
+        tokens,
+    )
+    texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
+    metrics.add_texts({"job": dump_config(run.job), **texts})
+    return metrics
