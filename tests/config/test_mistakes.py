@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import tomli
-from titanlite.load_run import check_run
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import WrongJob
 from titanlite.config.schema import JobConfig
+from titanlite.load_run import check_run
 
 
 @pytest.mark.parametrize(
