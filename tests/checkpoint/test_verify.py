@@ -8,7 +8,7 @@ import pytest
 from test_commit import write_checkpoint
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.find import use_newest
+from titanlite.checkpoint.find import saved_job, use_newest
 from titanlite.checkpoint.verify import verify
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
@@ -104,6 +104,16 @@ def test_a_configuration_that_says_nothing_of_checkpoints_is_a_mistake(tmp_path,
     (tmp_path / "config.toml").write_text(config)
     with pytest.raises(UserError, match=r"config\.toml cannot be read"):
         use_newest(tmp_path, Path)
+
+
+def test_a_configuration_of_any_size_takes_no_memory(tmp_path):
+    path = write_checkpoint(tmp_path / "checkpoint", 100)
+    (tmp_path / "config.toml").touch()
+    os.truncate(tmp_path / "config.toml", 1 << 40)
+    with pytest.raises(UserError, match=r"config\.toml cannot be read"):
+        use_newest(tmp_path, Path)
+    with pytest.raises(UserError, match="is larger than 4,194,304"):
+        saved_job(path)
 
 
 def test_a_name_that_no_system_takes_is_a_mistake(capsys):

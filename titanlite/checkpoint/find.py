@@ -15,7 +15,8 @@ import tomli
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.load import load_job
+from titanlite.config.files import read_file
+from titanlite.config.load import MOST_BYTES, load_job
 from titanlite.config.mistakes import WrongJob
 from titanlite.config.schema import JobConfig
 
@@ -62,9 +63,9 @@ def _folders_of_run(path: Path) -> list[Path]:
     if not config.is_file():
         return []
     try:
-        name = tomli.loads(config.read_text()).get("checkpoint", {}).get("folder", "checkpoint")
+        name = tomli.loads(read_file(config, MOST_BYTES).decode()).get("checkpoint", {}).get("folder", "checkpoint")
         return [path / name, path / "final"]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (UserError, ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{config} cannot be read. Name the folder of checkpoints in {path}.") from None
 
 

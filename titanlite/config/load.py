@@ -17,6 +17,7 @@ import tomli
 import tomli_w
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import read_file
 from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, table_within, unknown
 from titanlite.config.schema import JobConfig, Section
 
@@ -24,6 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
 DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
+MOST_BYTES = 1 << 22  # of a job file; a mix of 10,000 sources has one
 CONFIG_FILE = "job.config_file"
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
@@ -137,9 +139,10 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         hint = f"Known there: {', '.join(known)}." if known else ""
         return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text, hint)]
     try:
-        return path, tomli.loads(path.read_text(encoding="utf-8-sig")), []
-    except (OSError, UnicodeDecodeError) as error:
-        return path, None, [block(str(path), "cannot be read", f"{error}. A job file is a TOML file in UTF-8.")]
+        return path, tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig")), []
+    except (UserError, UnicodeDecodeError) as error:
+        reason = str(error).rstrip(".")
+        return path, None, [block(str(path), "cannot be read", f"{reason}. A job file is a TOML file in UTF-8.")]
     except (ValueError, RecursionError) as error:  # the parser's own, a number of 5,000 digits, or lists 400 deep
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
