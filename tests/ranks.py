@@ -14,6 +14,7 @@ import pickle
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -177,6 +178,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def descendants(pid: int) -> list[int]:
+    """A process, its children and theirs."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [pid, *(descendant for child in found.split() for descendant in descendants(int(child)))]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import pytest
 import strict_run
 import torch
-from ranks import World, start_titanlite, titanlite
+from ranks import World, descendants, start_titanlite, titanlite
 from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -116,12 +116,6 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
 
 
-def family(pid: int) -> list[int]:
-    """A process, its children and theirs."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [pid, *(descendant for child in found.split() for descendant in family(int(child)))]
-
-
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
     """Process id of one rank."""
 
@@ -130,7 +124,7 @@ def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:
         in_rank = f"RANK={rank}" in (folder / "environ").read_text().split("\0")  # others may have inherited it
         return in_rank and "\0titanlite\0train\0" in (folder / "cmdline").read_text()
 
-    return next(pid for pid in family(process.pid) if trains(pid))
+    return next(pid for pid in descendants(process.pid) if trains(pid))
 
 
 def test_a_last_save_that_fails_is_not_said_to_be_saved(job_file: Path, tmp_path: Path) -> None:
@@ -217,7 +211,7 @@ def test_a_scheduler_may_signal_every_process(job_file: Path, tmp_path: Path, nu
     options = ["--training.steps", "5000", "--checkpoint.async_mode", "process", "--dataset.num_workers", "1"]
     process = start(job_file, tmp_path / "out", *options)
     wait_for_step(process, 12)  # the process that writes has started by the second save
-    for pid in family(process.pid):
+    for pid in descendants(process.pid):
         os.kill(pid, number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err

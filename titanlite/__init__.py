@@ -7,9 +7,11 @@ that `import titanlite` costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, which takes longer to import than Python itself to start
 if TYPE_CHECKING:
+    from typing import Any
+
     from titanlite.commands.generate import LoadedCheckpoint, generate, load_checkpoint
     from titanlite.config.errors import UserError
     from titanlite.config.flavors import FLAVORS, Architecture

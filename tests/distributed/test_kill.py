@@ -15,7 +15,7 @@ from pathlib import Path
 
 import kill_run
 import pytest
-from ranks import World, start_titanlite
+from ranks import World, descendants, start_titanlite
 from small_runs import SMALL, losses
 
 from titanlite.checkpoint import commit
@@ -71,7 +71,7 @@ class Run:
         world = self.start()
         alive = not world.ended(seconds)
         for process in world.processes:
-            for pid in [*descendants(process.pid or 0), process.pid or 0]:
+            for pid in descendants(process.pid or 0):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         world.close()
@@ -86,14 +86,6 @@ class Run:
         assert commit.verify_folder(path) == []
         files = commit.read_manifest(path)["files"]
         return {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")}
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # it has ended
-        return []
-    return [*children, *(pid for child in children for pid in descendants(child))]
 
 
 def assert_undisturbed(run: Run, reference: Run) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,18 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from test_mishaps import JOB
+from hosts import ADDRESSES, JOB, inside, launch, two_hosts
+from ranks import descendants
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads the sockets of processes from Linux's /proc"),
 ]
 LISTENS = "0A"  # in /proc/net/tcp
-
-
-def descendants(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [pid, *(descendant for child in found.split() for descendant in descendants(int(child)))]
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -61,18 +56,8 @@ def training(
 ) -> "Iterator[subprocess.Popen[str]]":
     """A run that has saved, by an async_mode, and goes on."""
     saves = f'interval = 5\nasync_mode = "{mode}"'
-    (folder / "job.toml").write_text(JOB.replace("steps = 20", "steps = 100000").replace("interval = 5", saves))
-    log = folder / "log"
-    command = [*prefix, sys.executable, "-m", "titanlite.launch", "--job.config_file", str(folder / "job.toml")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GLOO_")}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--job.dump_folder", str(folder / "out")],
-            env={**environment, "NGPU": str(ranks), "OMP_NUM_THREADS": "1", **variables},
-            stdout=out,
-            stderr=out,
-            text=True,
-        )
+    job, log = JOB.replace("steps = 20", "steps = 100000").replace("interval = 5", saves), folder / "log"
+    process = launch(folder, job, log, prefix, NGPU=str(ranks), **variables)
     try:
         while not (folder / "out" / "checkpoint" / "step-00000005").exists():
             assert process.poll() is None, log.read_text()
@@ -94,48 +79,26 @@ def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(ranks: int, m
     assert found  # gloo's own
 
 
-@pytest.fixture
-def stranger() -> Iterator[tuple[str, str]]:
-    """Two namespaces with a cable between them: the run's and a stranger's. The run's address is 10.78.0.1."""
-    names = (f"tl{os.getpid()}r", f"tl{os.getpid()}s")
-
-    def ip(*words: str) -> int:
-        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode
-
-    if shutil.which("ip") is None or ip("netns", "add", names[0]) != 0:
-        pytest.skip("network namespaces cannot be made here: they need iproute2 and the right to administer networks")
-    ip("netns", "add", names[1])
-    ip("link", "add", "cable1", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
-    for number, name in enumerate(names, 1):
-        ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "cable1")
-        ip("-n", name, "link", "set", "cable1", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-    yield names
-    for name in names:
-        ip("netns", "del", name)
-
-
 KNOCK = """
-import socket
+import socket, sys
 for port in range(1, 65536):
     try:
-        socket.create_connection(("10.78.0.1", port), timeout=5).close()
+        socket.create_connection((sys.argv[1], port), timeout=5).close()
         print(port)
     except ConnectionRefusedError:
         pass
 """
+LISTEN = "import socket, sys; s = socket.create_server((sys.argv[1], 4321)); print(flush=True); s.accept()"
 
 
-def test_a_stranger_in_another_network_finds_no_open_port(stranger: tuple[str, str], tmp_path: Path) -> None:
-    ours, theirs = stranger
-    with training(tmp_path, 2, ["ip", "netns", "exec", ours]):
-        knock = ["ip", "netns", "exec", theirs, sys.executable, "-c"]
-        assert subprocess.run([*knock, KNOCK], capture_output=True, text=True, check=True).stdout == ""
-    listens = "import socket; s = socket.create_server(('10.78.0.1', 4321)); print(flush=True); s.accept()"
-    control = subprocess.Popen(
-        ["ip", "netns", "exec", ours, sys.executable, "-c", listens], stdout=subprocess.PIPE
-    )  # what does listen there is found
-    assert control.stdout is not None
-    control.stdout.readline()
-    assert subprocess.run([*knock, KNOCK], capture_output=True, text=True, check=True).stdout == "4321\n"
-    control.wait(timeout=20)
+def test_a_stranger_in_another_network_finds_no_open_port(tmp_path: Path) -> None:
+    with two_hosts() as (ours, theirs):
+        knock = [*inside(theirs), sys.executable, "-c", KNOCK, ADDRESSES[0]]
+        with training(tmp_path, 2, inside(ours)):
+            assert subprocess.run(knock, capture_output=True, text=True, check=True).stdout == ""
+        listen = [*inside(ours), sys.executable, "-c", LISTEN, ADDRESSES[0]]
+        with subprocess.Popen(listen, stdout=subprocess.PIPE) as control:  # what does listen there is found
+            assert control.stdout is not None
+            control.stdout.readline()
+            assert subprocess.run(knock, capture_output=True, text=True, check=True).stdout == "4321\n"
+            control.wait(timeout=20)

@@ -27,6 +27,7 @@ from titanlite.launch.messages import (
     encode,
 )
 from titanlite.launch.node import Node
+from titanlite.runtime import network
 
 SECONDS = 20.0
 
@@ -381,6 +382,7 @@ def test_a_spare_is_no_part_of_the_run_until_it_starts():
 
 def test_connections_that_say_nothing_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "SPARES", 4)
+    monkeypatch.setattr(host, "LOST_AFTER", 1000)  # it is not their silence that ends them
     port = free_port()
     first = node(port, 0)
     strangers = [socket.create_connection(("127.0.0.1", port), timeout=SECONDS) for _ in range(20)]
@@ -428,6 +430,7 @@ def test_a_refused_node_that_does_not_leave_is_put_out(monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_a_node_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "UNREAD", 0)
+    monkeypatch.setattr(network, "LOST_AFTER", 1000)  # the kernel would end the connection, too, but later
     port = free_port()
     there = [node(port, rank) for rank in (0, 1)]
     assert [heard(each, Start).node for each in there] == [0, 1]

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 from titanlite.config.errors import StoppedBySignal, UserError, printable
-from titanlite.launch.messages import Closed, Failed, Lost, Present, Regroup, Spare, Start
-from titanlite.launch.node import Node
+from titanlite.launch.messages import Closed, Failed, Start
+from titanlite.launch.node import News, Node
 from titanlite.launch.private_folder import private_folder
 from titanlite.launch.verdict import KNOWN_EXITS, UNSAVED_STOPS, End, explain, explain_hang
 from titanlite.launch.workers import POLL_SECONDS, Workers
@@ -105,13 +105,7 @@ class Agent:
         self._restarts = world.max_restarts  # that are left
         self._signal: int | None = None  # the first one that asked for the end
         self._at_once = False  # a second Ctrl-C
-        # What the other nodes have said:
-        self._started: Start | None = None  # a generation starts, in which this node has a place
-        self._spare = False  # it has none, because the run has all its nodes
-        self._regroup: Regroup | None = None  # others want to start anew
-        self._closed: Closed | None = None  # one has ended the run
-        self._lost: list[str] = []  # names of those that are gone
-        self._all_present = False
+        self._news = News()  # of other nodes
 
     def run(self) -> int:
         """Start the workers, again after each crash that allows another attempt; returns the exit code.
@@ -146,7 +140,7 @@ class Agent:
         while self._workers.running():
             time.sleep(POLL_SECONDS)
             self._hear()
-            if self._another_joined() and not makes_room:
+            if self._news.another_joined and not makes_room:
                 makes_room = True
                 _say("Another node has joined: saving, and starting again with it.")
                 self._workers.send(signal.SIGTERM)
@@ -162,14 +156,14 @@ class Agent:
             UserError: they never met, or do not belong together.
             _Over: a signal came, another node has ended the run, or one is lost for good.
         """
-        node, self._started, self._spare = self._node, None, False
+        node, self._news.started, self._news.spare = self._node, None, False
         began, joined, said, why = time.monotonic(), False, False, "too few have come"
         if node is None:
             return Start(node=0, nodes=1, port=0)
         while self._signal is None:
             if not node.connected and self._generation == 0:
-                if self._spare:  # the run is over, or its first node will be started again
-                    self._spare, began = False, time.monotonic()
+                if self._news.spare:  # the run is over, or its first node will be started again
+                    self._news.spare, began = False, time.monotonic()
                 joined = False  # also where the host was lost before the run began
                 try:
                     node.connect()
@@ -179,16 +173,18 @@ class Agent:
                 joined, why = True, "too few have come"
                 node.join()
             self._hear()
-            if self._started is not None:
-                return self._started
-            if self._closed is not None:
-                raise self._end_elsewhere(self._closed)
+            if self._news.started is not None:
+                return self._news.started
+            if self._news.closed is not None:
+                raise self._end_elsewhere(self._news.closed)
             waited = time.monotonic() - began
-            if (self._generation > 0 and not node.connected) or (waited > self._world.meet_seconds and not self._spare):
+            if (self._generation > 0 and not node.connected) or (
+                waited > self._world.meet_seconds and not self._news.spare
+            ):
                 raise self._missing(why)
-            if (waited > SAY_AFTER or self._spare) and not said:
+            if (waited > SAY_AFTER or self._news.spare) and not said:
                 said = True
-                why = "the run has them all, and this one waits until it is needed" if self._spare else why
+                why = "the run has them all, and this one waits until it is needed" if self._news.spare else why
                 _say(f"Waiting for {self._world.nodes} nodes at {node.where}: {why}.")
             time.sleep(POLL_SECONDS if node.connected else 1.0)
         raise self._end_by_signal()
@@ -205,7 +201,7 @@ class Agent:
 
     def _end_of_lost(self) -> _Over:
         """The run cannot go on without a node that is gone."""
-        return self._end_between(f"Lost: {', '.join(self._lost) or 'a node that did not come back'}.", 1)
+        return self._end_between(f"Lost: {', '.join(self._news.lost) or 'a node that did not come back'}.", 1)
 
     def _end_by_signal(self) -> _Over:
         """A signal came while there was no worker."""
@@ -230,39 +226,20 @@ class Agent:
         return _Over(closed.code or 1, _ended_by(closed))
 
     def _hear(self) -> None:
-        """Note what other nodes have said since the last call, in its order."""
-        for message in self._node.hear() if self._node is not None else ():
-            if isinstance(message, Start):
-                self._started, self._regroup, self._lost = message, None, []
-            elif isinstance(message, Spare):
-                self._spare = True
-            elif isinstance(message, Regroup):
-                self._regroup = message
-            elif isinstance(message, Closed):
-                self._closed = message
-            elif isinstance(message, Lost):
-                self._lost.append(message.name)
-            elif isinstance(message, Present):
-                self._all_present = True
-
-    def _another_joined(self) -> bool:
-        """Whether the workers are to save and stop, so that all start again with another node."""
-        return self._regroup is not None and self._regroup.joined
-
-    def _ended_elsewhere(self) -> bool:
-        """Whether another node has ended the run before it was done, so that nobody would come to a new start."""
-        return self._closed is not None and self._closed.code != 0
+        """Note what other nodes have said since the last call."""
+        if self._node is not None:
+            self._news.note(self._node.hear())
 
     def _learn_of_losses(self) -> None:
         """Wait until every node has answered, or is known to be lost, or has ended the run."""
         if self._node is None:
             return
-        self._all_present = False
+        self._news.all_present = False
         self._node.say(Failed())
         until = time.monotonic() + ROLL_CALL_SECONDS
         while time.monotonic() < until and self._signal is None:
             self._hear()
-            if self._all_present or self._lost or self._closed is not None:
+            if self._news.all_present or self._news.lost or self._news.closed is not None:
                 return
             time.sleep(POLL_SECONDS)
 
@@ -314,8 +291,10 @@ class Agent:
     def _end_the_late(self) -> None:
         """Kill the workers that have not ended within the time that the end of the first one leaves them."""
         bad = set(self._workers.codes.values()) - {0}
-        elsewhere = self._closed.code if self._closed is not None else 0
-        stopping = self._signal is not None or self._another_joined() or StoppedBySignal.exit_code in {*bad, elsewhere}
+        elsewhere = self._news.closed.code if self._news.closed is not None else 0
+        stopping = (
+            self._signal is not None or self._news.another_joined or StoppedBySignal.exit_code in {*bad, elsewhere}
+        )
         patience = float("inf")
         if bad.intersection(UNSAVED_STOPS) and stopping:  # what is left of the ranks cannot save
             patience = CRASH_PATIENCE
@@ -325,7 +304,7 @@ class Agent:
             patience = self._world.stop_seconds
         elif bad.intersection(KNOWN_EXITS) or elsewhere:
             patience = KNOWN_EXIT_PATIENCE
-        elif bad or self._regroup is not None:
+        elif bad or self._news.regroup is not None:
             patience = CRASH_PATIENCE
         if patience < self._patience:
             self._patience, self._deadline = patience, time.monotonic() + patience
@@ -341,7 +320,7 @@ class Agent:
             return 0
         known = any(end.code in KNOWN_EXITS for end in ends)
         stopped = all(end.code in (StoppedBySignal.exit_code, *UNSAVED_STOPS) for end in ends)
-        if self._another_joined() and stopped and self._signal is None:
+        if self._news.another_joined and stopped and self._signal is None:
             return None
         text, code = explain(ends, self._signal, self._workers.killed)
         report = explain_hang(self._workers.hangs(), self._workers.killed)
@@ -349,19 +328,19 @@ class Agent:
         if known or self._signal is not None:  # it would end in the same way again
             self._say_end(text, report, self._closing(ends) if text or report else "", by_rank0=said)
             return code
-        if self._regroup is not None and not self._regroup.joined:
+        if self._news.regroup is not None and not self._news.regroup.joined:
             text = "Workers of another node failed; its output says why."
-        if self._restarts > 0 and not self._ended_elsewhere():
+        if self._restarts > 0 and not self._news.ended_elsewhere:
             self._restarts -= 1
             self._say_end(text, report, by_rank0=said)
             _say(f"Starting again from the newest checkpoint ({self._restarts} restarts left).")
             return None
         self._learn_of_losses()
-        if self._lost:
+        if self._news.lost:
             _say(report)
             raise self._end_of_lost()
-        if self._closed is not None and self._ended_elsewhere():
-            text, code = _ended_by(self._closed), self._closed.code
+        if self._news.closed is not None and self._news.ended_elsewhere:
+            text, code = _ended_by(self._news.closed), self._news.closed.code
         self._say_end(text, report, self._closing(ends), by_rank0=said)
         return code
 

@@ -9,11 +9,73 @@ import contextlib
 import ipaddress
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from titanlite.config.errors import UserError
 from titanlite.launch.host import GOODBYE, Host, listen
-from titanlite.launch.messages import LONGEST_LINE, Closed, Join, Lost, Message, Present, RollCall, decode, encode
+from titanlite.launch.messages import (
+    LONGEST_LINE,
+    Closed,
+    Join,
+    Lost,
+    Message,
+    Present,
+    Regroup,
+    RollCall,
+    Spare,
+    Start,
+    decode,
+    encode,
+)
 from titanlite.runtime.network import watch_connection
+
+
+@dataclass
+class News:
+    """What the other nodes have said, as far as it still counts.
+
+    Attributes:
+        started: A generation starts, in which this node has a place.
+        spare: This node has none, because the run has all its nodes.
+        regroup: Others want to start anew.
+        closed: One has ended the run.
+        lost: Names of those that are gone.
+        all_present: The answer to `Failed`: no node is lost.
+    """
+
+    started: Start | None = None
+    spare: bool = False
+    regroup: Regroup | None = None
+    closed: Closed | None = None
+    lost: list[str] = field(default_factory=list)
+    all_present: bool = False
+
+    def note(self, messages: Sequence[Message]) -> None:
+        """Take in what was said, in its order: what comes after a start concerns the generation that it starts."""
+        for message in messages:
+            if isinstance(message, Start):
+                self.started, self.regroup, self.lost = message, None, []
+            elif isinstance(message, Spare):
+                self.spare = True
+            elif isinstance(message, Regroup):
+                self.regroup = message
+            elif isinstance(message, Closed):
+                self.closed = message
+            elif isinstance(message, Lost):
+                self.lost.append(message.name)
+            elif isinstance(message, Present):
+                self.all_present = True
+
+    @property
+    def another_joined(self) -> bool:
+        """Whether the workers are to save and stop, so that all start again with another node."""
+        return self.regroup is not None and self.regroup.joined
+
+    @property
+    def ended_elsewhere(self) -> bool:
+        """Whether another node has ended the run before it was done, so that nobody would come to a new start."""
+        return self.closed is not None and self.closed.code != 0
 
 
 class Node:

@@ -11,7 +11,10 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # as in typing, whose import would be half of the time until `begin`
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 # Set by the launcher for its workers:
 LAUNCHER = "TITANLITE_LAUNCHER"  # its process id
