@@ -1,12 +1,15 @@
 """A save: what it holds, beside the steps and before them, and how it fails."""
 
+import contextlib
 import dataclasses
 import fcntl
+import os
 import resource
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
@@ -77,6 +80,40 @@ def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_save
     assert manager.holds(6)
     assert manager.stats()["failed_saves"] == 1
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
+    state.library_versions.cache_clear()
+    run, lines = TinyRun(), []
+    manager = run.manager(tmp_path, lines=lines, async_mode=mode)
+    run.train(2)
+    with no_files_left():
+        manager.save(2, run.train_state())
+        manager._saver.settle()
+    assert "save of step 2 FAILED (OSError: [Errno 24] Too many open files" in "".join(lines)
+    run.train(2)
+    manager.save(4, run.train_state())
+    manager.close()
+    assert manager.stats()["failed_saves"] == 1
+    assert names(tmp_path) == ["step-00000004"]
+
+
+@contextlib.contextmanager
+def no_files_left() -> Iterator[None]:
+    """This process can open no further file."""
+    limits, filled = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    try:
+        highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                filled.append(os.dup(1))
+        yield
+    finally:
+        for descriptor in filled:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_killed_save_leaves_a_folder_that_the_next_start_removes(two_saved, monkeypatch):

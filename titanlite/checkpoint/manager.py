@@ -75,6 +75,7 @@ class CheckpointManager:
         self._current_step: int | None = None  # the step that the live state was loaded from
         self._lock: int | None = None  # on rank 0
         self._excluded = set(config.exclude_from_loading)
+        state.library_versions()  # opens files, of which there may be too many when a save needs them
         token = self._ranks.on_rank0(self._start)
         self._check_storage(token)
         self._saver = Saver(config, folder, self._ranks, token, log)

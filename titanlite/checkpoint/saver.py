@@ -62,6 +62,7 @@ class Saver:
         self._token = token
         self._log = log
         self._count = 0
+        self._unfinished: list[Path] = []  # on rank 0: folders of failed saves
         self._pending: tuple[_PendingSave, Future[Any]] | None = None
         self._purger = ThreadPoolExecutor(1, "purge")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -120,6 +121,7 @@ class Saver:
         self.settle()
         self._writer.shutdown(wait=True)
         self._purger.shutdown(wait=True)
+        self._remove_unfinished()
         if self._process is not None:
             self._process.close()
 
@@ -153,7 +155,9 @@ class Saver:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""
         if error := future.exception():
             self._log(f"save of step {pending.step} FAILED ({cause(error)})")
-            shutil.rmtree(pending.writer.unfinished, ignore_errors=True)
+            self._unfinished.append(pending.writer.unfinished)
+        self._remove_unfinished()
+        if error:
             return
         took = f"{time.perf_counter() - pending.started:.1f} s"
         if self._stager is not None:
@@ -161,6 +165,12 @@ class Saver:
         self._log(f"saved step {pending.step} to {pending.writer.target} in {took}")
         if pending.writer.target.parent == self._folder:
             self.purge()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what failed saves have left. What failed them can hinder this, too, so it is tried again later."""
+        for path in self._unfinished:
+            shutil.rmtree(path, ignore_errors=True)
+        self._unfinished = [path for path in self._unfinished if path.exists()]
 
     def purge(self) -> None:
         """Remove, on rank 0 and in the background, what retention does not keep."""
