@@ -59,5 +59,11 @@ def test_what_model_copy_let_in_is_found_by_the_check():
     assert [mistake.found for mistake in caught.value.mistakes] == ['training.steps = "many"', "training.stepz = 3"]
 
 
+def test_a_program_may_give_numbers_on_the_command_line_but_not_one_text():
+    assert load_job(["--training.steps", 5]).training.steps == 5  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r'a list of words is needed, such as \["--training.steps", "5"\]'):
+        load_job("--training.steps 5")
+
+
 def test_a_job_made_in_python_without_a_folder_gets_one():
     assert check_run(JobConfig(), 1).job.job.dump_folder == "outputs/python"

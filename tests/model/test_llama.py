@@ -277,6 +277,12 @@ def test_shards_get_the_full_initial_value():
         assert torch.equal(seen[parameter], expected.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("keys", [{"n_heads": 7}, {"n_heads": 64, "n_kv_heads": 2}, {"n_kv_heads": 3}])
+def test_heads_that_do_not_divide_are_refused(keys):
+    with pytest.raises(ValueError, match="n_heads must divide half of dim, and n_kv_heads must divide n_heads"):
+        Llama(dataclasses.replace(BASE, **keys))
+
+
 def test_initial_loss_is_that_of_a_uniform_guess():
     arch = dataclasses.replace(BASE, dim=256, vocab_size=4096)
     tokens = random_tokens(arch, 4, 64)

@@ -70,7 +70,9 @@ def load_job(argv: Sequence[str]) -> JobConfig:
     Raises:
         UserError: anything wrong, all mistakes in one message.
     """
-    draft = read_job(argv)
+    if isinstance(argv, str):
+        raise UserError(f"{shown(argv)}: a list of words is needed, such as {shown(argv.split())}.")
+    draft = read_job([str(word) for word in argv])  # a program may give numbers
     if draft.errors:
         raise UserError(report(draft.errors))
     return draft.job

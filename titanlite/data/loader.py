@@ -72,7 +72,11 @@ class Loader:
         held_out: bool = False,
         gather: Gather | None = None,
     ) -> None:
-        assert global_batch_size % (dp_size * local_batch_size) == 0
+        if global_batch_size % (dp_size * local_batch_size):
+            raise UserError(
+                f"training.global_batch_size = {global_batch_size} must be a multiple of training.local_batch_size = "
+                f"{local_batch_size} times the data-parallel degree = {dp_size}."
+            )
         self._dataset, self._tokenizer, self._seq_len = dataset, tokenizer, seq_len
         self._seed = seed
         self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size

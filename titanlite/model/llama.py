@@ -155,8 +155,14 @@ class Llama(nn.Module):
         """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
 
         The first block brings the embedding along, the last one the norm and the output.
+
+        Raises:
+            ValueError: the heads do not divide the width, or the key and value heads the heads.
         """
         super().__init__()
+        if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
+            found = f"dim = {arch.dim}, n_heads = {arch.n_heads}, n_kv_heads = {arch.n_kv_heads}"
+            raise ValueError(f"{found}: n_heads must divide half of dim, and n_kv_heads must divide n_heads.")
         blocks = range(arch.n_layers) if blocks is None else blocks
         first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch
