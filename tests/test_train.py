@@ -342,7 +342,7 @@ def test_a_signal_before_training_has_begun_stands_in_the_log(
     for rank in range(ranks):
         world.kill(rank, number)
     world.ends_with(128 + number)
-    reason = f"Stopped by {number.name} before training began.\nNothing is saved. To start again: titanlite train"
+    reason = f"Stopped by {number.name} before there was anything to save.\nNothing is saved. To start again: "
     assert world.said.count(reason) == ranks
     assert (out / "train.log").read_text().endswith(as_logged(world.said[world.said.rindex(reason) :]))
 

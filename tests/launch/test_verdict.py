@@ -26,6 +26,11 @@ def test_a_stop_before_there_is_anything_to_save_is_no_crash():
     assert explain([End(0, -signal.SIGUSR1, 1.0, None)], signal.SIGUSR1, set()) == (said, 138)
 
 
+def test_a_stop_that_each_rank_explains_is_said_once():
+    ends = [End(rank, 143, 1.0, "Stopped by SIGTERM after step 3: nothing saved.") for rank in (1, 0)]
+    assert explain(ends, signal.SIGTERM, set()) == ("Stopped by SIGTERM after step 3: nothing saved.", 143)
+
+
 def test_ranks_that_could_not_save_in_time_are_named():
     ends = [End(rank, -signal.SIGKILL, 1.0, None) for rank in (1, 0)]
     assert explain(ends, signal.SIGTERM, {0, 1}) == (

@@ -85,7 +85,7 @@ def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tu
             if end.message:
                 texts.setdefault(end.message, []).append(end.rank)
         lines = list(texts) if len(texts) == 1 else [f"[{_ranks(ranks)}] {text}" for text, ranks in texts.items()]
-        return "\n".join([*lines, *(_short(end, killed) for end in ends if end.code not in KNOWN_EXITS)]), code
+        return "\n".join([*lines, *(_short(end, killed) for end in ends if end not in known)]), code
     # Before there was anything to save: what other ranks say after that follows from it.
     if stopped_by is not None and (ends[0].code in UNSAVED_STOPS or all(end.rank in killed for end in ends)):
         late = [end.rank for end in ends if end.rank in killed]

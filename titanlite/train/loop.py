@@ -68,7 +68,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
     """
 
     def stopped(name: str) -> None:
-        say_end(f"Stopped by {name} before training began.", how_to_go_on(run, argv))
+        say_end(f"Stopped by {name} before there was anything to save.", how_to_go_on(run, argv))
 
     with process_group(run.job) as device:
         end_at_once(stopped)
