@@ -91,8 +91,9 @@ def test_a_loader_of_a_job_is_an_iterable_that_ends_with_the_data(tmp_path):
     assert {len(batch.microbatches) for batch in batches} == {2}
     with pytest.raises(OutOfData):
         loader.next_global_batch()
-    with pytest.raises(UserError, match=r"training.global_batch_size = 4 must be a multiple of .* 2 times .* = 3"):
-        Loader.of_job(job, dp_size=3)
+    wrong = JobConfig.model_validate({"training": {"local_batch_size": 2, "global_batch_size": 3}})
+    with pytest.raises(UserError, match=r"training.global_batch_size = 3 must be a multiple of .* 2 times .* = 1"):
+        Loader.of_job(wrong)
 
 
 def test_a_state_loaded_and_saved_is_the_same(dataset, reference):
