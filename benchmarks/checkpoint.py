@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
@@ -88,7 +88,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
         manager.save(save, {"step": save, "tokens": 0})
         stopped = time.perf_counter() - started
         steps = []
-        target = folder / commit.step_name(save)
+        target = folder / step_folders.step_name(save)
         while not target.exists():
             steps.append(training.step())
         manager._saver.settle()  # the file system may show the folder before the writer has told all ranks
@@ -105,13 +105,13 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
 def measure_load(training: Training, folder: Path) -> tuple[int, float, float, float]:
     """Bytes; seconds of one copy of them in memory, below which no staging can come; of a whole load, and of the
     verification in it. The files are in the page cache."""
-    path = commit.list_checkpoints(folder)[-1]
+    path = step_folders.list_checkpoints(folder)[-1]
     manager = CheckpointManager(schema.Checkpoint(), folder, training.model, training.optimizer, log=lambda line: None)
     manager.load()
     load = statistics.median(seconds(manager.load) for _ in range(SAVES))
-    verify = statistics.median(seconds(lambda: commit.verify_folder(path)) for _ in range(SAVES))
+    verify = statistics.median(seconds(lambda: step_folders.verify_folder(path)) for _ in range(SAVES))
     manager.close()
-    size = commit.folder_size(path)
+    size = step_folders.folder_size(path)
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))
     return size, copy, load, verify

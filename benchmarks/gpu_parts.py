@@ -41,7 +41,7 @@ from typing import Any
 
 from runs import RESULTS, ROOT, read_parts, write_text
 
-CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_manager_gpu.py")
+CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_save_gpu.py")
 RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
 AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
 

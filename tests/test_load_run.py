@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.checkpoint.changes import compare_jobs
+from titanlite.checkpoint.job_diff import compare_jobs
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import architecture, unused_rows
 from titanlite.config.load import KEYS, dump_config, load_job

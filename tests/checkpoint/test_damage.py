@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_commit import reseal
+from test_step_folders import reseal
 from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
 
-from titanlite.checkpoint import commit, storage
+from titanlite.checkpoint import dcp, step_folders
 from titanlite.checkpoint.index import read_index
 from titanlite.checkpoint.manager import load_model_weights
 from titanlite.checkpoint.verify import verify
@@ -152,14 +152,14 @@ def fall_back(folder: Path, alone: bool) -> tuple[int, list[str]]:
     """What a rank resumes from where the file that the last rank alone reads is broken, or its view of the index."""
     run, lines = TinyRun(seed=9), []
     if alone and dist.get_rank() == 1:
-        read = storage.read_index
+        read = dcp.read_index
 
         def broken(path: Path):
             if path.name == "step-00000004":
                 raise Damage(".metadata: seen by one rank alone")
             return read(path)
 
-        storage.read_index = broken
+        dcp.read_index = broken
     manager = run.manager(folder, lines=lines)
     state = manager.load()
     manager.close()
@@ -217,7 +217,7 @@ def test_storage_or_memory_that_fails_while_tensors_are_read_is_no_damage(two_sa
 
     with monkeypatch.context() as patch:
         if isinstance(error, OSError):
-            patch.setattr(storage, "open_file", lambda path: Failing(path, error))
+            patch.setattr(dcp, "open_file", lambda path: Failing(path, error))
         else:
             patch.setattr(torch, "load", fail)
         with pytest.raises(CheckpointError, match=r"step-00000004.* cannot be (read|loaded): .*Error"):
@@ -238,7 +238,7 @@ class Failing(io.FileIO):
 
 def test_with_none_left_good_the_run_stops_now_and_at_the_next_start(two_saved):
     folder, _ = two_saved
-    for path in commit.list_checkpoints(folder):
+    for path in step_folders.list_checkpoints(folder):
         (path / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"no good checkpoint is left(?s:.*)step-00000002: .metadata: missing"):
         TinyRun().manager(folder).load()

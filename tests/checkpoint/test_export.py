@@ -13,17 +13,17 @@ import torch
 from test_index import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import load_model_weights
-from titanlite.checkpoint.meta import MetaReader
+from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
 from titanlite.data.bpe import tiktoken_to_json
-from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 
 TIKTOKEN = Path(__file__).parents[2] / "assets" / "tokenizer" / "tokenizer.model"
@@ -112,7 +112,7 @@ def test_a_trained_checkpoint_is_exported_with_its_tokenizer(tmp_path, capsys):
     assert main(command) == 2
     assert "--tokenizer FILE" in capsys.readouterr().err
     assert main([*command, "--dtype", "float32", "--tokenizer", str(TIKTOKEN)]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes"] == commit.folder_size(tmp_path / "hf")
+    assert json.loads(capsys.readouterr().out)["bytes"] == step_folders.folder_size(tmp_path / "hf")
     assert main([*command, "--tokenizer", str(TIKTOKEN)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert not list(tmp_path.glob(".tmp-*"))

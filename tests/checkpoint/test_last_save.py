@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_run import TinyRun, assert_equal, names, weights
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
 from titanlite.checkpoint.manager import load_model_weights
 from titanlite.config.errors import CheckpointError
@@ -23,7 +23,7 @@ def test_a_last_save_of_the_weights_alone_is_never_resumed_from(tmp_path):
     manager.close()
     assert names(tmp_path / "checkpoint") == ["step-00000001"]
     assert names(tmp_path / "final") == ["step-00000002"]
-    sizes = [commit.folder_size(path) for path in (tmp_path / "checkpoint", tmp_path / "final")]
+    sizes = [step_folders.folder_size(path) for path in (tmp_path / "checkpoint", tmp_path / "final")]
     assert sizes[1] < 0.5 * sizes[0]
     resumed = TinyRun(seed=99)
     state = resumed.manager(tmp_path / "checkpoint").load()
@@ -64,7 +64,7 @@ def test_results_of_an_earlier_last_step_are_superseded(tmp_path, model_only):
         with HuggingFaceReader(tmp_path / "final_hf") as reader:
             assert torch.equal(reader.read("norm.weight"), run.everything()["norm.weight"])
         model = Llama(run.model.arch)
-        load_model_weights(tmp_path / final / commit.step_name(step), model)
+        load_model_weights(tmp_path / final / step_folders.step_name(step), model)
         assert_equal(dict(model.state_dict()), weights(run))
 
     last_save(4)
@@ -94,7 +94,7 @@ def test_a_failed_export_leaves_nothing_and_is_a_failed_save(tmp_path, monkeypat
     assert manager.stats()["failed_saves"] == 1
     assert not manager.holds(1)
     assert not (tmp_path / "final_hf").exists()
-    assert commit.list_unfinished(tmp_path) == []
+    assert step_folders.list_unfinished(tmp_path) == []
     manager = run.manager(tmp_path / "checkpoint", **keys)
     manager.load()
     manager.save(1, run.train_state(1), last=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_commit import reseal, write_checkpoint
+from test_step_folders import reseal, write_checkpoint
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.manifest import encode_manifest, read_manifest
 
 DATA = {
@@ -31,7 +31,7 @@ def saved(tmp_path) -> tuple[Path, dict[str, Any]]:
     body = read_manifest(path)
     body["info"]["train_state"] = {"step": 100, "tokens": 7, "data": copy.deepcopy(DATA)}
     reseal(path, body)
-    assert commit.verify_folder(path) == []
+    assert step_folders.verify_folder(path) == []
     return path, body
 
 
@@ -101,7 +101,7 @@ def test_what_no_run_writes_is_damage_with_its_place(saved, change, reason):
     path, body = saved
     change(body)
     reseal(path, body)
-    [damage] = commit.verify_folder(path)
+    [damage] = step_folders.verify_folder(path)
     assert damage.startswith("manifest.json: ")
     assert reason in damage
 
@@ -140,7 +140,7 @@ def test_a_place_in_the_data_that_is_none_is_damage(saved, key, value):
     path, body = saved
     body["info"]["train_state"]["data"][key] = value
     reseal(path, body)
-    [damage] = commit.verify_folder(path)
+    [damage] = step_folders.verify_folder(path)
     assert damage.startswith("manifest.json: info.train_state")
 
 
@@ -153,7 +153,7 @@ def test_sources_that_have_not_had_their_shares_are_damage(saved, rows):
     if not rows[0]:
         data["sources"][0] = data["sources"][0] | {"streams": [[0] * 4] * 2}
     reseal(path, body)
-    assert bool(commit.verify_folder(path)) == (rows != [12, 12])
+    assert bool(step_folders.verify_folder(path)) == (rows != [12, 12])
 
 
 def test_an_index_larger_than_what_it_lists_is_damage_before_it_is_read(saved, monkeypatch):
@@ -161,14 +161,14 @@ def test_an_index_larger_than_what_it_lists_is_damage_before_it_is_read(saved, m
     os.truncate(path / ".metadata", 1 << 32)  # a file of zeros that takes no room on the disk
     body["files"][".metadata"]["size"] = 1 << 32
     reseal(path, body)
-    monkeypatch.setattr(commit, "open_file", None)
-    assert commit.verify_folder(path) == ["manifest.json: an index larger than the tensors that it lists"]
+    monkeypatch.setattr(step_folders, "open_file", None)
+    assert step_folders.verify_folder(path) == ["manifest.json: an index larger than the tensors that it lists"]
 
 
 def test_a_manifest_larger_than_any_is_damage_before_it_is_read(saved):
     path, _ = saved
     os.truncate(path / "manifest.json", 1 << 40)
-    assert commit.verify_folder(path) == [f"manifest.json: {1 << 40} bytes, more than one can have"]
+    assert step_folders.verify_folder(path) == [f"manifest.json: {1 << 40} bytes, more than one can have"]
 
 
 @pytest.mark.parametrize("data", [None, {}, {"seed": 1}, {"version": "2"}, {"version": True}])
@@ -176,14 +176,14 @@ def test_a_place_in_the_data_without_a_version_is_damage(saved, data):
     path, body = saved
     body["info"]["train_state"]["data"] = data
     reseal(path, body)
-    assert len(commit.verify_folder(path)) == 1
+    assert len(step_folders.verify_folder(path)) == 1
 
 
 def test_a_place_of_another_version_is_left_to_the_loader(saved):
     path, body = saved
     body["info"]["train_state"]["data"] = {"version": 3, "anything": 1}
     reseal(path, body)
-    assert commit.verify_folder(path) == []
+    assert step_folders.verify_folder(path) == []
 
 
 @pytest.mark.parametrize("depth", [500, 100_000])
@@ -192,22 +192,22 @@ def test_values_within_values_without_end_are_damage(saved, depth):
     body["info"]["job"] = {"training": {"seed": 7654321}}
     text = encode_manifest(body).decode().replace("7654321", "[" * depth + "]" * depth)
     (path / "manifest.json").write_text(text)
-    assert commit.verify_folder(path)[0].startswith("manifest.json: altered")
+    assert step_folders.verify_folder(path)[0].startswith("manifest.json: altered")
     if depth < 1000:  # the standard library's reader and writer take it
         body["info"]["job"]["training"]["seed"] = json.loads("[" * depth + "]" * depth)
         reseal(path, body)
-        assert commit.verify_folder(path)[0].startswith("manifest.json: not valid JSON: recursion limit")
+        assert step_folders.verify_folder(path)[0].startswith("manifest.json: not valid JSON: recursion limit")
 
 
 @pytest.mark.parametrize("raw", [b"", b"null", b"[]", b"{}", b'{"checksum": 1}', b"\xff\xfe", b"1" * 10_000])
 def test_something_else_than_a_manifest_is_damage(saved, raw):
     path, _ = saved
     (path / "manifest.json").write_bytes(raw)
-    assert commit.verify_folder(path) == [f"manifest.json: altered or truncated ({len(raw)} bytes)"]
+    assert step_folders.verify_folder(path) == [f"manifest.json: altered or truncated ({len(raw)} bytes)"]
 
 
 def test_a_link_is_not_followed(saved, tmp_path):
     path, _ = saved
     (path / "manifest.json").rename(tmp_path / "elsewhere.json")
     (path / "manifest.json").symlink_to(tmp_path / "elsewhere.json")
-    assert commit.verify_folder(path) == ["manifest.json: a symbolic link"]
+    assert step_folders.verify_folder(path) == ["manifest.json: a symbolic link"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
 
-from titanlite.checkpoint import commit, state
+from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import JobConfig
 
@@ -220,13 +220,15 @@ def test_a_run_moves_between_layouts(tmp_path):
         *train_ranks(1, tmp_path, 6, 8),
     ]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
-    assert not commit.verify_folder(tmp_path / "step-00000004")
+    assert not step_folders.verify_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))
 
 
 def test_random_states_that_torch_refuses_are_said_so(two_saved, monkeypatch):
     folder, run = two_saved
-    monkeypatch.setattr(state, "rng_tensors", lambda rank: {f"cpu.{rank}": torch.zeros_like(torch.get_rng_state())})
+    monkeypatch.setattr(
+        live_tensors, "rng_tensors", lambda rank: {f"cpu.{rank}": torch.zeros_like(torch.get_rng_state())}
+    )
     run.train(1)
     run.manager(folder).save(5, run.train_state())
     with pytest.raises(CheckpointError, match=r"random states .*exclude_from_loading"):

@@ -3,7 +3,7 @@
 import pytest
 from tiny_run import TinyRun, names
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -44,7 +44,7 @@ def test_keep_latest_k_zero_keeps_all(tmp_path):
     manager = run.manager(tmp_path, keep_latest_k=0)
     for step in range(5):
         manager.save(step, run.train_state(step))
-    assert len(commit.list_checkpoints(tmp_path)) == 5
+    assert len(step_folders.list_checkpoints(tmp_path)) == 5
 
 
 def test_some_steps_are_kept_for_good(tmp_path):

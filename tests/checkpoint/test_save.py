@@ -17,7 +17,7 @@ import torch
 from tiny_run import TinyRun, assert_equal, names, train_ranks
 from torch.distributed.fsdp import fully_shard
 
-from titanlite.checkpoint import commit, state
+from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
 from titanlite.config import schema
 from titanlite.config.errors import UserError
@@ -48,7 +48,7 @@ def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters(tmp_path
 
 def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
     folder, run = two_saved
-    manifest = commit.read_manifest(folder / "step-00000004")
+    manifest = step_folders.read_manifest(folder / "step-00000004")
     info = manifest["info"]
     assert manifest["step"] == 4
     assert info["train_state"] == run.train_state()
@@ -84,7 +84,7 @@ def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_save
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
-    state.library_versions.cache_clear()
+    live_tensors.library_versions.cache_clear()
     run, lines = TinyRun(), []
     manager = run.manager(tmp_path, lines=lines, async_mode=mode)
     run.train(2)
@@ -123,7 +123,7 @@ def test_a_killed_save_leaves_a_folder_that_the_next_start_removes(two_saved, mo
     def killed(*args):
         raise SystemExit  # stands for SIGKILL: no line after it runs, neither does any clean-up
 
-    monkeypatch.setattr(commit, "write_manifest", killed)
+    monkeypatch.setattr(step_folders, "write_manifest", killed)
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **keys: None)
     manager.save(6, run.train_state(6))
     monkeypatch.undo()
@@ -168,13 +168,13 @@ def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
     lines: list[str] = []
     manager = run.manager(tmp_path, lines=lines, async_mode="async")
     release = threading.Event()
-    publish = commit.publish
+    publish = step_folders.publish
 
     def slow_publish(*args):
         assert release.wait(20)
         return publish(*args)
 
-    monkeypatch.setattr(commit, "publish", slow_publish)
+    monkeypatch.setattr(step_folders, "publish", slow_publish)
     manager.save(1, run.train_state(1))
     assert "step-00000001" not in names(tmp_path)
     threading.Timer(0.2, release.set).start()
@@ -189,7 +189,9 @@ def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkey
     folder, run = two_saved
     lines: list[str] = []
     manager = run.manager(folder, lines=lines, async_mode="async")
-    monkeypatch.setattr(commit, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded")))
+    monkeypatch.setattr(
+        step_folders, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded"))
+    )
     manager.save(6, run.train_state(6))
     manager._saver.settle()
     monkeypatch.undo()
@@ -219,8 +221,8 @@ def test_a_second_run_in_the_same_folder_waits_and_then_gives_up(tmp_path, monke
     hold = f"""
 import time
 from pathlib import Path
-from titanlite.checkpoint import commit
-commit.lock(Path("{tmp_path}/checkpoint"), 0, print)
+from titanlite.checkpoint import step_folders
+step_folders.lock(Path("{tmp_path}/checkpoint"), 0, print)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -287,7 +289,7 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert manager.load() == {"step": 1, "tokens": 0}
     load_model_weights(tmp_path / "step-00000001", plain)
     assert_equal(dict(plain.state_dict()), expected)
-    restored = {name: tensor.to_local() for name, tensor in state.model_tensors(model).items()}  # type: ignore[attr-defined]
+    restored = {name: tensor.to_local() for name, tensor in live_tensors.model_tensors(model).items()}  # type: ignore[attr-defined]
     assert_equal(restored, expected)
 
 

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_commit import write_checkpoint
+from test_step_folders import write_checkpoint
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import saved_job, use_newest
 from titanlite.checkpoint.verify import verify
 from titanlite.cli import main
@@ -46,9 +46,11 @@ def test_json_is_one_object_and_nothing_else(tmp_path, capsys):
 
 def test_what_a_run_removes_meanwhile_is_left_out(tmp_path, monkeypatch):
     first, second = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
-    verify_folder = commit.verify_folder
+    verify_folder = step_folders.verify_folder
     monkeypatch.setattr(
-        commit, "verify_folder", lambda path: (path == first and commit.remove(path), verify_folder(path))[1]
+        step_folders,
+        "verify_folder",
+        lambda path: (path == first and step_folders.remove(path), verify_folder(path))[1],
     )
     assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == [second.name]
 

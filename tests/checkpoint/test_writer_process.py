@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_run import TinyRun, assert_equal
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.writer_process import SharedMemory, view
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -80,7 +80,7 @@ def test_saves_in_a_process_that_survives_failures_and_leaves_nothing(tmp_path, 
     manager.close()
     assert not Path(f"/proc/{pid}").exists()
     assert manager.stats()["failed_saves"] == 2
-    assert [commit.verify_folder(path) for path in commit.list_checkpoints(folder)] == [[]] * 5
+    assert [step_folders.verify_folder(path) for path in step_folders.list_checkpoints(folder)] == [[]] * 5
     resumed = TinyRun(seed=99)
     resumed.manager(folder).load()
     assert_equal(resumed.everything(), run.everything())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import cli
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.commands import generate as command
@@ -261,8 +261,10 @@ def test_a_damaged_newest_step_is_named_and_the_older_one_taken(capsys, run):
 
 def test_the_checksums_are_taken_once(capsys, trained, monkeypatch):
     taken: list[str] = []
-    verify = commit.verify_folder
-    monkeypatch.setattr(commit, "verify_folder", lambda path, share: (taken.append(path.name), verify(path, share))[1])
+    verify = step_folders.verify_folder
+    monkeypatch.setattr(
+        step_folders, "verify_folder", lambda path, share: (taken.append(path.name), verify(path, share))[1]
+    )
     complete(capsys, trained)
     assert taken == ["step-00000020"]
 

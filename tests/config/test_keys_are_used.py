@@ -18,7 +18,7 @@ from titanlite.config.load import SECTIONS
 from titanlite.config.mistakes import table_within
 
 PACKAGE = Path(schema.__file__).parents[1]
-UNREAD = ("config/schema.py", "config/rules.py", "config/parallelism_rules.py", "load_run.py", "checkpoint/changes.py")
+UNREAD = ("config/schema.py", "config/rules.py", "config/parallelism_rules.py", "load_run.py", "checkpoint/job_diff.py")
 CLASSES = {name: value for name, value in vars(schema).items() if isinstance(value, type)}
 CLASSES |= {"Architecture": Architecture}
 TABLES = [*SECTIONS.values(), schema.DataSource, schema.DataStage, schema.ValidationSource]

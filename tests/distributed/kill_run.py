@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.storage import CommittingWriter
+from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.dcp import CommittingWriter
 
 
 def trainer() -> int:
@@ -54,7 +54,7 @@ def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after
     setattr(owner, name, wrapped)
 
 
-def kill_within_file(file: commit.HashingFile, _data: object) -> None:
+def kill_within_file(file: step_folders.HashingFile, _data: object) -> None:
     if file.tell() > 200_000:
         file.flush()
         kill()
@@ -81,19 +81,19 @@ class FullDisk:
         return self.file.write(data)
 
 
-def fill_disk_once(file: commit.HashingFile, _path: Path) -> None:
+def fill_disk_once(file: step_folders.HashingFile, _path: Path) -> None:
     if first_time():
         file._file = FullDisk(file._file)  # type: ignore[assignment]
 
 
 POINTS: dict[str, Callable[[], None]] = {
     "before_data": lambda: wrap(CommittingWriter, "write_data", before=lambda *_: kill()),
-    "within_file": lambda: wrap(commit.HashingFile, "write", before=kill_within_file),
-    "before_manifest": lambda: wrap(commit, "write_manifest", before=lambda *_: kill()),
-    "before_rename": lambda: wrap(commit, "write_manifest", after=lambda *_: kill()),
-    "after_rename": lambda: wrap(commit, "publish", after=lambda *_: kill()),
-    "during_purge": lambda: wrap(commit.shutil, "rmtree", before=kill_within_removal),
-    "full_disk": lambda: wrap(commit.HashingFile, "__init__", after=fill_disk_once),
+    "within_file": lambda: wrap(step_folders.HashingFile, "write", before=kill_within_file),
+    "before_manifest": lambda: wrap(step_folders, "write_manifest", before=lambda *_: kill()),
+    "before_rename": lambda: wrap(step_folders, "write_manifest", after=lambda *_: kill()),
+    "after_rename": lambda: wrap(step_folders, "publish", after=lambda *_: kill()),
+    "during_purge": lambda: wrap(step_folders.shutil, "rmtree", before=kill_within_removal),
+    "full_disk": lambda: wrap(step_folders.HashingFile, "__init__", after=fill_disk_once),
     "writer_dies": lambda: wrap(CommittingWriter, "write_data", before=kill_writer_once),
     "none": lambda: None,
 }

@@ -12,7 +12,7 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-from titanlite.checkpoint.storage import CommittingWriter
+from titanlite.checkpoint.dcp import CommittingWriter
 from titanlite.data.loader import Loader
 
 next_global_batch = Loader.next_global_batch

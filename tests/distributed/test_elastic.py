@@ -9,7 +9,7 @@ import pytest
 from equivalence import LAYOUTS
 from ranks import titanlite
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +99,6 @@ def test_a_pipeline_that_validates_first_resumes_exactly(tmp_path, schedule):
     train(job, resumed, 2, options)
     assert losses(resumed) == losses(straight)
     last, again = (
-        commit.read_manifest(folder / "checkpoint" / "step-00000004")["files"] for folder in (straight, resumed)
+        step_folders.read_manifest(folder / "checkpoint" / "step-00000004")["files"] for folder in (straight, resumed)
     )
     assert {name for name in last if last[name] != again[name]} <= {".metadata"}  # it holds a random number

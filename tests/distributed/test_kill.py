@@ -18,7 +18,7 @@ import pytest
 from ranks import World, descendants, start_titanlite
 from small_runs import SMALL, losses
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
@@ -78,13 +78,13 @@ class Run:
         return alive
 
     def checkpoints(self) -> list[str]:
-        return [path.name for path in commit.list_checkpoints(self.folder / "checkpoint")]
+        return [path.name for path in step_folders.list_checkpoints(self.folder / "checkpoint")]
 
     def final_state(self) -> dict[str, str]:
         """The checksums of the last checkpoint's data: weights, optimizer state and random states."""
         path = self.folder / "checkpoint" / "step-00000008"
-        assert commit.verify_folder(path) == []
-        files = commit.read_manifest(path)["files"]
+        assert step_folders.verify_folder(path) == []
+        files = step_folders.read_manifest(path)["files"]
         return {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
@@ -126,8 +126,8 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
             saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
         elif point == "after_rename:0":
             saved += 2
-        assert run.checkpoints() == [commit.step_name(saved)] * (saved > 0)  # a checkpoint exists or it does not
-        left = [path.name for path in commit.list_unfinished(run.folder / "checkpoint")]
+        assert run.checkpoints() == [step_folders.step_name(saved)] * (saved > 0)  # a checkpoint exists or it does not
+        left = [path.name for path in step_folders.list_unfinished(run.folder / "checkpoint")]
         if point.endswith(":0"):  # else the first rank may have had the time to see that a save failed
             assert len(left) == (point != "after_rename:0"), left
     out = run.finish("full_disk:0")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mutants import ends_well, mutant
 from resumes import Resumes
-from test_commit import reseal
+from test_step_folders import reseal
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 

@@ -11,9 +11,9 @@ from mutants import ALL, SAMPLE, ends_well, mutant
 
 from titanlite.checkpoint.export import load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.meta import MetaReader
+from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.config.flavors import Architecture
-from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 
 ARCH = Architecture(16, 2, 2, 1, 24, vocab_size=40, max_seq_len=64, rope_scaling_factor=8.0)

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint import commit, state
+from titanlite.checkpoint import live_tensors, step_folders
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, alone, load_tensors
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.storage import CommittingWriter, SafeReader, alone, load_tensors
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
-from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 
 
@@ -41,7 +41,7 @@ class CheckpointTensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.info: dict[str, Any] = commit.read_manifest(self.path)["info"]
+        self.info: dict[str, Any] = step_folders.read_manifest(self.path)["info"]
         if self.info["architecture"] is None:
             raise CheckpointError(f"{self.path} does not say of which architecture its weights are")
         self.arch = Architecture(**self.info["architecture"])
@@ -111,8 +111,8 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
     Raises:
         UserError: it exists already, or cannot be written.
     """
-    if (out / commit.step_name(0)).exists():
-        raise UserError(f"{out / commit.step_name(0)} exists already. Choose another folder, or remove it.")
+    if (out / step_folders.step_name(0)).exists():
+        raise UserError(f"{out / step_folders.step_name(0)} exists already. Choose another folder, or remove it.")
     shapes = parameter_shapes(source.arch)
     tensors = {f"model.{n}": torch.empty(s, dtype=source.dtype(n), device="meta") for n, s in shapes.items()}
     info = {
@@ -123,7 +123,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         "architecture": dataclasses.asdict(source.arch),
         "optimizer_groups": [],
         "layout": {"world_size": 1, "meshes": {}},
-        "versions": state.library_versions(),
+        "versions": live_tensors.library_versions(),
     }
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # DCP holds on to the tensors of a file until it is written
@@ -135,7 +135,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         if isinstance(cause, OSError):
             raise UserError(f"{out} cannot be written: {cause.strerror}. Choose another folder.") from None
         raise
-    return out / commit.step_name(0)
+    return out / step_folders.step_name(0)
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def load_hf_weights(folder: Path, model: nn.Module) -> None:
     """
     with HuggingFaceReader(folder) as reader:
         check_same_model(folder, reader.arch, model)
-        for name, tensor in state.model_tensors(model).items():
+        for name, tensor in live_tensors.model_tensors(model).items():
             if not isinstance(tensor, DTensor):
                 tensor.copy_(reader.read(name))
                 continue

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import tomli
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import read_file
@@ -42,11 +42,11 @@ def checkpoints_at(path: Path) -> list[Path]:
             "folder of a run, for example outputs/debug_model."
         )
     path = path.resolve()
-    if commit.step_of(path) is not None:
+    if step_folders.step_of(path) is not None:
         return [path]
-    found = commit.list_checkpoints(path) or sorted(
-        (step for folder in _folders_of_run(path) for step in commit.list_checkpoints(folder)),
-        key=lambda step: commit.step_of(step) or 0,
+    found = step_folders.list_checkpoints(path) or sorted(
+        (step for folder in _folders_of_run(path) for step in step_folders.list_checkpoints(folder)),
+        key=lambda step: step_folders.step_of(step) or 0,
     )
     if not found:
         raise CheckpointError(
@@ -73,7 +73,7 @@ def use_newest(
     path: Path,
     use: Callable[[Path], T],
     *,
-    check: Callable[[Path], None] = commit.check_folder,
+    check: Callable[[Path], None] = step_folders.check_folder,
     look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
     log: Callable[[str], None] = lambda line: None,
 ) -> T:
@@ -81,7 +81,7 @@ def use_newest(
 
     Args:
         use: gets a step folder that is checked. It may find damage that no checksum shows, and raises it.
-        check: another way to call `commit.check_folder`, by which ranks share the work.
+        check: another way to call `step_folders.check_folder`, by which ranks share the work.
         look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
         log: told of each damaged one that is passed over.
 

@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.config.run import Run
 
 COMMAND = "TITANLITE_COMMAND"  # a variable: what a launcher is called, and which variables it was given
@@ -24,15 +24,17 @@ def how_to_go_on(run: Run, argv: Sequence[str]) -> str:
     command = _command_line(argv)
     if not run.job.checkpoint.enable:
         return f"Nothing is saved, because checkpoint.enable is false. To start again: {command}"
-    saved = commit.list_checkpoints(run.checkpoint_folder)
+    saved = step_folders.list_checkpoints(run.checkpoint_folder)
     if not saved:
         return f"Nothing is saved. To start again: {command}"
-    return f"The last good step is {commit.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
+    return (
+        f"The last good step is {step_folders.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
+    )
 
 
 def is_saved(run: Run) -> bool:
     """Whether a start of this run would go on from a checkpoint."""
-    return run.job.checkpoint.enable and bool(commit.list_checkpoints(run.checkpoint_folder))
+    return run.job.checkpoint.enable and bool(step_folders.list_checkpoints(run.checkpoint_folder))
 
 
 def _command_line(argv: Sequence[str]) -> str:

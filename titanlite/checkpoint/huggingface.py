@@ -17,11 +17,11 @@ import torch
 from pydantic import Field, RootModel
 from torch import Tensor
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.config.flavors import Architecture
-from titanlite.model.huggingface import (
+from titanlite.model.formats import (
     HF_EMBEDDING,
     HF_OUTPUT,
     architecture_from_hf,
@@ -60,7 +60,7 @@ class HuggingFaceWriter:
         self._shards = _split(parameter_shapes(arch), _DTYPES[dtype][1].itemsize, shard_bytes)
         self._next = 0
         self._file: IO[bytes] | None = None
-        self.folder = out.parent / f"{commit.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
+        self.folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
         self.folder.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -93,9 +93,9 @@ class HuggingFaceWriter:
             weight_map = {hf_name(n): self._shard_name(i) for i, names in enumerate(self._shards) for n in names}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             self._write_json(_INDEX, index)
-        commit.flush_folder(self.folder)
+        step_folders.flush_folder(self.folder)
         self.folder.rename(self._out)
-        commit.flush_folder(self._out.parent)
+        step_folders.flush_folder(self._out.parent)
 
     def _shard_name(self, shard: int) -> str:
         if len(self._shards) == 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.reading import read_file, shown
+from titanlite.checkpoint.open_files import read_file, shown
 from titanlite.config.errors import Damage
 
 INDEX = ".metadata"

@@ -21,14 +21,14 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from titanlite.checkpoint import commit, state
-from titanlite.checkpoint.changes import compare_jobs
+from titanlite.checkpoint import live_tensors, step_folders
+from titanlite.checkpoint.dcp import SafeReader, load_tensors
 from titanlite.checkpoint.export import CheckpointTensors, export_hf, load_hf_weights
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.index import Index
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.job_diff import compare_jobs
+from titanlite.checkpoint.rank_agreement import Ranks
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.storage import SafeReader, load_tensors
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.model.llama import Llama
@@ -75,7 +75,7 @@ class CheckpointManager:
         self._current_step: int | None = None  # the step that the live state was loaded from
         self._lock: int | None = None  # on rank 0
         self._excluded = set(config.exclude_from_loading)
-        state.library_versions()  # opens files, of which there may be too many when a save needs them
+        live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         token = self._ranks.on_rank0(self._start)
         self._check_storage(token)
         self._saver = Saver(config, folder, self._ranks, token, log)
@@ -106,7 +106,7 @@ class CheckpointManager:
         self._saver.settle()
         final = self.folder.parent / "final"
         if last and self.config.last_save_model_only:
-            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(final / commit.step_name(step), step)):
+            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(final / step_folders.step_name(step), step)):
                 tensors = self._live_tensors(optimizer=False)
                 self._saver.save(step, tensors, self._describe(train_state) | {"weights_only": True}, final)
         elif not self.holds(step):
@@ -116,7 +116,7 @@ class CheckpointManager:
         if last and self.config.last_save_in_hf:
             self._saver.settle()
             source = final if self.config.last_save_model_only else self.folder
-            if not self._ranks.on_rank0(lambda: self._export(source / commit.step_name(step), step)):
+            if not self._ranks.on_rank0(lambda: self._export(source / step_folders.step_name(step), step)):
                 self._saver.fail(step)
 
     def load(self) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ class CheckpointManager:
             UserError: the job does not fit the newest good one: another model, optimizer, tokenizer or data.
             CheckpointError: there are checkpoints but no good one.
         """
-        candidates = self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder))
+        candidates = self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder))
         if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
             raise CheckpointError(f"{self.folder} is not seen by all ranks. Put it on storage that all nodes share.")
         if self.config.load_step != -1:
@@ -144,13 +144,13 @@ class CheckpointManager:
             self._say(f"checkpoint.load_step = {self.config.load_step}: gone back to by an earlier start of this run")
         found = [
             f"{path.name}: set aside earlier"
-            for path in self._ranks.on_rank0(lambda: commit.list_set_aside(self.folder))
+            for path in self._ranks.on_rank0(lambda: step_folders.list_set_aside(self.folder))
         ]
         for path in reversed(candidates):
             try:
                 return self._load(path)
             except Damage as damage:
-                aside = self._ranks.on_rank0(lambda path=path: commit.set_aside(path))
+                aside = self._ranks.on_rank0(lambda path=path: step_folders.set_aside(path))
                 self._say(f"checkpoint {path.name} is DAMAGED ({damage}); renamed to {aside.name}")
                 found.append(f"{path.name}: {damage}")
         if found:
@@ -162,7 +162,7 @@ class CheckpointManager:
         return None
 
     def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
-        by_step = {commit.step_of(path): path for path in candidates}
+        by_step = {step_folders.step_of(path): path for path in candidates}
         if step not in by_step:
             present = ", ".join(str(step) for step in by_step) or "none"
             raise CheckpointError(f"checkpoint.load_step = {step}: {self.folder} has no such step (present: {present})")
@@ -170,15 +170,15 @@ class CheckpointManager:
             train_state = self._load(by_step[step])
         except Damage as damage:
             raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {damage}") from None
-        for later in (path for path in candidates if (commit.step_of(path) or 0) > step):
-            aside = self._ranks.on_rank0(lambda later=later: commit.set_aside(later, "superseded"))
+        for later in (path for path in candidates if (step_folders.step_of(path) or 0) > step):
+            aside = self._ranks.on_rank0(lambda later=later: step_folders.set_aside(later, "superseded"))
             self._say(f"going back to step {step}: {later.name} renamed to {aside.name}")
         return train_state
 
     def _load(self, path: Path) -> dict[str, Any]:
         """One checkpoint into model and optimizer. Raises Damage on all ranks; they may hold a part of it then."""
         self._ranks.check(path)
-        manifest = self._ranks.on_rank0(lambda: commit.read_manifest(path))
+        manifest = self._ranks.on_rank0(lambda: step_folders.read_manifest(path))
         info = manifest["info"]
         if info.get("weights_only") or info["train_state"].get("step") is None:
             raise CheckpointError(
@@ -213,21 +213,21 @@ class CheckpointManager:
         """On rank 0: the folder without leftovers, and in it a file whose name no earlier run has used."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # The other ranks wait, too, and no longer than for a save.
-        self._lock = commit.lock(self.folder, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self._log)
+        self._lock = step_folders.lock(self.folder, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self._log)
         beside = self.folder.parent
         places = [(self.folder, ""), (beside / "final", ""), (beside, "final_hf-")]
-        found = [commit.remove_unfinished(folder, commit.UNFINISHED + prefix) for folder, prefix in places]
+        found = [step_folders.remove_unfinished(folder, step_folders.UNFINISHED + prefix) for folder, prefix in places]
         for line in (line for _, kept in found for line in kept):
             self._log(line)
         if gone := [name for names, _ in found for name in names]:
             self._log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
         token = secrets.token_hex(8)
-        (self.folder / f"{commit.PROBE}{token}").touch(exist_ok=False)
+        (self.folder / f"{step_folders.PROBE}{token}").touch(exist_ok=False)
         return token
 
     def _check_storage(self, token: str) -> None:
         """Raises UserError, on all ranks, if a save could not succeed: storage not shared, or too little space."""
-        probe = self.folder / f"{commit.PROBE}{token}"
+        probe = self.folder / f"{step_folders.PROBE}{token}"
         patience = time.monotonic() + 10  # network storage shows another node's file with a delay
         while not (seen := probe.exists()) and time.monotonic() < patience:
             time.sleep(0.5)
@@ -238,7 +238,7 @@ class CheckpointManager:
         needed = f"{self.folder}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         if free < size:
             raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
-        present = len(self._ranks.on_rank0(lambda: commit.list_checkpoints(self.folder)))
+        present = len(self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder)))
         if size * max(1, self.config.keep_latest_k + 1 - present) > free:
             self._say(f"{needed}: not enough for checkpoint.keep_latest_k = {self.config.keep_latest_k}")
 
@@ -254,13 +254,13 @@ class CheckpointManager:
     # --- what is saved
 
     def _live_tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(self.model).items()}
+        tensors = {f"model.{name}": tensor for name, tensor in live_tensors.model_tensors(self.model).items()}
         if self.optimizer is not None and optimizer:
-            names = state.parameter_names(self.model)
-            of_optimizer = state.optimizer_tensors(self.optimizer, names)
+            names = live_tensors.parameter_names(self.model)
+            of_optimizer = live_tensors.optimizer_tensors(self.optimizer, names)
             tensors |= {f"optimizer.{name}": tensor for name, tensor in of_optimizer.items()}
         if rng:
-            tensors |= {f"rng.{name}": tensor for name, tensor in state.rng_tensors(self._ranks.rank).items()}
+            tensors |= {f"rng.{name}": tensor for name, tensor in live_tensors.rng_tensors(self._ranks.rank).items()}
         return tensors
 
     def _describe(self, train_state: dict[str, Any]) -> dict[str, Any]:
@@ -270,16 +270,16 @@ class CheckpointManager:
             "job_hash": xxhash.xxh3_128_hexdigest(json.dumps(self.job, sort_keys=True).encode()),
             "architecture": dataclasses.asdict(self.model.arch) if isinstance(self.model, Llama) else None,
             "optimizer_groups": self._optimizer_groups(),
-            "layout": state.world_layout(self.model),
-            "versions": state.library_versions(),
+            "layout": live_tensors.world_layout(self.model),
+            "versions": live_tensors.library_versions(),
         }
 
     def _optimizer_groups(self) -> list[dict[str, Any]]:
         """Settings and parameter names of the groups, over all ranks; empty without an optimizer or without state."""
         if self.optimizer is None or not self.optimizer.state:
             return []
-        own = state.optimizer_groups(self.optimizer, state.parameter_names(self.model))
-        return state.merge_groups(self._ranks.distinct(own))
+        own = live_tensors.optimizer_groups(self.optimizer, live_tensors.parameter_names(self.model))
+        return live_tensors.merge_groups(self._ranks.distinct(own))
 
     # --- what is loaded
 
@@ -287,8 +287,8 @@ class CheckpointManager:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
         for path in reversed(candidates):
             with contextlib.suppress(Damage):  # damaged: the one before tells
-                since = (commit.step_of(path) or 0) > self.config.load_step
-                keys = _checkpoint_keys(commit.read_manifest(path)["info"])
+                since = (step_folders.step_of(path) or 0) > self.config.load_step
+                keys = _checkpoint_keys(step_folders.read_manifest(path)["info"])
                 return since and keys.get("load_step") == self.config.load_step
         return False
 
@@ -296,7 +296,7 @@ class CheckpointManager:
         with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
         if self.optimizer is not None:
             if with_optimizer:
-                state.initialise_optimizer(self.optimizer)
+                live_tensors.initialise_optimizer(self.optimizer)
             else:
                 self.optimizer.state.clear()  # of what a damaged one has left
         same_world = info["layout"]["world_size"] == self._ranks.size
@@ -305,7 +305,7 @@ class CheckpointManager:
         if misfits := _misfits(wanted, saved, self._ranks):
             raise UserError(f"{path} does not fit this model:\n  {_abridge(misfits)}\nSet [model] as it was.")
         if self.optimizer is not None and with_optimizer:
-            differences = state.group_differences(info["optimizer_groups"], self._optimizer_groups())
+            differences = live_tensors.group_differences(info["optimizer_groups"], self._optimizer_groups())
             if differences:
                 raise UserError(
                     f"{path}: the optimizer's parameter groups differ from those saved:\n  {_abridge(differences)}\n"
@@ -349,7 +349,7 @@ class CheckpointManager:
         if step == self._current_step:
             self._log(f"{path} exists already and is kept")
             return True
-        self._log(f"{path} is of an earlier run: renamed to {commit.set_aside(path, 'superseded').name}")
+        self._log(f"{path} is of an earlier run: renamed to {step_folders.set_aside(path, 'superseded').name}")
         return False
 
     def _export(self, path: Path, step: int) -> bool:
@@ -364,7 +364,7 @@ class CheckpointManager:
             return True  # that failure is counted
         try:
             if not self._keep_or_supersede(out, step):
-                commit.check_folder(path)
+                step_folders.check_folder(path)
                 export_hf(CheckpointTensors(path), out, self.config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self.config.export_dtype}")
         except (OSError, UserError) as error:
@@ -411,11 +411,11 @@ def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = Non
         Damage: it holds no such tensors, whatever its checksums say. The model may have a part of them.
         UserError: it holds another model.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in state.model_tensors(model).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in live_tensors.model_tensors(model).items()}
     reader = SafeReader(path)
 
     def read() -> tuple[Index, dict[str, Any]]:
-        return reader.read_index(), commit.read_manifest(path)["info"]
+        return reader.read_index(), step_folders.read_manifest(path)["info"]
 
     index, info = read() if ranks is None else ranks.together(read)
     if misfits := _misfits(tensors, index, ranks):
@@ -426,7 +426,7 @@ def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = Non
 
 def _restore_rng(path: Path, rng: dict[str, Tensor], rank: int) -> None:
     try:
-        state.restore_rng(rng, rank)
+        live_tensors.restore_rng(rng, rank)
     except RuntimeError as error:  # bytes that torch does not take
         reason = str(error).splitlines()[0]
         raise CheckpointError(

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from titanlite.checkpoint.index import INDEX
-from titanlite.checkpoint.reading import read_file
+from titanlite.checkpoint.open_files import read_file
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.files import FileModel, explain
 from titanlite.config.flavors import Architecture

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.dcp import CommittingWriter, cause
+from titanlite.checkpoint.rank_agreement import Ranks
 from titanlite.checkpoint.staging import Stager
-from titanlite.checkpoint.storage import CommittingWriter, cause
 from titanlite.checkpoint.writer_process import RemoteWriter, WriterProcess
 from titanlite.config import schema
 
@@ -181,7 +181,7 @@ class Saver:
         """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
         for path in expendable(self._folder, self._config.keep_latest_k, self._config.keep_every_n_steps):
             try:
-                commit.remove(path)
+                step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
 
@@ -190,6 +190,6 @@ def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> lis
     """Checkpoints that retention does not keep. Folders without a manifest are none of ours and never counted."""
     if keep_latest_k == 0:
         return []
-    complete = [path for path in commit.list_checkpoints(folder) if (path / commit.MANIFEST).is_file()]
+    complete = [path for path in step_folders.list_checkpoints(folder) if (path / step_folders.MANIFEST).is_file()]
     every = keep_every_n_steps
-    return [path for path in complete[:-keep_latest_k] if not every or (commit.step_of(path) or 0) % every != 0]
+    return [path for path in complete[:-keep_latest_k] if not every or (step_folders.step_of(path) or 0) % every != 0]

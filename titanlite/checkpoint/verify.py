@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.options import OptionPath, Options, parse
@@ -61,20 +61,20 @@ def verify(folder: Path) -> dict[str, Any]:
     rows = []
     for path in paths:
         try:
-            damage = commit.verify_folder(path)
+            damage = step_folders.verify_folder(path)
             state = "damaged" if damage else "good"
         except CheckpointError as error:
             damage, state = [str(error)], "unreadable"
-        size = commit.folder_size(path)
+        size = step_folders.folder_size(path)
         if not path.exists():  # the run goes on, and has removed it meanwhile
             continue
         name = os.path.relpath(path, home) if folders else path.name
-        rows.append({"name": name, "step": commit.step_of(path), "bytes": size, "state": state, "damage": damage})
+        rows.append({"name": name, "step": step_folders.step_of(path), "bytes": size, "state": state, "damage": damage})
     return {
         "folder": str(folder),
         "checkpoints": rows,
-        "unfinished": [path.name for parent in folders for path in commit.list_unfinished(parent)],
-        "set_aside": [path.name for parent in folders for path in commit.list_set_aside(parent)],
+        "unfinished": [path.name for parent in folders for path in step_folders.list_unfinished(parent)],
+        "set_aside": [path.name for parent in folders for path in step_folders.list_set_aside(parent)],
     }
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.storage import CommittingWriter
+from titanlite.checkpoint.dcp import CommittingWriter
 
 _ALIGNMENT = 64
 

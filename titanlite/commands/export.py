@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> None:
         UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).
     """
     options = parse(Export, argv, "export")
-    from titanlite.checkpoint.commit import folder_size
     from titanlite.checkpoint.find import use_newest
+    from titanlite.checkpoint.step_folders import folder_size
 
     def note(line: str) -> None:
         print(printable(line), file=sys.stderr)

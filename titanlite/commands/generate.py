@@ -19,9 +19,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.find import saved_job, use_newest
 from titanlite.checkpoint.manager import load_checked_weights
-from titanlite.checkpoint.storage import SafeReader
 from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.run import Run

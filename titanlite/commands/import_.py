@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Import, argv, "import")
     from titanlite.checkpoint.export import import_weights
     from titanlite.checkpoint.huggingface import HuggingFaceReader
-    from titanlite.checkpoint.meta import MetaReader
-    from titanlite.model.huggingface import parameter_shapes
+    from titanlite.checkpoint.meta_llama import MetaReader
+    from titanlite.model.formats import parameter_shapes
 
     origin = options.meta or options.hf
     assert origin is not None

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.rank_agreement import Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.flavors import unused_rows
 from titanlite.config.load import dump_config
@@ -57,7 +57,7 @@ def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolde
 
     def lock() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        if (held := commit.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), log)) is not None:
+        if (held := step_folders.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), log)) is not None:
             opened.callback(os.close, held)
         return secrets.token_hex(8)
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint import commit, manifest
+from titanlite.checkpoint import manifest, step_folders
 from titanlite.config.errors import CheckpointError
 
 INFO = {
@@ -43,16 +43,16 @@ def index_of(files: dict[str, bytes]) -> bytes:
 
 def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
     files = files or {"a.bin": b"weights" * 100, "b.bin": b"more"}
-    unfinished = folder / commit.unfinished_name(step, "token")
+    unfinished = folder / step_folders.unfinished_name(step, "token")
     unfinished.mkdir(parents=True)
     digests = []
     for name, content in {**files, ".metadata": index_of(files)}.items():
-        file = commit.HashingFile(unfinished / name)
+        file = step_folders.HashingFile(unfinished / name)
         for start in range(0, len(content), 7):
             file.write(content[start : start + 7])
         file.close()
         digests.append(file.digest())
-    return commit.publish(unfinished, step, digests, INFO)
+    return step_folders.publish(unfinished, step, digests, INFO)
 
 
 def reseal(
@@ -74,9 +74,9 @@ def reseal(
 def test_a_published_checkpoint_is_good_and_keeps_the_callers_value(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     assert path.name == "step-00000100"
-    assert commit.verify_folder(path) == []
-    assert commit.read_manifest(path)["info"] == INFO
-    assert commit.list_checkpoints(tmp_path) == [path]
+    assert step_folders.verify_folder(path) == []
+    assert step_folders.read_manifest(path)["info"] == INFO
+    assert step_folders.list_checkpoints(tmp_path) == [path]
     assert os.listdir(tmp_path) == ["step-00000100"]
 
 
@@ -89,11 +89,11 @@ def test_a_flipped_bit_anywhere_in_any_file_is_detected(tmp_path, name):
             flipped = bytearray(content)
             flipped[position] ^= 1 << bit
             (path / name).write_bytes(flipped)
-            damage = commit.verify_folder(path)
+            damage = step_folders.verify_folder(path)
             assert len(damage) == 1
             assert damage[0].startswith(name), damage
     (path / name).write_bytes(content)
-    assert commit.verify_folder(path) == []
+    assert step_folders.verify_folder(path) == []
 
 
 @pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
@@ -102,9 +102,9 @@ def test_every_truncation_and_a_deletion_is_detected(tmp_path, name):
     content = (path / name).read_bytes()
     for size in range(len(content)):
         (path / name).write_bytes(content[:size])
-        assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
+        assert [line.split(":")[0] for line in step_folders.verify_folder(path)] == [name]
     (path / name).unlink()
-    assert [line.split(":")[0] for line in commit.verify_folder(path)] == [name]
+    assert [line.split(":")[0] for line in step_folders.verify_folder(path)] == [name]
 
 
 def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):
@@ -112,12 +112,12 @@ def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path, 100)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 2 is unknown to this version, which reads 1"):
-        commit.verify_folder(path)
+        step_folders.verify_folder(path)
 
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
     path = write_checkpoint(tmp_path, 100)
-    assert commit.verify_folder(path.rename(tmp_path / "step-00000200")) == ["manifest.json: belongs to step 100"]
+    assert step_folders.verify_folder(path.rename(tmp_path / "step-00000200")) == ["manifest.json: belongs to step 100"]
 
 
 def test_nothing_is_published_over_an_existing_folder(tmp_path):
@@ -129,7 +129,7 @@ def test_nothing_is_published_over_an_existing_folder(tmp_path):
 
 
 def test_what_is_synced_to_the_disk_is_the_whole_file(tmp_path):
-    file = commit.HashingFile(tmp_path / "a.bin")
+    file = step_folders.HashingFile(tmp_path / "a.bin")
     file.write(b"less than a buffer")
     assert os.fstat(file.fileno()).st_size == file.tell() == 18
 
@@ -138,7 +138,7 @@ def test_publishing_needs_every_file_in_its_full_size(tmp_path):
     unfinished = tmp_path / ".tmp-step-00000100-x"
     unfinished.mkdir()
     with pytest.raises(OSError, match="do all nodes share this folder"):
-        commit.publish(unfinished, 100, [commit.FileDigest("a.bin", 3, "00")], {})
+        step_folders.publish(unfinished, 100, [step_folders.FileDigest("a.bin", 3, "00")], {})
 
 
 def test_foreign_unfinished_and_set_aside_folders_are_no_checkpoints(tmp_path):
@@ -146,15 +146,15 @@ def test_foreign_unfinished_and_set_aside_folders_are_no_checkpoints(tmp_path):
     for name in (".tmp-step-00000009-x", "step-9", "step-00000009.damaged", "step-00000009-old", "notes", "step-abc"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000011").write_text("a file")
-    assert commit.list_checkpoints(tmp_path) == [good]
-    assert commit.list_checkpoints(tmp_path / "absent") == []
+    assert step_folders.list_checkpoints(tmp_path) == [good]
+    assert step_folders.list_checkpoints(tmp_path / "absent") == []
 
 
 def test_checkpoints_are_ordered_by_step_beyond_eight_digits(tmp_path):
     steps = [99_999_999, 100_000_000, 5]
     for step in steps:
         write_checkpoint(tmp_path, step)
-    assert [commit.step_of(path) for path in commit.list_checkpoints(tmp_path)] == sorted(steps)
+    assert [step_folders.step_of(path) for path in step_folders.list_checkpoints(tmp_path)] == sorted(steps)
 
 
 def test_only_leftovers_are_removed_at_start(tmp_path):
@@ -162,22 +162,22 @@ def test_only_leftovers_are_removed_at_start(tmp_path):
     (tmp_path / ".tmp-step-00000009-x").mkdir()
     (tmp_path / ".tmp-step-00000009-x" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "notes").mkdir()
-    assert commit.remove_unfinished(tmp_path) == ([".tmp-step-00000009-x"], [])
+    assert step_folders.remove_unfinished(tmp_path) == ([".tmp-step-00000009-x"], [])
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000007"]
 
 
 def test_a_leftover_that_cannot_be_removed_is_named_and_passed_over(tmp_path, monkeypatch):
     for name in (".tmp-step-00000007-x", ".tmp-step-00000009-y"):
         (tmp_path / name).mkdir()
-    rmtree = commit.shutil.rmtree
+    rmtree = step_folders.shutil.rmtree
 
     def busy(path):
         if path.name.endswith("x"):
             raise OSError(16, "Device or resource busy", ".nfs0001")
         rmtree(path)
 
-    monkeypatch.setattr(commit.shutil, "rmtree", busy)
-    gone, kept = commit.remove_unfinished(tmp_path)
+    monkeypatch.setattr(step_folders.shutil, "rmtree", busy)
+    gone, kept = step_folders.remove_unfinished(tmp_path)
     assert gone == [".tmp-step-00000009-y"]
     assert kept == [
         "could not remove the unfinished .tmp-step-00000007-x: [Errno 16] Device or resource busy: '.nfs0001'"
@@ -190,19 +190,19 @@ def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch)
     def killed(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commit.shutil, "rmtree", killed)
+    monkeypatch.setattr(step_folders.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        commit.remove(path)
+        step_folders.remove(path)
     monkeypatch.undo()
-    assert commit.list_checkpoints(tmp_path) == []
-    assert len(commit.remove_unfinished(tmp_path)[0]) == 1
+    assert step_folders.list_checkpoints(tmp_path) == []
+    assert len(step_folders.remove_unfinished(tmp_path)[0]) == 1
     assert os.listdir(tmp_path) == []
 
 
 def test_setting_aside_keeps_every_earlier_one(tmp_path):
-    names = [commit.set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(3)]
+    names = [step_folders.set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(3)]
     assert names == ["step-00000007.damaged", "step-00000007.damaged-2", "step-00000007.damaged-3"]
-    assert [path.name for path in commit.list_set_aside(tmp_path)] == names
+    assert [path.name for path in step_folders.list_set_aside(tmp_path)] == names
 
 
 @pytest.mark.parametrize("key", ["a.bin", ".metadata"])
@@ -215,8 +215,8 @@ def test_manifest_and_index_name_the_same_files(tmp_path, key):
         "a.bin": ".metadata: a.bin holds 700 bytes by the index, nothing by the manifest",
         ".metadata": "manifest.json: does not list .metadata",
     }
-    assert commit.verify_folder(path) == [expected[key]]
+    assert step_folders.verify_folder(path) == [expected[key]]
     body["files"]["a.bin"] = {"size": 3, "xxh3_128": "0" * 32}
     body["files"]["more.bin"] = {"size": 3, "xxh3_128": "0" * 32}
     reseal(path, body, index_of({"b.bin": b"more"}))
-    assert ".metadata: a.bin holds nothing by the index, 3 bytes by the manifest" in commit.verify_folder(path)
+    assert ".metadata: a.bin holds nothing by the index, 3 bytes by the manifest" in step_folders.verify_folder(path)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file, short
-from titanlite.model.huggingface import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
+from titanlite.model.formats import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
 
 _MOST_PARAMS, _MOST_PICKLE = 1 << 20, 1 << 24  # bytes; those of Llama 405B have 300 and 200,000
 

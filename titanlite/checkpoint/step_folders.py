@@ -22,7 +22,7 @@ import xxhash
 
 from titanlite.checkpoint.index import INDEX, file_sizes, read_index
 from titanlite.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from titanlite.checkpoint.reading import open_file, shown, unreadable
+from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import Damage, UserError
 
 UNFINISHED = ".tmp-"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from titanlite.checkpoint.export import load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader
 from titanlite.config.errors import UserError
-from titanlite.model import huggingface
-from titanlite.model.huggingface import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
+from titanlite.model import formats
+from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
 from titanlite.model.llama import Llama
 
 BASE = {
@@ -96,7 +96,7 @@ def test_every_key_that_transformers_writes_is_known():
 
     written = LlamaConfig(**BASE, rope_parameters=dict(LLAMA3)).to_dict()
     assert architecture_from_hf(json.loads(json.dumps(written))).rope_scaling_factor == 8.0
-    older = dict.fromkeys(huggingface._WITHOUT_EFFECT) | {"is_encoder_decoder": False, "add_cross_attention": False}
+    older = dict.fromkeys(formats._WITHOUT_EFFECT) | {"is_encoder_decoder": False, "add_cross_attention": False}
     assert architecture_from_hf(BASE | older) == architecture_from_hf(BASE)
 
 

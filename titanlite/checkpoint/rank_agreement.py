@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError, Damage, UserError
 
 T = TypeVar("T")
@@ -72,8 +72,8 @@ class Ranks:
         return sorted({line for of_rank in self.distinct(lines) for line in of_rank})
 
     def check(self, path: Path) -> None:
-        """`commit.check_folder`; the ranks share the reading. Raises as `together`."""
-        self.together(lambda: commit.check_folder(path, lambda names: names[self.rank :: self.size]))
+        """`step_folders.check_folder`; the ranks share the reading. Raises as `together`."""
+        self.together(lambda: step_folders.check_folder(path, lambda names: names[self.rank :: self.size]))
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Call it on rank 0; its value comes back on every rank.

@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.index import Index, read_index
-from titanlite.checkpoint.reading import open_file, shown, unreadable
+from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.flavors import Architecture
-from titanlite.model.huggingface import parameter_shapes
+from titanlite.model.formats import parameter_shapes
 
 
 class CommittingWriter(FileSystemWriter):
@@ -50,7 +50,7 @@ class CommittingWriter(FileSystemWriter):
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
         # One thread: with more, DCP loses the exception of any but the first. It must not copy ahead: in the background
         # DCP would wait for the stream of the training, tensor by tensor, though all of them are on the CPU by then.
-        unfinished = folder / commit.unfinished_name(step, token)
+        unfinished = folder / step_folders.unfinished_name(step, token)
         super().__init__(unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.step = step
         self.info = info
@@ -63,7 +63,7 @@ class CommittingWriter(FileSystemWriter):
     @property
     def target(self) -> Path:
         """The folder that will appear."""
-        return self.unfinished.parent / commit.step_name(self.step)
+        return self.unfinished.parent / step_folders.step_name(self.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.unfinished.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
@@ -80,12 +80,12 @@ class CommittingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         digests, entries = [], []
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, commit.FileDigest):
+            if isinstance(result.storage_data, step_folders.FileDigest):
                 digests.append(result.storage_data)
             else:
                 entries.append(result)
         super().finish(metadata, [entries])
-        commit.publish(self.unfinished, self.step, [*digests, self.fs.digests[".metadata"]], self.info)
+        step_folders.publish(self.unfinished, self.step, [*digests, self.fs.digests[".metadata"]], self.info)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # without the path: a checkpoint can be moved
@@ -244,12 +244,12 @@ class _HashingFileSystem(FileSystem):
     """DCP's local file system, remembering the digest of each file written."""
 
     def __init__(self) -> None:
-        self.digests: dict[str, commit.FileDigest] = {}
+        self.digests: dict[str, step_folders.FileDigest] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
         assert mode == "wb", mode
-        file = commit.HashingFile(Path(path))
+        file = step_folders.HashingFile(Path(path))
         try:
             yield file
         except RuntimeError as error:
@@ -262,4 +262,4 @@ class _HashingFileSystem(FileSystem):
         super().rename(path, new_path)
         digest = self.digests.pop(Path(path).name)
         name = Path(new_path).name
-        self.digests[name] = commit.FileDigest(name, digest.size, digest.xxh3_128)
+        self.digests[name] = step_folders.FileDigest(name, digest.size, digest.xxh3_128)

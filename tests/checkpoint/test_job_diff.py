@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.checkpoint.changes import compare_jobs
+from titanlite.checkpoint.job_diff import compare_jobs
 from titanlite.config.schema import JobConfig
 
 BASE = JobConfig()
