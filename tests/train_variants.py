@@ -71,7 +71,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def all_weights(model: Llama) -> dict[str, torch.Tensor]:
     """Every weight of the whole model in fp32, in order of its name, on every rank."""
-    own = {n.replace("_checkpoint_wrapped_module.", ""): full(p.detach()) for n, p in model.named_parameters()}
+    own = {name: full(p.detach()) for name, p in model.named_parameters()}
     of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
     weights: dict[str, torch.Tensor] = {}
@@ -118,7 +118,7 @@ def dtypes_seen(model: Llama) -> dict[str, str]:
     """Record the dtype of the weight that a matmul of the first block really uses in a forward pass."""
     seen: dict[str, str] = {}
     for name, module in model.named_modules():
-        if name.replace("_checkpoint_wrapped_module.", "") == "layers.0.feed_forward.w1":
+        if name == "layers.0.feed_forward.w1":
             module.register_forward_pre_hook(lambda linear, _: seen.update(computed=str(linear.weight.dtype)))
     return seen
 

@@ -1,12 +1,6 @@
-"""How tensors are named and written."""
+"""How tensors are written."""
 
-from titanlite.checkpoint import live_tensors
 from titanlite.checkpoint.dcp import CommittingWriter
-
-
-def test_names_lose_what_wrappers_insert():
-    name = "layers.0._checkpoint_wrapped_module._orig_mod.attention.wq.weight"
-    assert live_tensors.clean_name(name) == "layers.0.attention.wq.weight"
 
 
 def test_a_writer_in_the_background_never_waits_for_the_stream_of_the_training(tmp_path):

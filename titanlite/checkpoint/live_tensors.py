@@ -1,7 +1,7 @@
-"""What is saved of a live model and optimizer: their tensors under names that no wrapper and no layout changes.
+"""What is saved of a live model and optimizer: their tensors under names that no layout changes.
 
 Invariant: the values are views of the live tensors. Saving reads them, loading writes them in place; nothing is
-gathered and no second copy is made. May import torch.
+gathered and no second copy is made.
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite import __version__
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing and torch.compile insert."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name. A tied one appears once, under the first of its names.
@@ -38,13 +29,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[clean_name(name)] = plain(tensor)
+            tensors[name] = plain(tensor)
     return tensors
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """Each parameter's clean name; call after `model_tensors`, which puts the sharded ones in place."""
-    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    """Each parameter's name; call after `model_tensors`, which puts the sharded ones in place."""
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:

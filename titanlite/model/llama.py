@@ -222,8 +222,7 @@ class Llama(nn.Module):
             assign: Called with a parameter and its full initial value; a sharded model keeps its shard of it.
             device: Whose generator draws; None: that of the parameter.
         """
-        for wrapped_name, parameter in self.named_parameters():
-            name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
+        for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
             if "norm" in name:
                 nn.init.ones_(full)

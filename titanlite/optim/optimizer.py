@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
     stored = next(model.parameters()).dtype
     state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
     if compiled or config.stochastic_rounding or state_dtype != stored:
-        names = {p: name.replace("_checkpoint_wrapped_module.", "") for name, p in model.named_parameters()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
         return AdamW(
             groups,
             names,

@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute in the backward pass what is cheap, save what is dear.
 
-Invariant: losses and gradients are those of the model without it. Must come before compile and FSDP.
-May import torch, model and config.
+Invariant: losses and gradients are those of the model without it, and names of parameters stay as they are. Must come
+before FSDP.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titanlite.config import schema
 from titanlite.model.llama import Llama
@@ -47,7 +52,7 @@ def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
 
 
 def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint) -> None:
-    """Wrap the blocks of `model` in place; memory_budget sets the compiler's own choice instead."""
+    """Let the blocks of `model` recompute, in place; memory_budget sets the compiler's own choice instead."""
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
         # The budget's sizes: the only script objects in our graphs are the meshes of DTensors, which hold no memory.
@@ -55,12 +60,17 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
         if hasattr(functorch_config, option):
             setattr(functorch_config, option, True)
         return
-    wrap: Callable[..., torch.nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=False)  # Llama has no dropout
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama draws nothing
     every = 1
     if config.mode == "selective" and config.selective_ac_option == "op":
-        wrap = partial(wrap, context_fn=_save_attention_and_every_second_matmul)
+        recompute = partial(recompute, context_fn=_save_attention_and_every_second_matmul)
     elif config.mode == "selective":
         every = int(config.selective_ac_option)
     for name, block in model.layers.items():
         if (int(name) + 1) % every == 0:
-            model.layers[name] = wrap(block)
+            block.forward = _recomputing(block.forward, recompute)
+
+
+def _recomputing(forward: Callable[..., Tensor], recompute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, recomputed in the backward pass. A function of our own, because the compiler skips all of torch's."""
+    return lambda *inputs: recompute(forward, *inputs)

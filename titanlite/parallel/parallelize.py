@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
@@ -61,19 +60,16 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
             enable_async_tensor_parallel(mesh.tensor)
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context)
-    if job.activation_checkpoint.mode != "none":
-        apply_activation_checkpointing(model, job.activation_checkpoint)
-    if compiled:
-        _compile_blocks(model, run, mesh)
-    apply_fsdp(model, mesh.fsdp, job, log)
-
-
-def _compile_blocks(model: Llama, run: Run, mesh: Mesh) -> None:
-    """One graph serves all blocks: they share their code and shapes."""
-    config = run.job.activation_checkpoint
     # A graph that recomputes all of itself fails on DTensors (torch 2.13 saves their DeviceMesh as if it were a
     # tensor), so the recomputation goes around it. It then repeats the last matmul, too, which a graph leaves out.
-    around = mesh.tensor is not None and not (config.mode == "selective" and config.selective_ac_option == "op")
-    for block in model.layers.values():
-        inner = block._checkpoint_wrapped_module if around and isinstance(block, CheckpointWrapper) else block
-        inner.compile(fullgraph=True)
+    recompute = job.activation_checkpoint
+    around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
+    if compiled and around:
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if recompute.mode != "none":
+        apply_activation_checkpointing(model, recompute)
+    if compiled and not around:
+        for block in model.layers.values():
+            block.compile(fullgraph=True)  # one graph serves all blocks: they share their code and shapes
+    apply_fsdp(model, mesh.fsdp, job, log)
