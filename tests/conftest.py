@@ -35,27 +35,21 @@ def order(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("xdist_group") else 2
 
 
-LOGGERS = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
-UNTOUCHED = [(logger.propagate, logger.level, list(logger.handlers)) for logger in LOGGERS]
-
-
-def restore_loggers() -> None:
-    """Put the loggers back as they were before the first test."""
-    for logger, (propagate, level, handlers) in zip(LOGGERS, UNTOUCHED, strict=True):
-        logger.propagate, logger.handlers, logger.disabled = propagate, list(handlers), False
-        logger.setLevel(level)
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Commands that a test calls in this process set variables and the loggers for a process of their own. Put both
-    back, because the next test in this worker may be any. A fixture of a module runs before this one, so the loggers
-    are put back before the test, too."""
+    """Commands that a test calls in this process set variables and loggers for a process of their own. Put both back,
+    because the next test in this worker may be any. They also set the level of torch's handlers, among which are
+    pytest's own: without this, `caplog` would miss all warnings from then on."""
     environment = dict(os.environ)
-    restore_loggers()
+    loggers = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
+    before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
+    levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     yield
-    restore_loggers()
+    for logger, (propagate, level, handlers) in zip(loggers, before, strict=True):
+        logger.propagate, logger.handlers = propagate, handlers
+        logger.setLevel(level)
+    for handler, level in levels.items():
+        handler.setLevel(level)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
