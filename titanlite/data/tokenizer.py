@@ -159,8 +159,8 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def _encode_piece(self, text: str) -> np.ndarray:
-        # Twice as fast as encode_ordinary followed by np.array: no Python integer is made. No special token is allowed.
-        return np.frombuffer(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        # Twice as fast as encode_ordinary followed by np.array, because no Python integer is made.
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.encoding.decode(ids)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 CHUNK = 2**22  # elements of an eager update at a time: its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
@@ -136,8 +135,8 @@ def _place(parameter: Tensor) -> tuple[int, int, int]:
     """Elements in a row of this rank's shard, in a row of the whole parameter, and the number of the first one."""
     if not isinstance(parameter, DTensor):
         return parameter.shape[-1], parameter.shape[-1], 0
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    (shard,) = parameter.__create_chunk_list__()
+    shape, offset = shard.sizes, shard.offsets
     width = parameter.shape[-1]
     first = offset[0] if len(shape) == 1 else offset[0] * width + offset[1]
     return max(1, shape[-1]), width, first

@@ -26,6 +26,8 @@ class Mesh:
         data_rank: Which part of every global batch this rank reads, of `data_degree` parts.
         data_group: The ranks that read different data, at the same place of every other dimension.
         loss_group: The ranks whose shares of the loss add up: all with the same place in `tensor`.
+        groups: All process groups of the training that this rank is in, each once. Those of the checkpoints are not
+            among them, because to write a large checkpoint may take longer than any collective of the training.
     """
 
     degrees: Degrees
@@ -36,6 +38,7 @@ class Mesh:
     data_rank: int
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
+    groups: tuple[dist.ProcessGroup, ...]
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -64,9 +67,12 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
     hybrid = ("dp_replicate", "dp_shard") if degree.replicate > 1 else ("dp_shard",)
     # (pipeline, replicate, shard, context, tensor)
     grid = torch.arange(degree.world).view(degree.pipeline, degree.replicate, degree.shard, degree.context, -1)
+    data_group, loss_group = _group_along(grid, 1, 2), _group_along(grid, 0, 1, 2, 3)
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), data_group, loss_group]
     context = None
     if degree.context > 1:
         context = DeviceMesh.from_group(_group_along(grid, 3), device_type, mesh_dim_names=("cp",))
+        groups += context.get_all_groups()
     _, replicate, shard, _, _ = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
     return Mesh(
         degree,
@@ -75,8 +81,9 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
         context=context,
         pipeline=mesh["pp"] if degree.pipeline > 1 else None,
         data_rank=replicate * degree.shard + shard,
-        data_group=_group_along(grid, 1, 2),
-        loss_group=_group_along(grid, 0, 1, 2, 3),
+        data_group=data_group,
+        loss_group=loss_group,
+        groups=tuple(group for group in dict.fromkeys(groups) if group is not None),
     )
 
 

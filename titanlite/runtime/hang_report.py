@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
 
 from titanlite.runtime.network import address_towards
 
@@ -39,15 +39,10 @@ def all_hosts() -> list[str]:
     return hosts
 
 
-def process_groups() -> list[dist.ProcessGroup]:
-    """Those that this rank is in, at this moment."""
-    return list(distributed_c10d._world.pg_map)
-
-
-def set_timeout(groups: list[dist.ProcessGroup], seconds: int) -> None:
+def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
     """The longest wait for any collective of these groups from now on."""
     for group in groups:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 class HangWatch:

@@ -49,7 +49,7 @@ from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.parallel.step import build_step
-from titanlite.runtime.hang_report import HangWatch, all_hosts, process_groups, set_timeout
+from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
@@ -126,9 +126,8 @@ class Trainer:
         self.job, self.device, opened = run.job, device, self.opened
         check_memory(run, num_params(run.arch), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
-        self.training_groups = process_groups()  # not the checkpoints' own: to write a large one takes its time
         patience = self.job.comm.init_timeout_seconds
-        set_timeout(self.training_groups, patience)
+        set_timeout(self.mesh.groups, patience)
         self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, patience, all_hosts())
         self.log = setup_logging(self.rank, None).info
         self.run_id, outputs = open_folder(run, self.log, opened)
@@ -223,7 +222,7 @@ class Trainer:
                     self.validate()
                 self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.steps_done == first_step + 1:
-                    set_timeout(self.training_groups, job.comm.train_timeout_seconds)
+                    set_timeout(self.mesh.groups, job.comm.train_timeout_seconds)
                     if self.device.type == "cpu":
                         use_large_pages()
             validated = not finished and self.steps_done % (job.validation.freq or 1) == 0  # before the data ended
