@@ -24,7 +24,7 @@ from runs import MIB, RESULTS, ROOT, read_parts, table, write_part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
+from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.runtime.world import keep_freed_memory, use_large_pages
 
 TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
@@ -58,11 +58,8 @@ def exactly(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), labels)  # all in the inputs' dtype
 
 
-COMPILED_SOFTMAX = torch.compile(softmax_loss)
-
-
 def fused_compiled(*args: Any) -> Tensor:
-    return linear_cross_entropy_sum(*args, softmax=COMPILED_SOFTMAX)
+    return linear_cross_entropy_sum(*args, compiled=True)
 
 
 def torch_own(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_help_of_train_shows_the_defaults_of_the_schema(capsys: pytest.CaptureFixture[str]):
-    assert "--training.steps INT Optimizer steps. (default: 10000)" in shown(capsys, "train", "--help")
+    assert "--training.steps INT Number of optimizer steps. (default: 10000)" in shown(capsys, "train", "--help")
 
 
 @pytest.mark.parametrize(

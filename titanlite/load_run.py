@@ -143,7 +143,9 @@ def validation_data(context: Context) -> Iterator[str]:
         else:
             text = "needs something to validate on: a share of the training data, such as validation.holdout = 0.01, "
             yield context.wrong("validation.freq", text + "or a validation.source of its own.")
-    keys = [*_source_keys(context, "validation"), *["validation.sources"] * bool(validation.sources)]
+    keys = list(_source_keys(context, "validation"))
+    if validation.sources:
+        keys.append("validation.sources")
     if validation.freq == 0 and "validation.freq" not in context.origins:  # 0 in writing is meant
         for key in ["validation.holdout"] if validation.holdout > 0 else keys[:1]:
             text = (

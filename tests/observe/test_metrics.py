@@ -8,7 +8,8 @@ import resource
 import pytest
 import torch
 
-from titanlite.config.schema import Metrics
+from titanlite.config.run import Run
+from titanlite.config.schema import Job, JobConfig, Metrics, Training
 from titanlite.observe import metrics
 from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 
@@ -32,6 +33,11 @@ class Clock:
         return 1.7e9 + self.now
 
 
+@pytest.fixture(autouse=True)
+def _six_million_flops_per_token(monkeypatch):
+    monkeypatch.setattr(metrics, "flops_per_token", lambda arch, seq_len: 6e6)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -39,10 +45,13 @@ def clock(monkeypatch):
     return clock
 
 
-def recorder(folder, rank=0, log_freq=10, tensorboard=False, **more):
-    defaults = {"flops_per_token": 6e6, "peak_flops": None, "world_size": 2, "total_steps": 25}
-    config = Metrics(log_freq=log_freq, enable_tensorboard=tensorboard)
-    return MetricsRecorder(folder, config, rank, device=torch.device("cpu"), **{**defaults, **more})
+def recorder(folder, rank=0, log_freq=10, tensorboard=False, total_steps=25, peak_flops=None, **more):
+    job = JobConfig(
+        job=Job(dump_folder=str(folder)),
+        training=Training(steps=total_steps),
+        metrics=Metrics(log_freq=log_freq, enable_tensorboard=tensorboard),
+    )
+    return MetricsRecorder(Run(job, world_size=2), rank, torch.device("cpu"), peak_flops, **more)
 
 
 def train(recorder, steps, clock=None, tokens: int | torch.Tensor = 1000):

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum, softmax_loss, tokens_per_chunk
+from titanlite.optim.loss import (
+    IGNORE_INDEX,
+    linear_cross_entropy_sum,
+    softmax_loss,
+    softmax_loss_graph,
+    tokens_per_chunk,
+)
 
 ONE = torch.ones(())
 
@@ -130,7 +136,7 @@ def test_a_compiled_softmax_is_as_exact(small_chunks: None, dtype: torch.dtype, 
     wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     exact = materialized(*wide, labels, z_loss)
     eager = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss)
-    compiled = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, softmax=torch.compile(softmax_loss))
+    compiled = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, compiled=True)
     assert error(compiled, exact) <= error(eager, exact) + 1e-6  # which is fp32's, of sums in another order
     for ours, theirs, true in zip(
         gradients(compiled, hidden, weight), gradients(eager, hidden, weight), gradients(exact, *wide), strict=True
@@ -144,7 +150,7 @@ def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are
     logits, labels = torch.randn(48, 100), torch.randint(300, (48,))
     at_label = logits.gather(1, (labels - 100).clamp(0, 99)[:, None]).squeeze(1)
     results = []
-    for softmax in (softmax_loss, torch.compile(softmax_loss)):
+    for softmax in (softmax_loss, torch.compile(softmax_loss_graph)):
         results.append(softmax(logits.clone(), at_label, labels, ONE, True, 0.0, 100, None))
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)  # of values up to 1
 
@@ -161,7 +167,7 @@ def test_the_rule_of_the_chunk_size(tokens: int, logit_bytes: int, chunk: int) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_softmax_needs_no_memory_but_the_logits(dtype: torch.dtype) -> None:
     logits, labels = torch.randn(48, 500).to(dtype), torch.randint(500, (48,))
-    compiled = torch.compile(softmax_loss)
+    compiled = torch.compile(softmax_loss_graph)
     at_label = logits.gather(1, labels[:, None]).squeeze(1)
     (_, gradient), codes = run_and_get_code(compiled, logits, at_label, labels, ONE, True, 0.0, 0, None)
     assert gradient is not None

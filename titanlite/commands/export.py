@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 import tyro
 
 from titanlite.config.errors import UserError, printable
+from titanlite.config.files import make_folder
 from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
-from titanlite.portable import make_folder, write_tokenizer
 
 
 class Export(Options):
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> None:
 def _export(path: Path, options: Export) -> Path:
     from titanlite.checkpoint.export import CheckpointTensors, export_hf
     from titanlite.checkpoint.find import saved_job
+    from titanlite.data.tokenizer_export import write_tokenizer
 
     source = CheckpointTensors(path)
     job = None if options.tokenizer else saved_job(path)

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import tyro
 
+from titanlite.config.files import make_folder
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse
-from titanlite.portable import make_folder
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError, printable
+from titanlite.config.files import make_folder
 from titanlite.config.load import load_job, resolve_path
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse_beside_job
 from titanlite.config.schema import DataSource, TextSource
 from titanlite.config.schema import Tokenizer as TokenizerKeys
-from titanlite.portable import make_folder
 
 if TYPE_CHECKING:
     from titanlite.data.bpe import Sample

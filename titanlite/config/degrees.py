@@ -22,17 +22,18 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Parts of a global batch that are read apart."""
+        """Number of parts of a global batch; each is read by other ranks."""
         return self.replicate * self.shard
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of all ranks."""
         return self.pipeline * self.data * self.context * self.tensor
 
 
 def degrees(config: schema.Parallelism, world_size: int) -> Degrees:
-    """The layout of `world_size` ranks; data_parallel_shard_degree = -1 takes what is left, at least 1."""
+    """The layout of `world_size` ranks. data_parallel_shard_degree = -1 becomes what the other degrees leave, at least
+    1."""
     pipeline, context, tensor = (
         config.pipeline_parallel_degree,
         config.context_parallel_degree,
@@ -45,7 +46,9 @@ def degrees(config: schema.Parallelism, world_size: int) -> Degrees:
 
 
 def sequence_divisor(degree: Degrees) -> int:
-    """What a row's length must be a multiple of: two chunks a context rank, each rank's part cut by tensor ranks."""
+    """The number that must divide the length of a row.
+
+    Each context rank has two chunks of a row, and the tensor ranks divide the part of a context rank."""
     context = 2 * degree.context if degree.context > 1 else 1
     if degree.tensor == 1:
         return context

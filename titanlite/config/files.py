@@ -1,7 +1,7 @@
-"""Files that others wrote: read within bounds, and checked before anything is made of them.
+"""Safe reading of files that others wrote. Their size is limited, and their content is checked before it is used.
 
-Invariant: only a regular file is opened (a pipe would wait for ever), never more of it than a limit is read, and a name
-that a file gives never leads out of its folder. What is wrong with a file is a UserError that names it.
+Invariant: only regular files are opened, because reading a pipe can block for ever. Never more than a limit is read. A
+file name that stands in a file never leads out of its folder. A fault of a file is a UserError that names the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN_ERRORS, _SHOWN_CHARS = 10, 160
 
 
 class FileModel(BaseModel):
-    """Base of what is read from a file: no value is converted, and an unknown key is an error."""
+    """Base of models of a file's content. No value is converted, and an unknown key is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -33,10 +33,10 @@ def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        UserError: there is none, it is a folder, a pipe or a device, or it is larger.
+        UserError: there is no such file, it is a folder, a pipe or a device, or it is larger.
     """
     try:
-        # A pipe without a writer would block in open, were it not for O_NONBLOCK, which a regular file ignores.
+        # O_NONBLOCK, because opening a pipe without a writer would block. It changes nothing for a regular file.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -50,8 +50,10 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def not_writable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, or where it is to be; None if one can. It is tried out, because permissions
-    say nothing about /proc, a full disk or the root user of another machine."""
+    """Why no file can be made in `folder`; None if one can. `folder` need not exist yet.
+
+    It is tried out, because permissions say nothing about /proc, a full disk or the root user of another machine.
+    """
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not nearest.is_dir():
         return f"{nearest} is a file; a folder is needed there."
@@ -62,8 +64,20 @@ def not_writable(folder: Path) -> str | None:
     return None
 
 
+def make_folder(path: Path) -> Path:
+    """Make a folder for the output of a command.
+
+    Raises:
+        UserError: `path` is a file or under one, or cannot be written to.
+    """
+    if problem := not_writable(path.absolute()):
+        raise UserError(f"{path} cannot be made: {problem}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def check_regular(path: Path) -> None:
-    """Raises UserError: `path` is no regular file. For files that a library opens by their names."""
+    """Raises a UserError if `path` is no regular file. For files that a library opens itself."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -79,7 +93,7 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
         kind: what the file should be, for the message.
 
     Raises:
-        UserError: no JSON, or not as `model` says; names up to ten wrong values.
+        UserError: it is not JSON, or not as `model` requires. The message names up to ten wrong values.
     """
     try:
         return model.model_validate_json(content)
@@ -88,7 +102,7 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
 
 
 def explain(failure: ValidationError) -> str:
-    """Each wrong value of a file: where it stands, what it is, and what is allowed."""
+    """Each wrong value of a file: its place, the value, and what is allowed."""
     errors = failure.errors(include_url=False, include_context=False)
     lines = [_line(error) for error in errors[:_SHOWN_ERRORS]]
     if len(errors) > _SHOWN_ERRORS:
@@ -112,7 +126,7 @@ def _line(error: Any) -> str:
 
 
 def short(text: str) -> str:
-    """The beginning of a text that can be of any length."""
+    """The text, cut if it is long."""
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
@@ -123,14 +137,14 @@ def file_inside(folder: Path, name: str) -> Path:
     `snapshots/REVISION` consist of such links.
 
     Raises:
-        UserError: `name` is no plain file name, the link leads elsewhere, or it is no regular file.
+        UserError: `name` is no plain file name, the link leads out of the folder, or it is no regular file.
     """
     path = folder / name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(name) > 255:
         raise UserError(f"{folder}: {short(repr(name))} is not the name of a file in this folder.")
     try:
         target, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: the links form a circle
         raise _unreadable(path, error) from None
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if not target.is_relative_to(home) and target.parent != blobs:
@@ -142,7 +156,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything of this name, a link that leads nowhere included."""
+    """Whether anything has this name, even a link to something that does not exist."""
     try:
         os.lstat(path)
     except OSError as error:

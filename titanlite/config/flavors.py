@@ -1,4 +1,4 @@
-"""The named Llama architectures and what a job file makes of them.
+"""The named Llama architectures, and how a job file changes them.
 
 Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
@@ -36,10 +36,11 @@ class Architecture:
 
 
 FLAVORS = {
-    # 6 million parameters. Heads of 64, not 16: attention kernels on a CPU are four times faster with them.
+    # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with
+    # 64 than with 16.
     "debugmodel": Architecture(256, 6, 4, 2, 640, vocab_size=4096, max_seq_len=8192, rope_theta=10000.0),
     "150m": Architecture(640, 16, 10, 2, 1728, max_seq_len=8192, tied_embeddings=True),
-    # Llama 3.2 (tied, context extended 32 times) and Llama 3.1 (8 times).
+    # Llama 3.2 (tied embeddings, context extended 32 times) and Llama 3.1 (8 times).
     "1b": Architecture(2048, 16, 32, 8, 8192, rope_scaling_factor=32.0, tied_embeddings=True),
     "3b": Architecture(3072, 28, 24, 8, 8192, rope_scaling_factor=32.0, tied_embeddings=True),
     "8b": Architecture(4096, 32, 32, 8, 14336, rope_scaling_factor=8.0),
@@ -47,14 +48,17 @@ FLAVORS = {
     "405b": Architecture(16384, 126, 128, 8, 53248, rope_scaling_factor=8.0),
 }
 
-# No published model: their vocabulary is whatever the tokenizer has. The size above is that of jobs saved without one.
+# These flavors are no published models, so they take the tokenizer's vocabulary. The size above holds for jobs that
+# were saved without one.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
-_VOCABULARY_MULTIPLE = 128  # a size that matmuls and tensor parallelism divide well
+_VOCABULARY_MULTIPLE = 128  # a size that suits matmuls and that tensor parallelism can divide
 
 
 def fit_vocabulary(model: schema.Model, tokenizer_size: int) -> schema.Model:
-    """`model` with the vocabulary size that it gets where the job leaves it out: for our own flavors the tokenizer's,
-    rounded up to a multiple of 128. A published flavor keeps its own."""
+    """`model` with a vocabulary size, if the job leaves it out.
+
+    titanlite's own flavors get the tokenizer's size, rounded up to a multiple of 128. A published flavor keeps its own.
+    """
     if model.vocab_size is not None or model.flavor not in FITTED_TO_TOKENIZER:
         return model
     rows = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -62,7 +66,7 @@ def fit_vocabulary(model: schema.Model, tokenizer_size: int) -> schema.Model:
 
 
 def unused_rows(arch: Architecture, tokenizer_size: int) -> str:
-    """A sentence on the rows of the embedding that stand for no token; empty if there are none."""
+    """A sentence about the rows of the embedding that stand for no token. Empty if there are none."""
     unused = arch.vocab_size - tokenizer_size
     return (
         f"{unused:,} of {arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."

@@ -1,4 +1,4 @@
-"""The help of the keys of a job: all of them, those of a section, or single ones."""
+"""The help of the keys of a job: of all keys, of a section, or of single keys."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
     """Print each key with its text and its value in `job`, then exit 0.
 
     Args:
-        topics: sections ("training") and keys ("training.steps", "steps") to explain; empty: all.
+        topics: sections ("training") and keys ("training.steps", "steps") to explain. Empty: all of them.
 
     Raises:
         UserError: there is no such section or key.
     """
     keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
-    of = job.job.config_file or "the schema; without --job.config_file, training takes those of debug_model.toml"
+    of = job.job.config_file or "titanlite; without --job.config_file, the values of debug_model.toml are used"
     description = (
-        "Train the model that a job file describes. Any key of the file can be given here, too, and then wins over "
-        f"the file. Defaults below are those of {of}."
+        "Train the model that a job file describes. Any key of the file can be given on the command line, too, which "
+        f"wins over the file. The defaults below are those of {of}."
     )
     options = {key for key in keys if on_command_line(KEYS[key].annotation)}
     if options:
-        with contextlib.suppress(SystemExit):  # which tyro raises once it has printed the help
+        with contextlib.suppress(SystemExit):  # tyro raises it after printing the help
             tyro.cli(_mirror(job, options), args=["--help"], prog="titanlite train", description=description)
     for key in [key for key in KEYS if key in keys - options]:
         print(_table_help(key))
@@ -53,7 +53,7 @@ def _keys_of(topic: str) -> list[str]:
 
 
 def _mirror(job: JobConfig, keys: Collection[str]) -> type:
-    """Dataclasses that look like the schema, as tyro explains dataclasses; `job` gives the defaults."""
+    """Dataclasses with the fields of the schema, because tyro explains dataclasses. `job` gives the defaults."""
     mirrored = []
     for section in SECTIONS:
         defaults = getattr(job, section)
@@ -77,7 +77,7 @@ def _mirror(job: JobConfig, keys: Collection[str]) -> type:
 
 
 def _table_help(key: str) -> str:
-    """The help of a list of tables, which is written in a job file only."""
+    """The help of a list of tables, which can be given in a job file only."""
     table = table_within(KEYS[key].annotation)
     assert table is not None
     lines = [f"[[{key}]]", textwrap.fill(KEYS[key].description or "", 110, initial_indent="  ", subsequent_indent="  ")]

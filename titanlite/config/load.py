@@ -1,7 +1,7 @@
-"""A job file plus the command line, as one validated `JobConfig`.
+"""Reads a job file and the command line into one validated `JobConfig`.
 
-Invariant: every mistake is collected and reported once, together, and nothing but files is read. The command line wins
-over the file, the file over the schema's defaults.
+Invariant: all mistakes are collected and reported together, and only files are read. A value on the command line wins
+over the file, and a value in the file wins over the default of the schema.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
 DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
-MOST_BYTES = 1 << 22  # of a job file; a mix of 10,000 sources has one
+MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
@@ -36,13 +36,15 @@ KEYS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What was read, mistakes included.
+    """What was read, together with the mistakes in it.
 
     Attributes:
-        job: A valid job: each wrong value is replaced by its default, so that rules that span keys can still run.
+        job: A valid job. Each wrong value is replaced by its default, so that the rules that span keys can still be
+            checked.
         errors: One readable block for each mistake.
-        invalid: "section.key" of each value in `job` that is not what the user wrote.
-        origins: "section.key" -> where its value was set (the file or the command line); defaults are absent.
+        invalid: "section.key" of each value in `job` that differs from what the user wrote.
+        origins: "section.key" -> where its value was set: the file or the command line. Keys with their default are
+            absent.
     """
 
     job: JobConfig
@@ -53,7 +55,8 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """One `--section.key words...` of the command line; `key` has underscores and no "no_"."""
+    """One `--section.key words...` of the command line. `key` has underscores instead of hyphens, and no prefix
+    "no_"."""
 
     flag: str
     key: str
@@ -79,7 +82,8 @@ def load_job(argv: Sequence[str]) -> JobConfig:
 
 
 def read_job(argv: Sequence[str]) -> Draft:
-    """Read everything and collect the mistakes. Exits 0 after printing the help when `argv` asks for it."""
+    """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
+    0."""
     options, strays, errors = _split(argv)
     chosen = [option.words for option in options if option.key == CONFIG_FILE]
     path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
@@ -98,11 +102,11 @@ def read_job(argv: Sequence[str]) -> Draft:
 
     values, invalid, value_errors = _parse(options)
     if CONFIG_FILE in values and path is not None:
-        del values[CONFIG_FILE]  # already there; a resolved copy keeps the name of its original
+        del values[CONFIG_FILE]  # a saved config.toml names its original job file, and that name is kept
     for key, value in values.items():
         section, name = key.split(".")
         table = raw.setdefault(section, {})
-        if isinstance(table, dict):  # else that is the mistake
+        if isinstance(table, dict):  # otherwise it is a mistake, which _validate reports
             table[name] = value
         origins[key] = COMMAND_LINE
     job, wrong, schema_errors = _validate(raw, origins, str(path))
@@ -111,7 +115,7 @@ def read_job(argv: Sequence[str]) -> Draft:
 
 
 def with_folder(job: JobConfig) -> JobConfig:
-    """`job` with a folder for its outputs, where it names none: outputs/<name of the job file>, or outputs/python."""
+    """`job` with a folder of its outputs. If it names none: outputs/<name of the job file>, or outputs/python."""
     if job.job.dump_folder:
         return job
     folder = f"outputs/{Path(job.job.config_file or 'python').stem}"
@@ -122,17 +126,18 @@ def with_folder(job: JobConfig) -> JobConfig:
 
 
 def find_job_file(name: str) -> Path | None:
-    """`name` as given, in ./train_configs, or in titanlite's own train_configs; the suffix .toml may be left out."""
+    """The file `name` as given, in ./train_configs, or in titanlite's own train_configs. The suffix .toml may be
+    missing."""
     name = os.path.expanduser(name)
     for folder in (Path(), Path("train_configs"), JOB_FILES):
         for candidate in (folder / name, folder / f"{name}.toml"):
-            if os.path.isfile(candidate):  # Path.is_file raises where the name is too long
+            if os.path.isfile(candidate):  # Path.is_file raises if the name is too long
                 return candidate
     return None
 
 
 def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """The located file and its content; None instead of a content that cannot be had, and why."""
+    """The file that was found, its content, and the errors. The content is None if it cannot be read."""
     name = DEFAULT_JOB_FILE if name is None else name
     path = find_job_file(name)
     if path is None:
@@ -145,7 +150,7 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
     except (UserError, UnicodeDecodeError) as error:
         reason = str(error).rstrip(".")
         return path, None, [block(str(path), "cannot be read", f"{reason}. A job file is a TOML file in UTF-8.")]
-    except (ValueError, RecursionError) as error:  # the parser's own, a number of 5,000 digits, or lists 400 deep
+    except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, or lists 400 deep
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
 
@@ -153,7 +158,7 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
 
 
 def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str], list[str]]:
-    """Options with the words after each, words that belong to no option, and an error for each unknown option."""
+    """The options with the words after each, the words that belong to no option, and an error per unknown option."""
     options: list[_Option] = []
     strays: list[str] = []
     errors: list[str] = []
@@ -189,14 +194,14 @@ def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str], list[str]]:
 
 
 def _misplaced(word: str) -> str:
-    """What to say about a word that belongs to no option."""
+    """The message about a word that belongs to no option."""
     if word.endswith(".toml") or find_job_file(word):
         return f"belongs to no option; did you mean --{CONFIG_FILE} {word}?"
     return "expected an option such as --training.steps 100."
 
 
 def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], list[str]]:
-    """Values of the options by key, the keys whose value could not be converted, and why."""
+    """The values of the options by key, the keys whose values could not be converted, and an error for each."""
     values: dict[str, Any] = {}
     errors: list[str] = []
     for option in options:
@@ -215,10 +220,10 @@ def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], 
 
 
 def _value(option: _Option) -> Any:
-    """The words as a job file would hold them; whether the value is allowed is for the schema to say.
+    """The value that a job file would have for these words. The schema checks later whether it is allowed.
 
     Raises:
-        ValueError: no number where one is needed, no word at all, or no UTF-8.
+        ValueError: a number is needed and the word is none, there is no word, or it is not UTF-8.
     """
     section, name = option.key.split(".")
     schema = json_schema(SECTIONS[section])["properties"][name]
@@ -229,7 +234,11 @@ def _value(option: _Option) -> Any:
     (word,) = option.words
     if word == "None" and "null" in kinds:  # as the help writes it
         return None
-    return int(word) if "integer" in kinds else float(word) if "number" in kinds else word
+    if "integer" in kinds:
+        return int(word)
+    if "number" in kinds:
+        return float(word)
+    return word
 
 
 def on_command_line(annotation: Any) -> bool:
@@ -245,7 +254,7 @@ def is_flag(key: str) -> bool:
 
 
 def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[JobConfig, frozenset[str], list[str]]:
-    """The job with each wrong value replaced by its default, the keys of those, and an error for each."""
+    """The job with a default in place of each wrong value, the keys of these values, and an error for each."""
     try:
         return JobConfig.model_validate(raw), frozenset(), []
     except WrongJob as wrong:
@@ -262,11 +271,12 @@ def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[
 
 
 def dump_config(job: JobConfig) -> str:
-    """The job as TOML; a file with this text loads to an equal `JobConfig`."""
+    """The job as TOML. A file with this text gives an equal `JobConfig` when it is loaded."""
     return tomli_w.dumps(job.model_dump(exclude_none=True))
 
 
 def resolve_path(path: str) -> Path:
-    """A relative path in the current folder if it exists there, else relative to titanlite's own folder."""
+    """The path itself if it is absolute or exists in the current folder, otherwise the path within titanlite's own
+    folder."""
     here = Path(os.path.expanduser(path))
     return here if here.is_absolute() or here.exists() else PACKAGE / here

@@ -1,7 +1,7 @@
-"""What is said about a value that the schema refuses: where it stands, what it is, what is allowed, and the remedy.
+"""The messages about values that the schema refuses: the place, the value, what is allowed, and what to do.
 
-Invariant: a wrong value is answered in the same words wherever it comes from, a job file, the command line or a Python
-program, and all wrong values of a job are answered together.
+Invariant: a wrong value gets the same message whether it comes from a job file, the command line or a Python program.
+All wrong values of a job are reported together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Mistake:
     """One value of a job that the schema refuses.
 
     Attributes:
-        key: "section.key", or the section alone where that is wrong as a whole; empty if the job is no table at all.
-        found: What was found, as a job file would have it.
+        key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
+        found: What was found, as it would be written in a job file.
         remedy: What is allowed instead.
     """
 
@@ -36,12 +36,12 @@ class Mistake:
     remedy: str
 
     def block(self, origin: str) -> str:
-        """The mistake for a report; `origin` is where the value stands."""
+        """The mistake as a block of a report. `origin` is the place where the value was set."""
         return block(origin, self.found, self.remedy)
 
 
 class WrongJob(UserError):
-    """Values of a job that the schema refuses; `mistakes` has them one by one."""
+    """The job has values that the schema refuses. `mistakes` lists them."""
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         super().__init__(report([mistake.block("JobConfig") for mistake in mistakes]))
@@ -55,13 +55,13 @@ def report(errors: Sequence[str]) -> str:
 
 
 def block(origin: str, what: str, *sentences: str) -> str:
-    """One mistake: where it stands and what was found, then what is allowed and the remedy."""
+    """One mistake: its place and what was found, then what is allowed and what to do."""
     text = textwrap.fill(" ".join(sentences), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  {origin}: {what}\n{text}"
 
 
 def shown(value: object) -> str:
-    """A value as it would be written in TOML, which has no word for none."""
+    """A value as it would be written in TOML. TOML has no null; None becomes the word none."""
     if value is None:
         return "none"
     return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
@@ -97,7 +97,7 @@ def _mistake(job: type[BaseModel], error: Any) -> Mistake:
 
 
 def unknown(job: type[BaseModel], section: str, key: str) -> str:
-    """What to say about an unknown key: the nearest known one, wherever it lives."""
+    """The message about an unknown key. It names the most similar known keys, of any section."""
     sections = job.model_fields
     if section in sections and key in getattr(_section(job, section), "dropped", {}):
         return "is no longer a key, because nothing read it. Remove it."
@@ -123,7 +123,7 @@ def _section(job: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def explain(model: type[BaseModel], error: Any) -> str:
-    """What is allowed at the place of a pydantic error, which may be in a table within `model`."""
+    """What is allowed at the place of a pydantic error. The place may be in a table within `model`."""
     name = str(error["loc"][0])
     for part in error["loc"][1:]:
         inner = table_within(model.model_fields[name].annotation) if name in model.model_fields else None
@@ -137,7 +137,7 @@ def explain(model: type[BaseModel], error: Any) -> str:
         near = difflib.get_close_matches(name, model.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(model.model_fields)}."
         return f"unknown key; {hint}"
-    if error["type"] == "value_error":  # a validator of ours: its message is the rule
+    if error["type"] == "value_error":  # from our own validator, whose message is the rule
         text = error["msg"].removeprefix("Value error, ")
         return f"{text}. {model.model_fields[name].description if name in model.model_fields else ''}"
     return must_be(model, name, isinstance(error["loc"][-1], int))
@@ -151,7 +151,8 @@ def table_within(annotation: Any) -> type[BaseModel] | None:
 
 
 def must_be(model: type[BaseModel], name: str, within: bool = False) -> str:
-    """What is allowed for a field, or within the list that it is, from its schema, and its help text."""
+    """What is allowed for a field, from its schema, and its help text. `within`: what is allowed for an item of the
+    list."""
     schema = json_schema(model)["properties"][name]
     return f"must be {_allowed(schema['items'] if within else schema)}. {model.model_fields[name].description or ''}"
 

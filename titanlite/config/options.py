@@ -1,7 +1,7 @@
-"""The options of a command, declared as a class: a field is an option, its docstring the help, its type the rule.
+"""The options of a command, declared as a class. A field is an option, its docstring is the help, its type is the rule.
 
-Invariant: a wrong option is a UserError or tyro's own message, and in either case exit code 2. Only a command that runs
-imports this module, because tyro and pydantic take a tenth of a second.
+Invariant: a wrong option ends with exit code 2, and with a UserError or tyro's own message. Only a command that runs
+imports this module, because importing tyro and pydantic takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titanlite.config.schema import Section, usable_path
 
 JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."
 
-# A file or a folder: a leading ~ is expanded, and a name that the system cannot take is refused.
+# A file or a folder. A leading ~ is expanded, and a name that the system does not accept is refused.
 OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(usable_path(str(path))))]
 
 
@@ -49,7 +49,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOptions:
-    """The options of `titanlite COMMAND`; exits after printing the help when `argv` asks for it.
+    """The options of `titanlite COMMAND`. If `argv` asks for the help, it is printed and the process exits.
 
     Raises:
         UserError: a value that is not allowed.
@@ -59,7 +59,7 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
 
 
 def parse_beside_job(options: type[AnyOptions], argv: Sequence[str], command: str) -> tuple[AnyOptions, list[str]]:
-    """As `parse`, for a command that takes the keys of a job, too: its own options, and all other words."""
+    """As `parse`, for a command that also takes the keys of a job. Returns its own options, and all other words."""
     described = f"{options.__doc__}\n\n{JOB_KEYS}"
     name = f"titanlite {command}"
     own, words = tyro.cli(

@@ -1,11 +1,11 @@
-"""What the parallel degrees of a run cannot do, why, and the nearest ones that work.
+"""Rules of the parallel degrees of a run: what does not work, why, and the nearest values that work.
 
 Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from math import isqrt
 
@@ -13,7 +13,7 @@ from titanlite.config.degrees import sequence_divisor
 from titanlite.config.pipeline_stages import ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, bad_split_points
 from titanlite.config.run import Run
 
-Problem = tuple[str, ...]  # the key, what is wrong with its value, what to do
+Problem = tuple[str, ...]  # the key, what is wrong with its value, and what to do
 
 DIMENSIONS = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
 
@@ -22,7 +22,7 @@ def fills_world(run: Run) -> Iterator[Problem]:
     """The degrees must multiply to the number of ranks."""
     config, degree, world = run.job.parallelism, run.degrees, run.world_size
     here = f"The world is {world} rank{'s' if world > 1 else ''} (NGPU times NNODES)."
-    fixed = degree.world // degree.shard  # all but the shards
+    fixed = degree.world // degree.shard  # the product of the other degrees
     named = {f"{name}_degree": getattr(config, f"{name}_degree") for name in DIMENSIONS}
     times = " times ".join(f"{name} = {value}" for name, value in named.items() if value > 1)
     shard = config.data_parallel_shard_degree
@@ -40,15 +40,17 @@ def fills_world(run: Run) -> Iterator[Problem]:
             yield f"parallelism.{worst}", f"{text} Near ones that do: {near}."
     elif degree.world != world:
         product = f"times {times or 'data_parallel_replicate_degree = 1'} is {fixed * shard}. "
-        fits = f"Set it to -1 (all that are left){f' or {world // fixed}' if world % fixed == 0 else ''}"
-        fits += f", or start {fixed * shard} ranks."
-        if world % fixed:
-            fits = f"With these ranks the other degrees must multiply to a divisor of {world}. {fits}"
+        if world % fixed == 0:
+            fits = f"Set it to -1 (all that are left) or {world // fixed}, or start {fixed * shard} ranks."
+        else:
+            fits = f"With these ranks the other degrees must multiply to a divisor of {world}. "
+            fits += f"Set it to -1 (all that are left), or start {fixed * shard} ranks."
         yield "parallelism.data_parallel_shard_degree", f"{product}{here}", fits
 
 
 def tensor_parallel(run: Run) -> Iterator[Problem]:
-    """Each rank needs whole heads, an equal part of the feed-forward network, and a part of the vocabulary."""
+    """Each rank needs whole heads, an equal part of the feed-forward network, and at least one row of the
+    vocabulary."""
     job, arch = run.job, run.arch
     key, tensor = "parallelism.tensor_parallel_degree", run.degrees.tensor
 
@@ -69,22 +71,23 @@ def tensor_parallel(run: Run) -> Iterator[Problem]:
             yield key, text, f"Nearest: {max(fits)}." if fits else "Set float8.enable = false."
     if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not run.compiles("model")):
         text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components: '
-        yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler is what overlaps."
+        yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler makes traffic and matmuls overlap."
 
 
 def sequence_divides(run: Run) -> Iterator[Problem]:
-    """Rows are cut among tensor and context ranks."""
+    """Tensor and context ranks divide each row."""
     degree = run.degrees
     length, divisor = run.job.training.seq_len, sequence_divisor(degree)
     if length % divisor:
         low = length // divisor * divisor
         reason = f"context_parallel_degree = {degree.context} (two chunks a rank) and tensor_parallel_degree = "
         text = f"must be a multiple of {divisor}: rows are cut by {reason}{degree.tensor}."
-        yield "training.seq_len", text, f"Nearest: {f'{low} or ' if low else ''}{low + divisor}."
+        near = f"{low} or {low + divisor}" if low else f"{divisor}"
+        yield "training.seq_len", text, f"Nearest: {near}."
 
 
 def pipeline(run: Run) -> Iterator[Problem]:
-    """Stages must exist, be cut where asked, and have enough microbatches."""
+    """Each stage needs a block, the split points must be valid, and there must be enough microbatches."""
     job, arch, ranks = run.job, run.arch, run.degrees.pipeline
     config = job.parallelism
     key, schedule = "parallelism.pipeline_parallel_degree", config.pipeline_parallel_schedule
@@ -108,8 +111,8 @@ def pipeline(run: Run) -> Iterator[Problem]:
         text = f"needs torch 2.13 or newer; in {version('torch')} the stages of one rank send to each other, and fail."
         yield "parallelism.pipeline_parallel_schedule", text, 'Upgrade torch. Nearest: "Interleaved1F1B".'
     if schedule in SPLIT_BACKWARD and run.compiles("model"):
-        # Measured with torch 2.13: the second backward pass over a compiled block fails, as the first one gave its
-        # buffers away; where it must keep them (donated_buffer = False), ten fp32 steps end 1.4e-3 off in the loss.
+        # Measured with torch 2.13: the second backward pass over a compiled block fails, because the first one gave its
+        # buffers away. With donated_buffer = False it keeps them, but then the loss is 1.4e-3 off after ten fp32 steps.
         text = "delays the gradients of weights, which a compiled block computes together with those of its input."
         yield "parallelism.pipeline_parallel_schedule", text, 'Nearest: "Interleaved1F1B", or compile.enable = false.'
     selective = job.activation_checkpoint.mode == "selective" and job.activation_checkpoint.selective_ac_option == "op"
@@ -158,7 +161,7 @@ def _microbatches(run: Run) -> Iterator[Problem]:
 
 
 def batch_divides(run: Run) -> Iterator[Problem]:
-    """A global batch is made of whole microbatches of each data-parallel rank."""
+    """A global batch consists of whole microbatches of each data-parallel rank."""
     size, local, data = run.global_batch_size, run.job.training.local_batch_size, run.degrees.data
     rows = local * data
     if size % rows:
@@ -169,19 +172,22 @@ def batch_divides(run: Run) -> Iterator[Problem]:
 
 
 def layout_problems(run: Run) -> Iterator[Problem]:
-    """All that is wrong with degrees that fill the world and a batch that they divide."""
+    """All problems of a layout whose degrees fill the world and divide the batch."""
     yield from tensor_parallel(run)
     yield from sequence_divides(run)
     yield from pipeline(run)
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """All divisors of `number`, in ascending order."""
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})
 
 
 def nearest(choices: Iterable[int], to: int) -> list[int]:
-    """The two closest, rising."""
-    distance: Callable[[int], int] = lambda n: abs(n - to)  # noqa: E731
+    """The two of `choices` that are closest to `to`, in ascending order."""
+
+    def distance(choice: int) -> int:
+        return abs(choice - to)
+
     return sorted(sorted(choices, key=distance)[:2])

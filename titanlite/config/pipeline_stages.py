@@ -14,12 +14,13 @@ from titanlite.config.flavors import Architecture
 
 ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights when there is time
-FLOPS_PER_BYTE = 300  # what an H100 computes in bf16 while it moves a byte of memory
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # compute gradients of weights later than those of inputs
+FLOPS_PER_BYTE = 300  # of an H100: its bf16 FLOP/s divided by its memory bandwidth
 
 
 def stage_parts(config: schema.Parallelism, arch: Architecture, seq_len: int) -> list[range]:
-    """The blocks of each stage: cut at `pipeline_parallel_split_points`, or so that the stages cost the same."""
+    """The blocks of each stage. The cuts are at `pipeline_parallel_split_points`, or so that all stages cost the
+    same."""
     if config.pipeline_parallel_split_points:
         cuts = [int(point.rpartition(".")[2]) for point in config.pipeline_parallel_split_points]
     else:
@@ -29,7 +30,7 @@ def stage_parts(config: schema.Parallelism, arch: Architecture, seq_len: int) ->
 
 
 def bad_split_points(points: Sequence[str], n_layers: int) -> str | None:
-    """What is wrong about cuts given by hand, if anything."""
+    """What is wrong with cuts that the job gives; None if they are good."""
     if not all(re.fullmatch(r"layers\.\d+", point) for point in points):
         return 'must name the first block of each stage but the first, such as ["layers.4", "layers.8"].'
     cuts = [int(point.rpartition(".")[2]) for point in points]
@@ -39,22 +40,24 @@ def bad_split_points(points: Sequence[str], n_layers: int) -> str | None:
 
 
 def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
-    """Time of the embedding, of one block and of the output, in forward FLOPs per token.
+    """Cost of the embedding, of one block and of the output, in forward FLOPs per token.
 
-    The embedding multiplies nothing; its cost is the memory traffic of its dense gradient (V x C in fp32, once per
-    row), exchanged at the FLOPs that the device could do meanwhile.
+    The embedding has no matmul. Its cost is the memory traffic of its dense gradient (V x C in fp32, once per row),
+    converted to the FLOPs that the device could do in the same time, and divided by 3, because a step costs as much as
+    three forward passes.
     """
-    embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)  # a third: per forward pass
+    embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
     kv_dim = arch.n_kv_heads * arch.head_dim
     block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * kv_dim + 3 * arch.dim * arch.ffn_dim)
-    block += 2 * seq_len * arch.dim  # causal scores and their sum of values: half of 4 T C
+    block += 2 * seq_len * arch.dim  # causal attention: scores and weighted sum, half of 4 T C
     return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
 
 
 def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
-    """First blocks of the stages 1, 2, ... such that the dearest stage is as cheap as can be; every stage has a block.
+    """First blocks of the stages 1, 2, ... that minimise the cost of the most expensive stage. Every stage has a block.
 
-    Among equals the sum of squares decides, so that a surplus block never sits beside the embedding or the output.
+    Among equal solutions the smallest sum of squared costs is taken, so that the first and the last stage, which have
+    the embedding and the output, do not get a surplus block.
     """
     embedding, block, output = piece_costs(arch, seq_len)
     layers = arch.n_layers
@@ -63,7 +66,7 @@ def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
     def cost(stage: int, blocks: int) -> float:
         return blocks * block + (embedding if stage == 0 else 0) + (output if stage == stages - 1 else 0)
 
-    # best[n]: (cost of the dearest stage, sum of squares, cuts) of the stages so far over the first n blocks
+    # best[n]: (highest cost of a stage, sum of squared costs, cuts) of the stages so far, over the first n blocks
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(stages):
         following: dict[int, tuple[float, float, list[int]]] = {}

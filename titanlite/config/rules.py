@@ -1,4 +1,4 @@
-"""Rules that span keys and the world size: what is wrong, the key and its value, and the remedy.
+"""Rules that span several keys or need the world size. Each says the key, its value, what is wrong, and what to do.
 
 Invariant: no torch and no file here. `titanlite.load_run` adds the rules about files, and reports all of them together.
 """
@@ -19,11 +19,11 @@ from titanlite.config.schema import JobConfig
 
 @dataclass(frozen=True)
 class Context:
-    """What rules look at.
+    """What the rules read.
 
     Attributes:
-        run: The job on its ranks, valid or not.
-        origins: "section.key" -> where the value was set; defaults are absent.
+        run: The job on its ranks. It may be invalid.
+        origins: "section.key" -> where the value was set. Keys with their default are absent.
     """
 
     run: Run
@@ -35,11 +35,11 @@ class Context:
 
     @property
     def has_architecture(self) -> bool:
-        """Whether the flavor is one."""
+        """Whether the flavor exists."""
         return self.job.model.flavor in FLAVORS
 
     def wrong(self, key: str, *sentences: str) -> str:
-        """The report's block about a key: where it was set, its value (or the flavor's), the text."""
+        """The block of the report about a key: where it was set, its value (or the flavor's), and the text."""
         section, name = key.split(".")
         value, origin = getattr(getattr(self.job, section), name), self.origin(key)
         if section == "model" and name != "flavor" and key not in self.origins and self.has_architecture:
@@ -47,7 +47,7 @@ class Context:
         return block(origin, f"{key} = {shown(value)}", *sentences)
 
     def origin(self, *keys: str) -> str:
-        """Where the first of `keys` that was set was set; else the job file, which leaves them at their defaults."""
+        """Where the first of `keys` that is not left at its default was set. If all are, the job file."""
         default = f"{self.job.job.config_file or 'JobConfig'} (default)"
         return next((self.origins[key] for key in keys if key in self.origins), default)
 
@@ -57,7 +57,8 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a rule over `keys`. It is skipped where one of them is invalid; "model" stands for a whole section."""
+    """Registers a rule that reads `keys`. It is skipped if one of them is invalid. A name such as "model" is a whole
+    section."""
 
     def register(check: Rule) -> Rule:
         RULES.append((keys, check))
@@ -70,7 +71,7 @@ def broken_rules(context: Context, invalid: Collection[str] = frozenset()) -> li
     """One block of text for each mistake.
 
     Args:
-        invalid: Keys whose value is a stand-in, because what the user wrote was reported already.
+        invalid: Keys whose value is a default, because what the user wrote has been reported already.
     """
     errors: list[str] = []
     for keys, check in RULES:
@@ -165,11 +166,12 @@ def stages_run(context: Context) -> Iterator[str]:
 @rule("training.steps", "lr_scheduler.warmup_steps")
 def warmup_ends(context: Context) -> Iterator[str]:
     steps, warmup = context.job.training.steps, context.job.lr_scheduler.warmup_steps
-    # Cutting a run short from the command line is a way to look at its first steps: the rates stay those of the file.
+    # A user who sets fewer steps on the command line wants to see the first steps of the run, with the rates of the
+    # file.
     cut_short = context.origins.get("training.steps") == COMMAND_LINE
     cut_short = cut_short and context.origins.get("lr_scheduler.warmup_steps") != COMMAND_LINE
     if warmup is not None and warmup > steps and not cut_short:
-        text = f"must be at most training.steps = {steps}, or the peak rate is never reached."
+        text = f"must be at most training.steps = {steps}, because otherwise the peak rate is never reached."
         yield context.wrong(
             "lr_scheduler.warmup_steps", text, f"Usual is {max(1, steps // 50)} to {max(1, steps // 10)}."
         )
@@ -187,7 +189,8 @@ def selects_a_block(context: Context) -> Iterator[str]:
     checkpoint, arch = context.job.activation_checkpoint, context.run.arch
     every = checkpoint.selective_ac_option
     if checkpoint.mode == "selective" and every.isdecimal() and int(every) > arch.n_layers:
-        text = f"must be at most model.n_layers = {arch.n_layers}, or no block is checkpointed; mode none says so."
+        text = f"must be at most model.n_layers = {arch.n_layers}. With a larger one no block is checkpointed. "
+        text += 'If you want that, set activation_checkpoint.mode = "none".'
         yield context.wrong("activation_checkpoint.selective_ac_option", text)
 
 
@@ -202,14 +205,16 @@ def optimizer_fits(context: Context) -> Iterator[str]:
         yield context.wrong("optimizer.stochastic_rounding", text + 'Set one to "bfloat16".')
     own = optimizer.stochastic_rounding or state != training.dtype or context.run.compiles("optimizer")
     if own and optimizer.implementation != "fused":
-        text = "is one of torch's, which know no stochastic_rounding, state_dtype or compilation. "
+        text = "is one of torch's, which have no stochastic_rounding, state_dtype or compilation. "
         yield context.wrong("optimizer.implementation", text + 'Leave it at "fused".')
 
 
 @rule("optimizer", "training")
 def moments_move(context: Context) -> Iterator[str]:
-    """bfloat16 rounds a change below 2^-8 of a value away; of a moment, each step changes what it is off by 1 - beta.
-    At 1 - beta = 0.01 a moment may stop 0.72 to 1.64 times where it should, at 0.004 it never falls again."""
+    """bfloat16 rounds away a change that is below 2^-8 of the value.
+
+    A step changes a moment by (1 - beta) times its distance from the value that it moves to. With 1 - beta = 0.01 a
+    moment can stop anywhere between 0.72 and 1.64 times that value. With 0.004 it never falls."""
     optimizer, rounded = context.job.optimizer, 2.0**-8
     if context.run.state_dtype == "float32" or optimizer.stochastic_rounding:
         return
@@ -217,9 +222,10 @@ def moments_move(context: Context) -> Iterator[str]:
         beta = getattr(optimizer, key)
         if beta > 0.99:
             change, least = 1 - beta, 1 / (1 + rounded / (1 - beta))
-            text = f"changes a moment by {change:.2g} of what it is off, and bfloat16, in which it is kept, rounds "
-            text += f"changes below 2^-8 = {rounded:.2g} of its value away: it can stop at {least:.2f} of what it "
-            text += "should be" + (", and never falls. " if change <= rounded else ". ")
+            text = f"is too high for moments in bfloat16. A step changes a moment by {change:.2g} times its distance "
+            text += f"from its target, and bfloat16 rounds away changes below 2^-8 = {rounded:.2g} of the value. So a "
+            text += f"moment can stop at {least:.2f} times its target"
+            text += ", and never falls. " if change <= rounded else ". "
             remedy = f"Set optimizer.stochastic_rounding = true, optimizer.{key} to 0.99 or less, or "
             yield context.wrong(f"optimizer.{key}", text, remedy + 'optimizer.state_dtype = "float32".')
 
@@ -264,7 +270,7 @@ def float8_sizes(context: Context) -> Iterator[str]:
         yield context.wrong(f"model.{key}", text, "Change it, or set float8.enable = false.")
     training = context.job.training
     tokens = training.local_batch_size * training.seq_len // context.job.parallelism.context_parallel_degree
-    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # which multiplies no gradient of a weight in FP8
+    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # whose weight gradients need no FP8
         text = f"with training.local_batch_size = {training.local_batch_size} gives {tokens} tokens at a time; "
         remedy = "Change one of them, or set float8.enable = false."
         yield context.wrong("training.seq_len", text + "an FP8 matmul takes multiples of 16.", remedy)

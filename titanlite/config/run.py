@@ -1,7 +1,7 @@
-"""What a job means for a world of ranks. Each value that follows from the two is derived here, and nowhere else.
+"""What a job means for a world of ranks. Each value that follows from the job and the world size is derived here only.
 
-Invariant: a `Run` is immutable and knows no torch. `titanlite.load_run` makes it, and refuses a job that breaks a rule;
-everything below takes the `Run`, or a part of it, and decides nothing again.
+Invariant: a `Run` is immutable and does not use torch. `titanlite.load_run` makes it and refuses a job that breaks a
+rule. All other code takes the `Run` or a part of it, and never derives such a value again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from titanlite.config.schema import JobConfig
 
 @dataclass(frozen=True)
 class Run:
-    """A job on `world_size` ranks. A value is derived when it is first asked for: what a broken job has no value for,
-    the rules do not ask for.
+    """A job on `world_size` ranks.
+
+    A value is derived when it is first read. So a `Run` can be made of a job that is not valid yet, and the rules read
+    only those values that exist.
 
     Attributes:
-        job: The job file and the command line, completed by what the named files decide.
-        world_size: Ranks: processes of all machines together.
+        job: The job file and the command line, with the values that depend on other files filled in.
+        world_size: Number of ranks: the processes of all machines together.
     """
 
     job: JobConfig
@@ -33,17 +35,17 @@ class Run:
 
     @cached_property
     def arch(self) -> Architecture:
-        """The flavor with the job's own numbers. Raises KeyError for an unknown flavor."""
+        """The flavor with the overrides of the job. Raises KeyError for an unknown flavor."""
         return architecture(self.job.model)
 
     @cached_property
     def degrees(self) -> Degrees:
-        """Ranks along each dimension of the world."""
+        """Number of ranks along each dimension of the world."""
         return degrees(self.job.parallelism, self.world_size)
 
     @cached_property
     def stages(self) -> list[range]:
-        """The blocks of each pipeline stage; one stage has them all where there is no pipeline."""
+        """The blocks of each pipeline stage. Without a pipeline there is one stage with all blocks."""
         if self.degrees.pipeline == 1:
             return [range(self.arch.n_layers)]
         return stage_parts(self.job.parallelism, self.arch, self.job.training.seq_len)
@@ -67,13 +69,14 @@ class Run:
 
     @property
     def validation_seed(self) -> int:
-        """Seed of the choice of documents to validate on; held-out ones are chosen among the training data."""
+        """Seed of the choice of documents to validate on. With validation.holdout they come from the training data, so
+        its seed is used."""
         seed = self.job.dataset.seed if self.job.validation.holdout > 0 else self.job.validation.seed
         return self.job.training.seed if seed is None else seed
 
     @property
     def tokenizer_path(self) -> Path:
-        """Where the tokenizer lies."""
+        """Path of the tokenizer."""
         return resolve_path(self.job.tokenizer.path)
 
     @property
@@ -83,11 +86,11 @@ class Run:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Folder of the step folders."""
+        """Folder that contains a folder per saved step."""
         return self.dump_folder / self.job.checkpoint.folder
 
     def compiles(self, component: Literal["model", "loss", "optimizer", "clip"]) -> bool:
-        """Whether torch.compile is asked for."""
+        """Whether the job asks to compile this component."""
         return self.job.compile.enable and component in self.job.compile.components
 
     @property

@@ -37,7 +37,7 @@ def usable_path(path: str) -> str:
     """The path with a leading ~ expanded.
 
     Raises:
-        ValueError: the system takes no such name: too long, a NUL byte, or no UTF-8.
+        ValueError: the system does not accept the name: it is too long, has a NUL byte, or is not UTF-8.
     """
     path = os.path.expanduser(path)
     path.encode()
@@ -55,7 +55,7 @@ Steps = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists, a frozen section holds a tuple
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists; a frozen section holds a tuple
 
 
 class Section(BaseModel):
@@ -67,12 +67,11 @@ class Section(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        revalidate_instances="always",  # because `model_copy(update=...)` checks nothing
+        revalidate_instances="always",  # because `model_copy(update=...)` does not validate
     )
 
     dropped: ClassVar[dict[str, object]] = {}
-    """Keys that an earlier version accepted and nothing read, with their defaults: a job that was saved then names them
-    all."""
+    """Keys that an earlier version accepted but never read, with their defaults. The jobs that it saved name them."""
 
     @classmethod
     def without_dropped(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -91,14 +90,14 @@ class Job(Section):
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
     dump_folder: PathText = ""
-    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs; for
-    a job that is made in Python, outputs/python."""
+    """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs. A
+    job that is made in Python gets outputs/python."""
     description: str = ""
     """Free text, shown in the first line of the log."""
 
 
 class Model(Section):
-    """Which Llama. Every architecture field left out is taken from the flavor."""
+    """The architecture. A key that is left out has the flavor's value."""
 
     flavor: str = "debugmodel"
     """A name in titanlite/config/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
@@ -107,151 +106,162 @@ class Model(Section):
     n_layers: PositiveInt | None = None
     """Number of transformer blocks."""
     n_heads: PositiveInt | None = None
-    """Number of query heads; must divide dim."""
+    """Number of query heads. It must divide dim."""
     n_kv_heads: PositiveInt | None = None
-    """Number of key and value heads (grouped-query attention); must divide n_heads."""
+    """Number of key and value heads (grouped-query attention). It must divide n_heads."""
     ffn_dim: PositiveInt | None = None
     """Inner width of the SwiGLU feed-forward network."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding; at least the tokenizer's vocabulary. Left out: the flavor's, or for debugmodel and 150m
-    the tokenizer's, rounded up to a multiple of 128."""
+    """Rows of the embedding, at least as many as the tokenizer has tokens. Left out: the flavor's number; for
+    debugmodel and 150m the number of tokens, rounded up to a multiple of 128."""
     max_seq_len: PositiveInt | None = None
-    """Longest sequence that positions are defined for, in tokens."""
+    """Longest sequence that the model has positions for, in tokens."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies."""
+    """Base of the rotary position embedding's frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
-    """Llama 3.1 frequency scaling: how many times longer the context became. 1 means no scaling."""
+    """Llama 3.1 frequency scaling: by how many times the context was extended. 1 means no scaling."""
     rope_low_freq_factor: PositiveFloat | None = None
-    """Frequencies with fewer than this many turns in the original context are scaled in full."""
+    """Frequencies that make fewer turns than this within the original context are divided by the full scaling
+    factor."""
     rope_high_freq_factor: PositiveFloat | None = None
-    """Frequencies with more than this many turns in the original context are left alone."""
+    """Frequencies that make more turns than this within the original context are not scaled."""
     rope_original_max_seq_len: PositiveInt | None = None
-    """Context before it was extended, in tokens."""
+    """Length of the context before it was extended, in tokens."""
     tied_embeddings: bool | None = None
-    """Use the embedding matrix as output projection, too."""
+    """Use the embedding matrix as the output projection, too."""
 
 
 class Tokenizer(Section):
     """The tokenizer file."""
 
     path: PathText = "assets/tokenizer/tokenizer.model"
-    """A tiktoken-format tokenizer.model (Llama 3), or a Hugging Face tokenizer.json. The default, 4,096 tokens
-    trained on Python source, comes with titanlite, so that a fresh machine can train."""
+    """A tokenizer.model in tiktoken's format (Llama 3), or a Hugging Face tokenizer.json. The default has 4,096 tokens
+    and was trained on Python source. It comes with titanlite, so that a fresh machine can train."""
 
 
 class Training(Section):
-    """The size and the numerics of the run."""
+    """The length, the batch and the numerics of the run."""
 
     steps: Steps = 10000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seq_len: PositiveInt = 2048
-    """Tokens in a row (a training sequence)."""
+    """Tokens per row. A row is one training sequence."""
     local_batch_size: PositiveInt = 8
-    """Rows in one forward pass of one data-parallel rank (a microbatch)."""
+    """Rows per forward pass of one data-parallel rank (a microbatch)."""
     global_batch_size: AutoInt = -1
-    """Rows in one optimizer step, over all ranks. -1: local_batch_size times the data-parallel degree. A larger
-    multiple of that accumulates gradients."""
+    """Rows per optimizer step, over all ranks. -1: local_batch_size times the data-parallel degree. With a larger
+    multiple of that number, gradients are accumulated over several forward passes."""
     max_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this total L2 norm; 0 turns clipping off. 1 is what Llama was trained with."""
+    """Gradients are scaled down so that their total L2 norm is at most this. 0: no clipping. Llama was trained with
+    1."""
     z_loss: NonNegativeFloat = 0.0
-    """Adds this times log(Z)^2 of each token to the loss, where Z is the denominator of the softmax: logits that drift
-    apart cannot overflow bfloat16. PaLM used 1e-4. The validation loss is without it."""
+    """Weight of the z-loss: this times log(Z)^2 is added to the loss of each token, where Z is the denominator of the
+    softmax. It keeps the logits from growing until they overflow bfloat16. PaLM used 1e-4. 0: none. The validation loss
+    never contains it."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype in which FSDP all-gathers parameters and computes: half the traffic, and the tensor cores' dtype."""
+    """Dtype in which FSDP all-gathers parameters and in which the model computes. bfloat16 halves the traffic and is
+    computed by the tensor cores."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the gradient reduction. float32, because sums over many ranks lose bits in bfloat16."""
+    """Dtype in which gradients are reduced over the ranks. float32 is the default because sums over many ranks lose
+    bits in bfloat16."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but small
-    updates are rounded away: see optimizer.stochastic_rounding."""
+    """Dtype of the sharded parameters, gradients and optimizer state. bfloat16 halves their memory, but updates that
+    are small beside the weight are rounded away: see optimizer.stochastic_rounding."""
     init_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which weights are built and sharded before they are cast to `dtype`. bfloat16 halves the peak of
-    start-up and equals weights that were published in bfloat16."""
+    """Dtype in which weights are initialised and sharded before they are cast to `dtype`. bfloat16 halves the peak
+    memory of the start-up. It loses nothing when the weights that are loaded were published in bfloat16."""
     enable_cpu_offload: bool = False
-    """Keep sharded parameters, gradients and optimizer state in host memory; slow, but fits larger models."""
+    """Keep sharded parameters, gradients and optimizer state in host memory. This is slow, but larger models fit."""
     seed: Seed = 0
     """Seed of the initial weights and, unless dataset.seed says otherwise, of the data order."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time (on a GPU: slower). CPU runs are deterministic anyway."""
+    """Use only kernels that give the same bits each time. They are slower on a GPU. Runs on a CPU are always
+    deterministic."""
     gc_freq: PositiveInt = 50
-    """Steps between Python's garbage collections: at the same steps on all ranks, as one that collects by itself holds
-    up all others."""
+    """Steps between two of Python's garbage collections. All ranks collect at the same step, because a rank that
+    collects alone makes all others wait."""
     num_threads: NonNegativeInt = 0
-    """CPU threads of one process. 0: OMP_NUM_THREADS, or else the cores of the machine divided by its processes."""
+    """CPU threads per process. 0: the value of OMP_NUM_THREADS if it is set, otherwise the cores of the machine divided
+    by the number of its processes."""
 
 
 class TextSource(Section):
-    """A place where documents come from."""
+    """A source of documents."""
 
     source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = (
         "python_stdlib"
     )
-    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: one JSON object a line, also
-    .gz and .zst. text: plain UTF-8 files. parquet: files. arrow: a folder that `datasets` saved to disk. huggingface:
-    anything that `datasets` loads. c4: the same with allenai/c4, en, streaming. shards: what `titanlite prepare`
-    made."""
+    """python_stdlib: the .py files of the running interpreter's standard library. jsonl: files with one JSON object per
+    line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow: a folder that `datasets` saved to
+    disk. huggingface: anything that `datasets` loads. c4: allenai/c4 in English, streamed by `datasets`. shards: a
+    folder that `titanlite prepare` made."""
     path: PathText | None = None
-    """File or glob for jsonl, text and parquet, for example "data/*.jsonl"; folder for arrow and shards; id on the
-    hub or local folder for huggingface."""
+    """jsonl, text and parquet: a file or a glob, for example "data/*.jsonl". arrow and shards: a folder. huggingface:
+    an id on the hub, or a local folder."""
     config: str | None = None
-    """huggingface: name of the configuration."""
+    """huggingface: name of the dataset's configuration."""
     split: str = "train"
-    """huggingface and arrow: the split."""
+    """huggingface and arrow: name of the split."""
     text_column: str = "text"
-    """The field that holds the text."""
+    """Name of the field that holds the text."""
     streaming: bool = False
-    """huggingface: read while training instead of downloading first."""
+    """huggingface: read the data during training instead of downloading it first."""
 
 
 class DataSource(TextSource):
     """One source of a mix."""
 
     weight: NonNegativeFloat = 1.0
-    """Share of the sequences of a mix, relative to the weights of the other sources."""
+    """Share of the rows that come from this source, relative to the weights of the other sources."""
     max_epochs: NonNegativeInt = 0
-    """The run ends, with a checkpoint, once it has read this source so many times; 0: never. Each rank then tokenizes
-    all of the source (nothing to pay for shards), so that all of them know where it ends."""
+    """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
+    data. Above 0, each rank tokenizes the whole source to know where it ends; only the length of shards is known."""
 
 
 class DataStage(Section):
-    """New weights from some step on, for example to anneal on better data."""
+    """New weights of the sources from some step on, for example to anneal on better data."""
 
     start_step: NonNegativeInt
-    """The first global batch of the stage is the one after this step."""
+    """The stage begins after this step: its first global batch is that of the next one."""
     weights: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
-    """One weight for each of dataset.sources, in their order."""
+    """One weight per source, in the order of dataset.sources."""
 
 
 class Dataset(TextSource):
-    """Where the text comes from, and in which order. One source stands here; a mix in [[dataset.sources]]."""
+    """Where the text comes from, and in which order it is read. The keys here describe one source. For a mix, use
+    [[dataset.sources]]."""
 
     dropped = {"weight": 1.0}
 
     max_epochs: NonNegativeInt = 0
-    """The run ends, with a checkpoint, once it has read this source so many times; 0: never. Each rank then tokenizes
-    all of the source (nothing to pay for shards), so that all of them know where it ends."""
+    """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
+    data. Above 0, each rank tokenizes the whole source to know where it ends; only the length of shards is known."""
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
-    """A mix: a table [[dataset.sources]] for each source, instead of the keys of one source here. Job file only."""
+    """The sources of a mix, each a table [[dataset.sources]], instead of the keys of one source. Job file only."""
     stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
-    """Changes of the weights in mid-run: a table [[dataset.stages]] for each. Job file only."""
+    """Changes of the weights during the run, each a table [[dataset.stages]]. Job file only."""
     seed: Seed | None = None
-    """Seed of the data order; left out, it is training.seed."""
+    """Seed of the data order. Left out: training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """concat: documents are joined and cut into rows, nothing is lost. best_fit: a document starts and ends in one row
-    where it fits, and what rows have left is padding."""
+    """concat: documents are joined and cut into rows, so that no token is lost. best_fit: a document that fits into a
+    row is never cut, and the rest of each row is padding."""
     document_mask: bool = False
-    """A token attends to its own document only, positions restart there, and no document predicts the next one."""
+    """Each token attends to its own document only, positions restart with each document, and the last token of a
+    document does not predict the next document."""
     on_change: Literal["error", "warn"] = "error"
-    """What a resumed run does whose data is not what it was. warn goes on with the new data where the old one stood."""
+    """What to do when a run is resumed and its data has changed. error: stop. warn: continue with the new data from the
+    same position."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """error: a record that cannot be read (not JSON, no text in it, not UTF-8) ends the run; the steps before it are
-    saved. skip: such records are left out; each is named once in the log, and the metrics count them."""
+    """What to do with a record that cannot be read, because it is not JSON, has no text or is not UTF-8. error: stop
+    the run and save the steps before it. skip: leave the record out, name it once in the log and count it in the
+    metrics."""
     num_workers: NonNegativeInt = 1
-    """Background processes of a rank that read and tokenize; one delivers millions of tokens/s. 0: the trainer
-    itself."""
+    """Background processes per rank that read and tokenize. One delivers millions of tokens per second. 0: the trainer
+    itself reads."""
     prefetch: PositiveInt = 2
-    """Global batches that each background process may be ahead."""
+    """Number of global batches that each background process may prepare in advance."""
 
 
 class ValidationSource(TextSource):
@@ -260,11 +270,12 @@ class ValidationSource(TextSource):
     dropped = {"max_epochs": 0}
 
     weight: NonNegativeFloat = 1.0
-    """Share of the sequences, relative to the weights of the other sources."""
+    """Share of the rows that come from this source, relative to the weights of the other sources."""
 
 
 class Validation(TextSource):
-    """A loss on data that is never trained on. One source stands here; a mix in [[validation.sources]]."""
+    """The loss on data that is never trained on. The keys here describe one source. For a mix, use
+    [[validation.sources]]."""
 
     dropped = {
         "weight": 1.0,
@@ -277,16 +288,17 @@ class Validation(TextSource):
     }
 
     freq: NonNegativeInt = 0
-    """Steps between two validations; there is one more before the first step and one at the end. 0: none at all."""
+    """Steps between two validations. One more is done before the first step, and one at the end. 0: no validation."""
     sequences: PositiveInt = 64
-    """Rows of training.seq_len tokens in each validation, whatever the number of ranks."""
+    """Rows per validation, each of training.seq_len tokens. The number of ranks does not change it."""
     holdout: BelowOne = 0.0
-    """Above 0: validate on this share of the documents of [dataset], chosen by a hash of each one, and never train on
-    them, not even with freq = 0. The keys of the data here are not used then."""
+    """Share of the documents of [dataset] to validate on. They are chosen by a hash of each document and are never
+    trained on, not even with freq = 0. Above 0, the keys of the data in this section are not used. 0: validate on the
+    data that this section names."""
     sources: Annotated[tuple[ValidationSource, ...], Field(strict=False)] = ()
-    """A mix: a table [[validation.sources]] for each source, instead of the keys of one source here. Job file only."""
+    """The sources of a mix, each a table [[validation.sources]], instead of the keys of one source. Job file only."""
     seed: Seed | None = None
-    """Seed of the choice of documents; left out, it is training.seed."""
+    """Seed of the choice of documents. Left out: training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
     """As dataset.packing."""
     on_bad_record: Literal["error", "skip"] = "error"
@@ -301,178 +313,194 @@ class Optimizer(Section):
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
-    """Decay of the first moment, a step."""
+    """Decay of the first moment per step."""
     beta2: BelowOne = 0.95
-    """Decay of the second moment, a step. 0.95 forgets a spike in about 20 steps; 0.999 would take 1,000."""
+    """Decay of the second moment per step. With 0.95 a spike is forgotten in about 20 steps, with 0.999 in about
+    1,000."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment, so that the update is never divided by 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of all matrices; norms are never decayed."""
+    """Decoupled weight decay of all matrices. The weights of norms are never decayed."""
     decay_embeddings: bool = True
-    """Whether weight decay applies to the embedding, too."""
+    """Apply weight decay to the embedding, too."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """fused is the fastest on CPU and GPU; the others are there to compare with."""
+    """fused is the fastest on CPU and GPU. The others are there for comparison."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory; with a beta above 0.99 it needs
-    stochastic_rounding, or moments stop short. Where it is not training.dtype, a GPU compiles the update (see
-    compile.components)."""
+    """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory. With a beta above 0.99 it needs
+    stochastic_rounding, because without it small changes of a moment are rounded away. If it differs from
+    training.dtype, the update is compiled on a GPU (see compile.components)."""
     stochastic_rounding: bool = False
-    """Round what is kept in bfloat16 (training.dtype, state_dtype) up or down by chance, so that small updates are not
-    lost. The chance is a function of step and element: the same on any number of ranks and after a restart. A GPU
-    compiles the update (see compile.components)."""
+    """Round weights and moments that are kept in bfloat16 (training.dtype, state_dtype) up or down at random, so that
+    small updates are not lost. The random bits depend on the step and the element only: they are the same on any number
+    of ranks and after a restart. The update is compiled on a GPU (see compile.components)."""
 
 
 class LRScheduler(Section):
     """Warmup, then a stable rate, then decay (WSD): a pure function of the step."""
 
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear rise from 0 to the peak rate. Left out: 200, or a tenth of the steps if that is less."""
+    """Steps in which the rate rises linearly from 0 to its peak. Left out: 200, or a tenth of training.steps if that is
+    less."""
     decay_ratio: Fraction | None = None
-    """Share of all steps spent in decay, at the end. Left out: decay starts right after warmup."""
+    """Share of all steps that decay takes; it is at the end of the run. Left out: decay starts right after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """Where decay ends, right after the last step, as a share of the peak rate."""
+    """Rate at which decay ends, right after the last step, as a share of the peak rate."""
 
 
 class Parallelism(Section):
     """How the ranks of the world are laid out."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Number of full replicas (HSDP): shards are gathered within a replica, gradients reduced across replicas."""
+    """Number of replicas of the sharded model (HSDP). Parameters are gathered within a replica, and gradients are
+    reduced across the replicas."""
     data_parallel_shard_degree: AutoInt = -1
-    """Number of ranks that a replica's parameters are sharded over (FSDP2). -1: all that are left."""
+    """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all ranks that the other degrees
+    leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after the forward pass. default: yes, except the last group (norm
-    and output), which the backward pass needs at once, and blocks so small that all share one group, or on a single
-    rank have fewer than 16 times fsdp_min_num_params together."""
+    """Whether gathered parameters are freed after the forward pass and gathered again for the backward pass. always:
+    yes. never: no. default: yes, with two exceptions. The last group (norm and output) stays, because the backward pass
+    begins with it. All blocks stay if they are so small that they share one group, or if there is a single rank and
+    they have fewer than 16 times fsdp_min_num_params together."""
     fsdp_min_num_params: NonNegativeInt = 1_000_000
-    """Consecutive blocks share an all-gather and a reduction until they have so many parameters, and a model with fewer
-    has one of each. 0: each block its own, however small."""
+    """Consecutive blocks are grouped until a group has this many parameters, and each group has one all-gather and one
+    reduction. A model with fewer parameters has one group. 0: each block is a group, however small it is."""
     fsdp_reduce: Literal["step", "microbatch"] = "step"
-    """When gradients are reduced. step: with the last microbatch, until which a rank keeps those of all parameters, 4
-    bytes each. microbatch: after each one, so that a rank keeps its shard only; as many reductions as microbatches."""
+    """When gradients are reduced. step: once per step, with the last microbatch; until then each rank keeps the
+    gradients of all parameters, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps its
+    shard of the gradients only; the traffic grows with the number of microbatches."""
     fsdp_forward_prefetch: NonNegativeInt = 0
-    """Groups of blocks whose all-gather is issued ahead of the current one in the forward pass. 0: FSDP's own implicit
-    order."""
+    """Number of groups of blocks whose all-gather is issued ahead of the current group in the forward pass. 0: FSDP's
+    own implicit order."""
     fsdp_backward_prefetch: NonNegativeInt = 0
-    """The same in the backward pass. 0: FSDP's own implicit prefetch of one group."""
+    """Number of groups of blocks whose all-gather is issued ahead in the backward pass. 0: FSDP's own implicit prefetch
+    of one group."""
     tensor_parallel_degree: PositiveInt = 1
-    """Number of ranks that share every matmul, with sequence parallelism between the matmuls and a loss over shards of
-    the vocabulary. Its traffic is on the critical path: keep it within one machine."""
+    """Number of ranks that share every matmul. Between the matmuls each rank has a part of the sequence (sequence
+    parallelism), and the loss is computed over shards of the vocabulary. The computation waits for this traffic, so
+    keep the degree within one machine."""
     enable_async_tensor_parallel: bool = False
-    """Overlap the traffic of tensor parallelism with its matmuls, through symmetric memory; needs compile and a GPU."""
+    """Overlap the traffic of tensor parallelism with its matmuls, through symmetric memory. Needs compile.enable and a
+    GPU."""
     context_parallel_degree: PositiveInt = 1
-    """Number of ranks that share every row. Each holds one chunk from the front and one from the back, which balances
-    causal attention, and gathers keys and values."""
+    """Number of ranks that share every row. Each rank has one chunk from the front of the row and one from the back, so
+    that all ranks have the same work in causal attention. The ranks gather each other's keys and values."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Number of ranks that the blocks are spread over. The microbatches of a step (global_batch_size / data-parallel
-    degree / local_batch_size) flow through them."""
+    """Number of ranks that the blocks are spread over. The microbatches of a step pass through them one after the
+    other. There are global_batch_size / data-parallel degree / local_batch_size of them."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Order of forward and backward passes. 1F1B and GPipe have one stage a rank, the others two, or as many as
-    pipeline_parallel_split_points say. The zero bubble schedules delay the gradients of weights."""
+    """Order of forward and backward passes. 1F1B and GPipe have one stage per rank. The others have two, or as many as
+    pipeline_parallel_split_points gives. The zero bubble schedules delay the gradients of weights."""
     pipeline_parallel_split_points: Names = ()
-    """First block of each stage but the first, such as ["layers.4", "layers.8"]. Empty: stages of equal cost, the
-    embedding and the output counted."""
+    """First block of each stage except the first stage, such as ["layers.4", "layers.8"]. Empty: the stages have equal
+    cost, with the embedding and the output included."""
 
 
 class ActivationCheckpoint(Section):
-    """Trade recomputation for activation memory."""
+    """Save activation memory by recomputing activations in the backward pass."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """none: save all. full: save only each block's input. selective: see selective_ac_option. memory_budget: let
-    the compiler choose; needs compile.enable."""
+    """none: keep all activations. full: keep only the input of each block. selective: see selective_ac_option.
+    memory_budget: the compiler chooses what to keep; needs compile.enable."""
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
-    """op: save attention and every second matmul, recompute the rest. A number n: checkpoint every n-th block."""
+    """op: keep the results of attention and of every second matmul, and recompute the rest. A number n: every n-th
+    block keeps its input only and is recomputed."""
     memory_budget: Fraction = 0.5
-    """memory_budget: share of the activation memory that may be kept; 0 is full recomputation, 1 none."""
+    """For mode memory_budget: share of the activation memory that may be kept. 0: everything is recomputed. 1: nothing
+    is."""
 
 
 class Compile(Section):
     """torch.compile."""
 
     enable: bool = False
-    """Compile the listed components; the first step then takes half a minute or more."""
+    """Compile the listed components. The first step then takes half a minute or more."""
     components: Annotated[tuple[Literal["model", "loss", "optimizer", "clip"], ...], Field(strict=False)] = (
         "model",
         "loss",
     )
-    """model: each transformer block (one compilation serves all of them), and the cast of weights before an FP8
-    all-gather. loss: softmax and gradient of the loss. optimizer: the update of a tensor by titanlite's own AdamW in
-    place of torch's fused one. clip: the gradient norm. On a GPU the own AdamW, which optimizer.stochastic_rounding and
-    optimizer.state_dtype need, is compiled even where enable is false: it would be 72 kernels a tensor."""
+    """model: the transformer blocks (one compilation serves all of them), and the cast of weights before an FP8
+    all-gather. loss: the softmax and the gradient of the loss. optimizer: the update, by titanlite's own AdamW instead
+    of torch's fused one. clip: the gradient norm. optimizer.stochastic_rounding and optimizer.state_dtype need
+    titanlite's own AdamW. On a GPU it is compiled even if enable is false, because without compilation it needs 72
+    kernels per tensor."""
 
 
 class Float8(Section):
     """FP8 matmuls by torchao's Float8Linear."""
 
     enable: bool = False
-    """Convert the linear layers."""
+    """Convert the linear layers to Float8Linear."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale a tensor (fastest), one a row (more accurate), or one a row with the weight gradient in high
-    precision."""
+    """tensorwise: one scale per tensor, the fastest. rowwise: one scale per row, more accurate. rowwise_with_gw_hp: as
+    rowwise, with the gradient of the weights in high precision."""
     enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in FP8: half the traffic of bfloat16. tensorwise only."""
+    """All-gather weights in FP8, which is half the traffic of bfloat16. Needs recipe_name = "tensorwise"."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights in one all-reduce after the optimizer step; needs the FP8 all-gather."""
+    """Compute the scales of all weights with one all-reduce after the optimizer step. Needs
+    enable_fsdp_float8_all_gather."""
     min_features: NonNegativeInt = 1024
-    """Layers with fewer inputs or outputs stay in high precision: casting their tensors costs about what the faster
-    matmul gains. 0 converts all."""
+    """Layers with fewer inputs or outputs than this stay in high precision, because casting their tensors costs about
+    as much as the faster matmul saves. 0: all layers are converted."""
     filter_fqns: Names = ()
-    """Layers whose name contains one of these stay in high precision. The output projection always does: it is
-    sensitive, and its logits are never all there at once."""
+    """Layers whose name contains one of these texts stay in high precision. The output projection always does, because
+    it is sensitive and its logits are computed in chunks."""
     emulate: bool = False
-    """Compute FP8 in high precision, for hardware without it. Chosen by itself, with a note, where there is none."""
+    """Emulate FP8 in high precision. Hardware without FP8 does so always, and the log says it."""
 
 
 class Checkpoint(Section):
     """Saving and resuming."""
 
     enable: bool = True
-    """Save at the interval and at the end, and resume from the newest checkpoint at start."""
+    """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
     interval: PositiveInt = 500
-    """Steps between saves: what a crash can cost at most."""
+    """Steps between two saves. A crash loses at most this many steps."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem", "process"] = "disabled"
-    """disabled: training stops while a checkpoint is written. async: it stops only for a copy to host memory (one more
-    copy of weights and optimizer state), and a thread writes. async_with_pinned_mem: that copy, too, runs beside the
-    next step; needs a GPU. process: another process writes, so that Python's lock is not shared with what writes."""
+    """disabled: training stops while a checkpoint is written. async: training stops only for a copy to host memory, and
+    a thread writes the copy; the host needs memory for one more copy of weights and optimizer state.
+    async_with_pinned_mem: as async, but the copy is made during the next step; needs a GPU. process: as async, but
+    another process writes, so that the writer does not hold Python's global lock (GIL) of the trainer."""
     keep_latest_k: NonNegativeInt = 10
-    """Older checkpoints are removed after a save; 0 keeps all."""
+    """Number of newest checkpoints to keep. Older ones are removed after a save. 0: all are kept."""
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints whose step is a multiple of this are kept for good, beside keep_latest_k. 0: none is."""
+    """Checkpoints whose step is a multiple of this are never removed, whatever keep_latest_k says. 0: there are
+    none."""
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Go back to this step once; later checkpoints are renamed, and a start with the same value resumes from what was
-    saved since. -1: resume from the newest."""
+    """Go back to the checkpoint of this step, once. Later checkpoints are renamed. Another start with the same value
+    resumes from what was saved since. -1: resume from the newest checkpoint."""
     exclude_from_loading: Annotated[tuple[Literal["optimizer", "data", "rng"], ...], Field(strict=False)] = ()
-    """Parts of a checkpoint that a resume starts afresh: the optimizer's state, the place in the data, the random
-    state. Once: what was saved with the same value is loaded whole."""
+    """Parts of a checkpoint that are not loaded, once: the optimizer's state, the position in the data, the random
+    state. They start afresh. A checkpoint that was saved with the same value is loaded whole."""
     initial_load_path: PathText | None = None
-    """Checkpoint whose weights a new run starts from, at step 0: a step folder, the folder of all, or a run's output
-    folder. Only read where there is nothing to resume."""
+    """Checkpoint whose weights a new run starts from, at step 0: the folder of one step, the folder of all steps, or
+    the output folder of a run. It is ignored if there is a checkpoint to resume from."""
     initial_load_in_hf: bool = False
-    """initial_load_path is a Hugging Face folder; each rank reads only its own slices of the .safetensors files."""
+    """initial_load_path is a Hugging Face folder. Each rank reads only its own slices of the .safetensors files."""
     last_save_model_only: bool = False
-    """The save after the last step holds weights only, a third of the size, and goes to `final` beside the folder, so
-    that nothing resumes from it."""
+    """The save after the last step has the weights only, a third of the size. It is written to `final` beside the
+    folder, so that no run resumes from it."""
     last_save_in_hf: bool = False
-    """After the last step, also write `final_hf` beside the folder, which transformers loads."""
+    """After the last step, also write `final_hf` beside the folder, in the format that transformers loads."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in `final_hf`. float32 is exact; bfloat16 halves the size."""
     create_seed_checkpoint: bool = False
     """Save the initial state as step 0 and stop."""
     timeout_seconds: PositiveInt = 1800
-    """Longest wait for the slowest rank in a save, a load or an export. One that takes longer is lost or hangs."""
+    """Longest wait for the slowest rank in a save, a load or an export, in seconds. A rank that takes longer counts as
+    lost."""
 
 
 class Metrics(Section):
-    """What is measured and where it goes."""
+    """What is measured and where it is written."""
 
     log_freq: PositiveInt = 10
-    """Steps between two log lines. Each one makes the host wait for the device once."""
+    """Steps between two log lines. The host waits for the device once per line."""
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb."""
 
@@ -481,12 +509,13 @@ class Comm(Section):
     """Process groups."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Longest wait for all ranks to appear, and for any collective of the first step, in which kernels are compiled."""
+    """Longest wait in seconds for all ranks to start, and for any collective of the first step, in which kernels are
+    compiled."""
     train_timeout_seconds: PositiveInt = 100
-    """The same for every later step. A collective that takes longer means that a rank is lost or hangs."""
+    """Longest wait in seconds for any collective of a later step. If one takes longer, a rank is lost or hangs."""
     preemption_seconds: PositiveInt = 3600
-    """Time that ranks get to finish their step and save once a signal asked them to stop; then they are killed. A
-    scheduler that kills by itself needs no less; an hour suits the largest checkpoints."""
+    """Seconds that ranks have to finish their step and save after a signal asked them to stop. Then they are killed.
+    The default, an hour, is enough for the largest checkpoints. With a scheduler that kills by itself it can stay."""
 
 
 class JobConfig(Section):

@@ -24,7 +24,8 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Metrics
+from titanlite.config.run import Run
+from titanlite.observe.flops import flops_per_token
 
 GIB = 2**30
 
@@ -141,37 +142,28 @@ class MetricsRecorder:
     """Collects on the device, reads on log steps.
 
     Args:
-        dump_folder: the files of `titanlite.observe.outputs` are continued there, after its `OutputFolder.start`.
-        config: the job file's [metrics].
-        rank: files are written by rank 0 alone; the other ranks may log for their console line.
-        flops_per_token: training FLOPs of one token (`flops.flops_per_token`).
-        peak_flops: of one device, FLOP/s; None if unknown, then there is no MFU.
-        world_size: number of devices.
-        device: where the recorded tensors live and whose memory is reported.
-        total_steps: steps of the whole run.
-        resumed_step: last step of the checkpoint that was loaded; 0 for a fresh start. TensorBoard hides later ones.
-        tokens: tokens trained on up to `resumed_step`.
+        run: the files in its output folder are continued, so `OutputFolder.start` must be called before.
+        rank: only rank 0 writes files. The other ranks may log for their console line.
+        device: the device of the recorded tensors. Its memory is reported.
+        peak_flops: FLOP/s of one device. None if it is unknown; then there is no MFU.
+        resumed_step: last step of the checkpoint that was loaded, 0 for a fresh start. TensorBoard hides later steps.
+        tokens: number of tokens trained on up to `resumed_step`.
     """
 
     def __init__(
         self,
-        dump_folder: Path,
-        config: Metrics,
+        run: Run,
         rank: int,
-        flops_per_token: float,
-        peak_flops: float | None,
-        world_size: int,
         device: torch.device,
-        total_steps: int,
+        peak_flops: float | None,
         resumed_step: int = 0,
         tokens: int = 0,
     ) -> None:
-        self._config = config
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._world_size = world_size
+        self._run = run
         self._device = device
-        self._total_steps = total_steps
+        self._peak_flops = peak_flops
+        self._flops_per_token = flops_per_token(run.arch, run.job.training.seq_len)
+        self._total_steps = run.job.training.steps
         self._first_step = resumed_step + 1
         self._tokens_before = tokens  # up to the last logged step
         self.latest: LoggedStep | None = None
@@ -180,14 +172,14 @@ class MetricsRecorder:
         self._file = self._validation_file = None
         self._tensorboard = None
         if rank == 0:
-            dump_folder.mkdir(parents=True, exist_ok=True)
-            self._file = (dump_folder / "metrics.jsonl").open("a", encoding="utf-8")
-            self._validation_file = (dump_folder / "validation.jsonl").open("a", encoding="utf-8")
-            if config.enable_tensorboard:
+            run.dump_folder.mkdir(parents=True, exist_ok=True)
+            self._file = (run.dump_folder / "metrics.jsonl").open("a", encoding="utf-8")
+            self._validation_file = (run.dump_folder / "validation.jsonl").open("a", encoding="utf-8")
+            if run.job.metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 purge = self._first_step if resumed_step else 0
-                self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=purge, flush_secs=10)
+                self._tensorboard = SummaryWriter(str(run.dump_folder / "tb"), purge_step=purge, flush_secs=10)
 
         self._loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
@@ -200,7 +192,7 @@ class MetricsRecorder:
 
     def is_log_step(self, step: int) -> bool:
         """Every `metrics.log_freq` steps, the first step after a start, and the last of the run."""
-        return step % self._config.log_freq == 0 or step in (self._first_step, self._total_steps)
+        return step % self._run.job.metrics.log_freq == 0 or step in (self._first_step, self._total_steps)
 
     def record(self, loss: Tensor, grad_norm: Tensor, num_tokens: int | Tensor, data_time: float) -> None:
         """Note one step; nothing is read from the device.
@@ -231,7 +223,7 @@ class MetricsRecorder:
         loss, grad_norm, tokens = torch.stack(scalars).tolist()  # the only wait for the device
         now = time.perf_counter()
         steps, seconds = step - self._window_step, now - self._window_start
-        tps_per_device = tokens / seconds / self._world_size
+        tps_per_device = tokens / seconds / self._run.world_size
         self._tokens_before += int(tokens)
         memory, memory_peak = _memory_gib(self._device)
         self.latest = LoggedStep(

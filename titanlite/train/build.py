@@ -29,15 +29,15 @@ from titanlite.config.run import Run
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_export import write_tokenizer
 from titanlite.model.llama import Llama
-from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+from titanlite.observe.flops import num_params, peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
-from titanlite.optim.loss import linear_cross_entropy_sum, softmax_loss
+from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.step import LossFunction
 from titanlite.parallel.tensor import vocab_parallel
-from titanlite.portable import write_tokenizer
 from titanlite.runtime.logging import LOG_FILE, setup_logging
 
 Log = Callable[[str], None]
@@ -94,8 +94,7 @@ def describe(
 
 def loss_function(run: Run, mesh: Mesh) -> LossFunction:
     """The output projection and its cross entropy, over the ranks that share the vocabulary."""
-    softmax = torch.compile(softmax_loss) if run.compiles("loss") else softmax_loss
-    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, softmax=softmax)
+    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
     return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
 
 
@@ -131,18 +130,7 @@ def start_metrics(
     step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
     if outputs is not None:
         outputs.start(run.job, environment, None if state is None else step)
-    metrics = MetricsRecorder(
-        run.dump_folder,
-        run.job.metrics,
-        dist.get_rank(),
-        flops_per_token(run.arch, run.job.training.seq_len),
-        peak_flops(device_name),
-        run.world_size,
-        device,
-        run.job.training.steps,
-        step,
-        tokens,
-    )
+    metrics = MetricsRecorder(run, dist.get_rank(), device, peak_flops(device_name), step, tokens)
     texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
     metrics.add_texts({"job": dump_config(run.job), **texts})
     return metrics

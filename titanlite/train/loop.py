@@ -218,14 +218,15 @@ class Trainer:
                 finished = self.steps_done == job.training.steps
                 if not finished and (requests.save or self.steps_done % job.checkpoint.interval == 0):
                     self.save()
-                if not finished and self.steps_done % (job.validation.freq or job.training.steps) == 0:
+                if not finished and self.validates_now():
                     self.validate()
                 self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.steps_done == first_step + 1:
                     set_timeout(self.mesh.groups, job.comm.train_timeout_seconds)
                     if self.device.type == "cpu":
                         use_large_pages()
-            validated = not finished and self.steps_done % (job.validation.freq or 1) == 0  # before the data ended
+            # If the data ended right after a validation, that one was the last.
+            validated = not finished and self.validates_now()
             finished = finished or (requests.stop is None and failure is None)
             if failure is None or self.steps_done > first_step:
                 self.save(last=finished)
@@ -289,6 +290,11 @@ class Trainer:
         """Sum `value` in place over the ranks of `group`, on the device."""
         dist.all_reduce(value, group=group)
         return value
+
+    def validates_now(self) -> bool:
+        """Whether a validation is due after the steps that are done (validation.freq)."""
+        freq = self.job.validation.freq
+        return freq > 0 and self.steps_done % freq == 0
 
     def validate(self) -> Score | None:
         """Log the loss on held-out data, if the job has any, and return it."""
