@@ -1,0 +1,55 @@
+"""docs/architecture.md is true: what it links to exists, and the floors are those that are enforced."""
+
+import ast
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+LINKS = re.findall(r"\[`?([^`\]]+)`?\]\((\.\./)?([^)#:]+?)(?:#L\d+)?\)", PAGE)
+
+
+@pytest.mark.parametrize(("text", "up", "path"), LINKS, ids=[f"{text} in {path}" for text, _, path in LINKS])
+def test_each_link_leads_to_a_file_that_has_what_the_link_names(text: str, up: str, path: str) -> None:
+    """`Class.method` or `function` is defined there; other texts are paths."""
+    target = (ROOT / "docs" / up / path).resolve()
+    assert target.exists(), path
+    if target.suffix == ".py" and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?(\(\))?", text) and text != target.name:
+        scope: ast.AST = ast.parse(target.read_text())
+        for name in text.removesuffix("()").split("."):
+            inside = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == name]
+            assert inside, f"{path} defines no {text}"
+            scope = inside[0]
+
+
+def test_every_room_stands_on_the_page_on_its_floor() -> None:
+    rooms = re.findall(r"^\| \[?`(\w+)(?:/|\.py)`.*\| (\d) \|$", PAGE, flags=re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    floors = {room.strip(): floor for floor, layer in enumerate(layers[::-1]) for room in layer.split("|")}
+    assert {f"titanlite.{room}": int(floor) for room, floor in rooms} == floors
+    folders = {path.name for path in (ROOT / "titanlite").iterdir() if (path / "__init__.py").exists()}
+    assert folders <= {room for room, _ in rooms}
+
+
+CODE_LINES = runpy.run_path(str(ROOT / "scripts" / "count_code.py"))["code_lines"]
+
+
+def test_the_readme_knows_the_size_of_the_package() -> None:
+    """To a tenth, because each change moves it."""
+    said = re.search(r"about ([\d,]+) lines of code", (ROOT / "README.md").read_text())
+    assert said is not None
+    lines = sum(map(CODE_LINES, (ROOT / "titanlite").rglob("*.py")))
+    assert lines == pytest.approx(int(said[1].replace(",", "")), rel=0.1)
+
+
+def test_only_code_is_counted(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    text = '"""Docstring\n\nof three lines."""\n\n# comment\nx = """a\n\nb"""  # three lines\n\n'
+    module.write_text(f"{text}if x:\n    y = [\n        1,\n    ]\n")
+    assert CODE_LINES(module) == 3 + 1 + 3
