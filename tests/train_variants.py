@@ -8,8 +8,9 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch._functorch.config as functorch_config
@@ -21,16 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.data.batch import GlobalBatch
 from titanlite.model.llama import Llama
-from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.loss import IGNORE_INDEX
 from titanlite.parallel import context
-from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import build_step
-from titanlite.parallel.tensor import vocab_parallel
+from titanlite.train import loop
 
 TINY: dict[str, Any] = {
     "model": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 96},
@@ -45,6 +42,9 @@ TINY: dict[str, Any] = {
     "activation_checkpoint": {"mode": "none"},
     "float8": {"min_features": 0},
     "parallelism": {"fsdp_min_num_params": 0},  # as large blocks have it
+    "lr_scheduler": {"warmup_steps": 0, "decay_ratio": 0.0},
+    "checkpoint": {"enable": False},
+    "metrics": {"log_freq": 1, "enable_tensorboard": False},
 }
 GLOBAL_BATCH = TINY["training"]["global_batch_size"]
 
@@ -123,52 +123,80 @@ def dtypes_seen(model: Llama) -> dict[str, str]:
     return seen
 
 
-def train(job: JobConfig, mesh: Mesh, documents: bool) -> dict[str, Any]:
+class FixedRows:
+    """Stands for the loader: the same global batch in each step."""
+
+    def __init__(self, job: JobConfig, mesh: Mesh, documents: bool) -> None:
+        batch = global_batch(job, Run(job).arch.vocab_size, documents)
+        self.num_labels = int((batch.labels != IGNORE_INDEX).sum())  # of all ranks
+        mine, local = batch[mesh.data_rank :: mesh.data_degree], job.training.local_batch_size
+        self.microbatches = [mine[i : i + local] for i in range(0, len(mine.labels), local)]
+        self._share = GlobalBatch(self.microbatches, int((mine.labels != IGNORE_INDEX).sum()))  # pyright: ignore
+
+    def next_global_batch(self) -> GlobalBatch:
+        return self._share
+
+    def describe(self) -> str:
+        return "fixed rows"
+
+    def table(self, _steps: int) -> str:
+        return "the same rows in each step"
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any]:
+    """What the real trainer does with fixed rows."""
     notes: list[str] = []
-    run = Run(job, dist.get_world_size())
-    sharded = build_model(run, mesh, torch.device("cpu"), notes.append)
-    model = sharded.whole
-    result: dict[str, Any] = {"initial": weights_hash(all_weights(model)), "notes": notes}
+
+    def lay_out(*args: Any) -> Mesh:
+        mesh = build_mesh(*args)
+        return replace(mesh, data_rank=0) if mistake == "doubled_data" else mesh
+
+    def fixed_rows(run: Run, *_: Any) -> FixedRows:
+        return FixedRows(job, lay_out(run.degrees, "cpu"), documents)
+
+    with ExitStack() as stack:
+        stack.enter_context(planted(mistake))
+        stack.enter_context(patch.object(loop, "build_mesh", lay_out))
+        stack.enter_context(patch.object(loop.Loader, "of_run", fixed_rows))
+        stack.enter_context(patch.object(loop, "setup_logging", lambda *_: Mock(info=notes.append)))
+        folder = stack.enter_context(TemporaryDirectory())
+        job = JobConfig.model_validate(merge(job.model_dump(), {"job": {"dump_folder": folder}}))
+        trainer = stack.enter_context(loop.Trainer(Run(job, dist.get_world_size()), torch.device("cpu")))
+        return follow(trainer, notes)
+
+
+def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
+    """Step to the end; what there is to compare."""
+    job, model, rows = trainer.job, trainer.model, trainer.loader
+    assert isinstance(rows, FixedRows)
+    initial = weights_hash(all_weights(model))
     seen = dtypes_seen(model) if not job.compile.enable else {}
-    optimizer = build_optimizer(model, job.optimizer)
-    batch = global_batch(job, model.arch.vocab_size, documents)
-    valid = (batch.labels != IGNORE_INDEX).sum()
-    mine, local = batch[mesh.data_rank :: mesh.data_degree], job.training.local_batch_size
-    microbatches = [mine[i : i + local] for i in range(0, len(mine.labels), local)]
-    loss_fn = linear_cross_entropy_sum
-    if mesh.tensor is not None:
-        loss_fn = vocab_parallel(loss_fn, mesh.tensor)
-    forward_backward = build_step(sharded, mesh, loss_fn, run, torch.device("cpu"))
-    if job.float8.precompute_float8_dynamic_scale_for_fsdp:
-        precompute_scales(model)
-    losses, norms = [], []
-    for _ in range(job.training.steps):
-        total = forward_backward(microbatches, valid)
-        dist.all_reduce(total, group=mesh.loss_group)
-        norm = clip_grad_norm_(model.parameters(), job.training.max_norm)
-        gradient = next(p.grad for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        if job.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_scales(model)
-        losses.append(total.item())
-        norms.append(norm.item())
-    evaluated = forward_backward.evaluate(microbatches)
-    dist.all_reduce(evaluated, group=mesh.loss_group)
-    weights = all_weights(model)
-    parameter = next(model.parameters())
-    assert gradient is not None
-    result["dtypes"] = {
-        "parameter": str(parameter.dtype),
-        "gradient": str(gradient.dtype),
-        "optimizer": str(optimizer.state[parameter]["exp_avg"].dtype),
-        **seen,
-    }
+
+    def see_gradient(*_: Any) -> None:
+        gradient = next(parameter.grad for parameter in model.parameters())
+        assert gradient is not None
+        seen["gradient"] = str(gradient.dtype)
+
+    trainer.optimizer.register_step_pre_hook(see_gradient)
+    logged = [trainer.step() for _ in range(job.training.steps)]
+    evaluated = trainer.total(trainer.forward_backward.evaluate(rows.microbatches), trainer.mesh.loss_group)
+    weights, parameter = all_weights(model), next(model.parameters())
     return {
-        **result,
-        "losses": losses,
-        "norms": norms,
-        "evaluated": (evaluated / valid).item(),
+        "initial": initial,
+        "notes": notes,
+        "losses": [step.loss for step in logged if step is not None],
+        "norms": [step.grad_norm for step in logged if step is not None],
+        "evaluated": (evaluated / rows.num_labels).item(),
+        "dtypes": {
+            "parameter": str(parameter.dtype),
+            "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype),
+            **seen,
+        },
         "final": weights_hash(weights),
         "weights": weights,
     }
@@ -224,10 +252,6 @@ def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
         torch.compiler.reset()
         # One job a process outside of this test; nothing resets it there.
         functorch_config.activation_memory_budget = 1.0
-        mesh = build_mesh(Run(job, dist.get_world_size()).degrees, "cpu")
-        if mistake == "doubled_data":
-            mesh = replace(mesh, data_rank=0)
         print(f"rank {dist.get_rank()}: {name}", flush=True)
-        with planted(mistake):
-            results[name] = train(job, mesh, documents)
+        results[name] = train(job, documents, mistake)
     return results if dist.get_rank() == 0 else {}
