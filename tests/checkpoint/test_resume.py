@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 HALF = {"dtype": torch.bfloat16, "rounded": "bfloat16"}
 
 
-@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"wrapped": True}, {"offload": True}, HALF])
+@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"recomputes": True}, {"offload": True}, HALF])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
     straight = TinyRun(**kind)
     losses = straight.train(6)
@@ -47,14 +47,14 @@ def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind
     assert {tensor.dtype for tensor in other.everything().values()} >= {torch.bfloat16}
 
 
-def test_wrapped_and_plain_models_read_each_others_checkpoints(tmp_path):
-    wrapped = TinyRun(wrapped=True)
-    wrapped.train(1)
-    wrapped.manager(tmp_path).save(1, wrapped.train_state())
+def test_models_with_and_without_recomputation_read_each_others_checkpoints(tmp_path):
+    recomputing = TinyRun(recomputes=True)
+    recomputing.train(1)
+    recomputing.manager(tmp_path).save(1, recomputing.train_state())
     plain = TinyRun(seed=99)
     plain.manager(tmp_path).load()
     plain.step = 1
-    assert plain.train(1) == wrapped.train(1)
+    assert plain.train(1) == recomputing.train(1)
 
 
 def test_a_rate_that_is_a_tensor_survives_loading(two_saved):

@@ -16,13 +16,14 @@ from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 
 ARCHITECTURE = Architecture(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=64)
 ROWS, TOKENS = 4, 16
 
 
 class TinyRun:
-    """Model, optimizer and step; the keywords vary what is saved: `wrapped` is activation checkpointing, `rounded` the
+    """Model, optimizer and step; keywords vary what is saved: `recomputes` is activation checkpointing, `rounded` the
     dtype of moments that are rounded by chance."""
 
     def __init__(
@@ -30,7 +31,7 @@ class TinyRun:
         *,
         seed=0,
         tied=False,
-        wrapped=False,
+        recomputes=False,
         offload=False,
         hsdp=False,
         device="cpu",
@@ -46,11 +47,9 @@ class TinyRun:
         world = dist.get_world_size()
         degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
         mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        for name, block in self.model.layers.items():
-            if wrapped:
-                from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-                self.model.layers[name] = block = checkpoint_wrapper(block)
+        if recomputes:
+            apply_activation_checkpointing(self.model, schema.ActivationCheckpoint(mode="full"))
+        for block in self.model.layers.values():
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(self.model, mesh=mesh, offload_policy=policy)
         for module in self.model.modules():
