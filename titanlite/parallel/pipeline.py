@@ -22,6 +22,7 @@ from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
@@ -47,8 +48,8 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
 
 def build_schedule(
     run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """The schedule of one optimizer step over this rank's stages.
+) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
+    """The schedule of one optimizer step over this rank's stages, and these stages as it runs them.
 
     Shapes are declared, not found out by torch's trial run, which would compute and communicate.
     """
@@ -68,16 +69,19 @@ def build_schedule(
         )
     schedule: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
     single = issubclass(schedule, PipelineScheduleSingle)
-    return schedule(
+    built = schedule(
         pipeline_stages[0] if single else pipeline_stages,
         run.microbatches,
         loss_fn=lambda loss, _labels: loss,  # what the last stage returns is the loss already
         scale_grads=False,
     )
+    return built, pipeline_stages
 
 
 @contextmanager
-def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> Iterator[None]:
+def forward_only(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[PipelineStage]
+) -> Iterator[None]:
     """Leave the backward passes out. `eval` is meant to skip them, but torch 2.13 asserts in it where the next stage is
     on the same rank (ZBVZeroBubble); and where it comes before the first step, torch 2.11 receives into tensors that
     never ask for a gradient."""
@@ -92,10 +96,11 @@ def forward_only(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> It
     yield
     if orders is not None:
         runs.pipeline_order_with_comms = orders
-    for stage in getattr(runs, "_stages", None) or [runs._stage]:
+    for stage in stages:
         for received in chain.from_iterable(stage.args_recv_info.values()):
-            if isinstance(getattr(received, "buffer", None), Tensor):
-                received.buffer.requires_grad_(True)
+            buffer = getattr(received, "buffer", None)
+            if isinstance(buffer, Tensor):
+                buffer.requires_grad_(True)
 
 
 def _input(run: Run, arch: Architecture, first: bool) -> Tensor:

@@ -95,7 +95,7 @@ class PipelineStep(Step):
         self._microbatches = run.microbatches
         self._has_first = model.whole.tok_embeddings is not None
         self._has_last = model.whole.norm is not None
-        self._schedule = build_schedule(run, mesh, model.stages, device)
+        self._schedule, self._stages = build_schedule(run, mesh, model.stages, device)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         self._denominator = num_valid_tokens
@@ -108,7 +108,7 @@ class PipelineStep(Step):
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
             missing = self._microbatches - len(part)  # the schedule is made for so many: rows without labels fill up
-            with forward_only(self._schedule):
+            with forward_only(self._schedule, self._stages):
                 total += self._run(self._schedule.eval, [*part, *[part[-1]] * missing], missing)
         free_gathered(self._model)
         return total
