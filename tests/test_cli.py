@@ -14,7 +14,7 @@ import pytest
 
 from titanlite import cli
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.config.load import KEYS, SECTIONS, on_command_line
+from titanlite.config.keys import KEYS, SECTIONS, on_command_line
 
 TITANLITE = [sys.executable, "-m", "titanlite"]
 

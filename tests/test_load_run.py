@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from titanlite.checkpoint.job_diff import compare_jobs
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import architecture, unused_rows
-from titanlite.config.load import KEYS, dump_config, load_job
+from titanlite.config.keys import KEYS
+from titanlite.config.load import dump_config, load_job
 from titanlite.config.rules import RULES
 from titanlite.config.schema import JobConfig, Model, Training
 from titanlite.load_run import check_run, load_run

@@ -14,7 +14,7 @@ import pytest
 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
-from titanlite.config.load import SECTIONS
+from titanlite.config.keys import SECTIONS
 from titanlite.config.mistakes import table_within
 
 PACKAGE = Path(schema.__file__).parents[1]

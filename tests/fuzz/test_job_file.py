@@ -13,7 +13,8 @@ import tomli
 import tomli_w
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import JOB_FILES, KEYS, SECTIONS, dump_config, load_job
+from titanlite.config.keys import KEYS, SECTIONS
+from titanlite.config.load import JOB_FILES, dump_config, load_job
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
 

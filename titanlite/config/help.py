@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import tyro
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import KEYS, SECTIONS, is_flag, on_command_line
+from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
 from titanlite.config.mistakes import shown, table_within
 from titanlite.config.schema import JobConfig
 

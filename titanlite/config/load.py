@@ -18,8 +18,9 @@ import tomli_w
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, table_within, unknown
-from titanlite.config.schema import JobConfig, Section
+from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
+from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, unknown
+from titanlite.config.schema import JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -27,11 +28,6 @@ DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
-
-SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
-KEYS: dict[str, Any] = {
-    f"{name}.{key}": field for name, section in SECTIONS.items() for key, field in section.model_fields.items()
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,15 +235,6 @@ def _value(option: _Option) -> Any:
     if "number" in kinds:
         return float(word)
     return word
-
-
-def on_command_line(annotation: Any) -> bool:
-    """False for tables within a section: they are written in the file only."""
-    return table_within(annotation) is None
-
-
-def is_flag(key: str) -> bool:
-    return KEYS[key].annotation in (bool, bool | None)
 
 
 # ----------------------------------------------------------------------------------------------------------- the schema
