@@ -1,8 +1,7 @@
 """Scaled dot-product attention, the masks of packed documents, and the key-value cache of generation.
 
-Invariant: grouped-query heads are not materialised: the kernel reads each key and value head once per group. (On a GPU
-in fp32 they are, as only a kernel that materialises the scores would take them otherwise.)
-May import torch only.
+Invariant: key and value heads are not copied for their groups of query heads; the kernel reads each once per group. The
+exception is fp32 on a GPU, where the only kernel that takes groups would materialise the scores.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def backend_order(device: torch.device) -> Iterator[None]:
-    """In here, `attention` takes the first of these kernels that knows the shapes: entered once, for all of a run.
+    """A context in which `attention` uses the first kernel that supports the shapes. Enter it once per run.
 
-    On a GPU with compute capability 9.0 (Hopper) or more cuDNN's comes first, as torch's flash attention does not use
-    that generation's instructions; elsewhere torch's flash attention does. The order is fixed and not timed at each
-    start, because a restart that chose another kernel would not go on bitwise. A CPU has one fused kernel.
+    On a GPU with compute capability 9.0 (Hopper) or more, cuDNN's kernel comes first, because torch's flash attention
+    does not use the instructions of that generation. On other GPUs torch's flash attention comes first. The order is
+    fixed and not measured at each start, because a restart with another kernel would not be bitwise the same. A CPU has
+    one fused kernel.
     """
     if device.type == "cpu":
         yield
@@ -40,19 +40,19 @@ def backend_order(device: torch.device) -> Iterator[None]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-    """Attend causally, or as `mask` says.
+    """Attention, causal or with a mask.
 
     Args:
         q: (B, H, T, D).
-        k, v: (B, H_kv, S, D), H_kv dividing H; S = T unless there is a mask.
-        mask: boolean, broadcastable to (B, H, T, S), True where a query may look; or flex attention's form of that.
-            None: causal.
+        k, v: (B, H_kv, S, D). H_kv must divide H, and S must be T without a mask.
+        mask: boolean, broadcastable to (B, H, T, S), True where a query may see a key; or a block mask of flex
+            attention. None: causal.
 
     Returns: (B, H, T, D).
     """
     grouped = q.shape[1] != k.shape[1]
     if mask is None or isinstance(mask, Tensor):
-        if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel of a GPU knows groups in fp32
+        if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel of a GPU supports groups in fp32
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -61,13 +61,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
 
 
 def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
-    """The causal mask within documents packed into one row: build it once a batch, for all layers.
+    """The causal mask within documents that are packed into one row. Build it once per batch, for all layers.
 
     Args:
         document_ids: (B, T), equal for the tokens of one document.
 
-    Returns: (B, 1, T, T) boolean on a CPU, whose SDPA takes it; a block mask for flex attention on a GPU, which skips
-        the blocks between documents and needs memory in T, not T^2.
+    Returns: on a CPU (B, 1, T, T) boolean, for SDPA. On a GPU a block mask for flex attention, which skips the blocks
+        between documents, and whose memory grows with T and not with T^2.
     """
     if document_ids.device.type == "cpu":
         same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # (B, 1, T, T)
@@ -86,8 +86,10 @@ def flex_document_mask(document_ids: Tensor) -> BlockMask:
 
 
 def flex_function(name: str) -> Callable[..., Any]:
-    """A function of flex attention: fused on a GPU, so that nothing of size (T, T) exists, by itself or in the graph of
-    a block; elsewhere its definition, op by op."""
+    """A function of flex attention. On a GPU it is compiled, so that nothing of size (T, T) exists.
+
+    Within the graph of a compiled block it becomes a part of that graph. Without a GPU it runs op by op.
+    """
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
@@ -100,10 +102,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LayerCache:
-    """Keys and values of the tokens that one layer has seen: allocated once, filled in place.
+    """Keys and values of the tokens that one layer has seen. They are allocated once and filled in place.
 
     Args:
-        shape: (B, H_kv, S, D), S the longest sequence.
+        shape: (B, H_kv, S, D), where S is the longest sequence.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -112,7 +114,7 @@ class LayerCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H_kv, T, D) after the `length` tokens held; return all keys and values so far."""
+        """Store k and v (B, H_kv, T, D) after the `length` tokens that are there. Return all keys and values so far."""
         start, self.length = self.length, self.length + k.shape[2]
         self.keys[:, :, start : self.length] = k
         self.values[:, :, start : self.length] = v

@@ -1,7 +1,7 @@
-"""Llama in the words of others: Hugging Face's config.json and tensor names, Meta's params.json and rotary order.
+"""The formats of other programs: Hugging Face's config.json and tensor names, Meta's params.json and rotary order.
 
-Invariant: a mapping that would not be exact is refused: each key of a file is mapped, or known to change nothing, or
-has the one value that this model computes; any other key is refused by its name. No files are read here.
+Invariant: a mapping that would not be exact is refused. Each key of a file must be mapped, or be known to change
+nothing, or have the one value that this model computes. Any other key is refused by its name. No files are read here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titanlite.config.files import FileModel, explain, short
 from titanlite.config.flavors import Architecture
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-MOST_LAYERS = 10_000  # lists of tensors are made of this number before any tensor is seen
+MOST_LAYERS = 10_000  # a limit, because lists of this length are made before any tensor is read
 
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
@@ -31,11 +31,12 @@ _BLOCK_NAMES = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in old files; computed, not learned
+# In old files. It is computed and not learned.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def hf_name(name: str) -> str:
-    """Our parameter name -> Hugging Face's. Both keep rotary channels in the same order, so values stay as they are."""
+    """Our parameter name -> Hugging Face's. Both have the same order of rotary channels, so the values are the same."""
     if name in _NAMES:
         return _NAMES[name]
     _, layer, rest = name.split(".", 2)
@@ -105,7 +106,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a config.json describes, as transformers reads it.
 
     Raises:
-        ValueError: it is no Llama that this model computes exactly; names every key that is in the way.
+        ValueError: it is no Llama that this model computes exactly. The message names every key that prevents it.
     """
     if (kind := config.get("model_type")) != "llama":
         raise ValueError(f'model_type is {short(repr(kind))}, expected "llama"')
@@ -135,7 +136,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
 
 
 class _Rotary(FileModel):
-    """`rope_scaling`, or `rope_parameters` as transformers 5 calls it. `type` is the old word for rope_type."""
+    """`rope_scaling`, which transformers 5 calls `rope_parameters`. `type` is the old name of rope_type."""
 
     rope_type: Literal["default", "llama3"] = "default"
     type: str = "default"
@@ -167,12 +168,12 @@ class _Rotary(FileModel):
         return self
 
 
-_RotaryTable = Annotated[_Rotary | None, BeforeValidator(lambda table: table or None)]  # {} is as good as none
+_RotaryTable = Annotated[_Rotary | None, BeforeValidator(lambda table: table or None)]  # {} means none
 
 
 class _Config(FileModel):
-    """config.json of a Llama, with the defaults of transformers' LlamaConfig. A key with a single allowed value is
-    one whose other values this model does not compute."""
+    """config.json of a Llama, with the defaults of transformers' LlamaConfig. If a key has a single allowed value, this
+    model does not compute the others."""
 
     model_type: Literal["llama"]
     vocab_size: Size = 32000
@@ -204,8 +205,8 @@ class _Config(FileModel):
     pruned_heads: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
-# Keys that change nothing of what a causal Llama computes from its weights: descriptions, the dtype that the weights
-# are held in, heads for other tasks, how attention is computed, and defaults of generate().
+# Keys that do not change what a causal Llama computes from its weights: descriptions, the dtype of the stored weights,
+# heads for other tasks, how attention is computed, and defaults of generate().
 _WITHOUT_EFFECT = frozenset(
     """
     architectures transformers_version transformers.js_config _name_or_path name_or_path _commit_hash
@@ -227,11 +228,11 @@ def _rotary(config: _Config) -> dict[str, Any]:
     """The rotary fields of Architecture.
 
     Raises:
-        ValueError: rope_scaling and rope_parameters differ: what is computed would hang on the version of transformers.
+        ValueError: rope_scaling and rope_parameters differ, so the result would depend on the version of transformers.
     """
     found = [_rotary_of(table, config) for table in (config.rope_scaling, config.rope_parameters) if table is not None]
     if len(found) == 2 and found[0] != found[1]:
-        raise ValueError("rope_scaling and rope_parameters say different things. Remove the one that is wrong")
+        raise ValueError("rope_scaling and rope_parameters differ. Remove the one that is wrong")
     return found[0] if found else _rotary_of(_Rotary(), config)
 
 
@@ -248,7 +249,7 @@ def _rotary_of(table: _Rotary, config: _Config) -> dict[str, Any]:
 
 
 def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) -> list[str]:
-    """One line for each tensor of a Hugging Face Llama that is missing, superfluous or of another shape.
+    """One line per tensor of a Hugging Face Llama that is missing, superfluous or of another shape.
 
     Args:
         found: Hugging Face name -> shape.
@@ -267,7 +268,8 @@ def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) ->
 
 
 class MetaParams(FileModel):
-    """Meta's params.json. It leaves out the vocabulary (-1) and the feed-forward width, which the tensors tell."""
+    """Meta's params.json. It does not give the vocabulary (-1) and the feed-forward width; the tensors have these
+    sizes."""
 
     dim: Size
     n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
@@ -294,9 +296,9 @@ class MetaParams(FileModel):
 
 
 def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) -> Architecture:
-    """The architecture of Meta's params.json and of the two sizes that the tensors tell.
+    """The architecture of Meta's params.json and of the two sizes that are read from the tensors.
 
-    `use_scaled_rope` stands for the scaling of Llama 3.1, or that of 3.2 for its small models, as in Meta's
+    `use_scaled_rope` means the scaling of Llama 3.1, or that of Llama 3.2 for its small models, as in Meta's
     llama-models repository.
     """
     scaling: dict[str, Any] = {}
@@ -318,6 +320,7 @@ def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) ->
 
 
 def from_meta_rotary(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of Meta's wq or wk, (H * D, C): Meta pairs channels 2i and 2i + 1, we pair i and i + D / 2."""
+    """Reorder the rows of Meta's wq or wk, (H * D, C). Meta pairs the channels 2i and 2i + 1, this model i and i + D /
+    2."""
     heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
     return heads.transpose(1, 2).reshape(weight.shape)

@@ -1,7 +1,7 @@
-"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783): read it from top to bottom.
+"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom.
 
-Invariant: it knows nothing of ranks, job files or devices, so it can be lifted out and used alone; an initial
-weight depends on the seed and the parameter's name only. May import torch and titanlite.model.attention.
+Invariant: it does not depend on ranks, job files or devices, so it can be copied out and used alone. An initial weight
+depends on the seed and the name of its parameter only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ INIT_STD = 0.02
 def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> Tensor:
     """Rotary angles per position, in radians: (D / 2,), fp32 (https://arxiv.org/abs/2104.09864).
 
-    Llama 3.1 stretches the context by slowing down the slow frequencies: those with fewer than
-    `rope_low_freq_factor` turns in the original context are divided by `rope_scaling_factor`, those with more
-    than `rope_high_freq_factor` turns are kept, and the ones between are interpolated.
+    Llama 3.1 extends the context by reducing the low frequencies. Those with fewer than `rope_low_freq_factor` turns in
+    the original context are divided by `rope_scaling_factor`. Those with more than `rope_high_freq_factor` turns are
+    kept. Those between are interpolated.
     """
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
     frequencies = 1.0 / arch.rope_theta**exponents
@@ -43,17 +43,20 @@ def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> 
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, T, H, D) by the angles of its positions; cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
+    """Rotate x (B, T, H, D) by the angles of its positions. cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
 
-    Channel i is paired with i + D / 2, as Hugging Face stores Llama: both halves are contiguous, which vectorises.
+    Channel i is paired with i + D / 2, as in Hugging Face's Llama. Both halves are contiguous, so this vectorises.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with normal numbers, cut off at three standard deviations, by the inverse of their distribution function:
-    torch's own draws other ones from version to version, and the newest asks the device whether it is done."""
+    """Fill x with normal numbers that are cut off at three standard deviations, by the inverse of their distribution.
+
+    torch's own function is not used, because its numbers change from version to version, and because the newest version
+    waits for the device.
+    """
     within = math.erf(3 / math.sqrt(2))
     with torch.no_grad():
         x.uniform_(-within, within, generator=generator).erfinv_().mul_(std * math.sqrt(2)).clamp_(-3 * std, 3 * std)
@@ -69,7 +72,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
         self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
-        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention  # exchangeable
+        # Context parallelism replaces it.
+        self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
@@ -125,7 +129,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Output(nn.Module):
-    """The output matrix (V, C): gives logits (B, T, V), or with labels the loss."""
+    """The output matrix (V, C). It gives the logits (B, T, V), or the loss if there are labels."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -144,20 +148,20 @@ def project(x: Tensor, weight: Tensor, labels: Tensor | None, loss: LossFunction
 
 
 class Llama(nn.Module):
-    """A Llama 3.x decoder with initial weights of seed 0; `init_weights` draws those of another seed.
+    """A Llama 3.x decoder with the initial weights of seed 0. `init_weights` draws those of another seed.
 
-    Under `torch.device("meta")` it has none: `to_empty` allocates them, and then `init_weights` draws them.
+    Under `torch.device("meta")` it has no weights: call `to_empty` to allocate them and then `init_weights`.
 
-    With tied embeddings there is no `output` module: one parameter, one gradient, nothing that could come untied.
+    With tied embeddings there is no `output` module, so that there is one parameter and one gradient.
     """
 
     def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
         """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
 
-        The first block brings the embedding along, the last one the norm and the output.
+        A part with the first block has the embedding, a part with the last block has the norm and the output.
 
         Raises:
-            ValueError: the heads do not divide the width, or the key and value heads the heads.
+            ValueError: n_heads does not divide half of the width, or n_kv_heads does not divide n_heads.
         """
         super().__init__()
         if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
@@ -171,9 +175,9 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if last else None
         untied = last and not arch.tied_embeddings
         self.output = Output(arch) if untied else None
-        self.loss: LossFunction | None = None  # exchangeable, as it may be fused with the output matrix
+        self.loss: LossFunction | None = None  # may be replaced by a loss that is fused with the output matrix
         if not any(parameter.is_meta for parameter in self.parameters()):
-            self.init_weights()  # or the output matrix would be whatever the memory held
+            self.init_weights()  # otherwise the output matrix would be uninitialised memory
 
     def forward(
         self,
@@ -183,20 +187,20 @@ class Llama(nn.Module):
         cache: Sequence[LayerCache] | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Token ids (B, T) -> logits (B, T, V). A part of a model takes and returns (B, T, C) where it was cut.
+        """Token ids (B, T) -> logits (B, T, V). A pipeline stage receives and returns (B, T, C) where the model is cut.
 
         Args:
-            positions: (T,) or (B, T); None counts from 0, or from the cache's length.
-            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`); None is causal.
-            cache: For generation, one `LayerCache` a block, holding earlier tokens; each grows by T.
-            labels: (B, T). With them the result is `self.loss` instead of the logits.
+            positions: (T,) or (B, T). None: they count from 0, or from the length of the cache.
+            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal.
+            cache: For generation, one `LayerCache` per block with the earlier tokens. Each grows by T.
+            labels: (B, T). With labels, the result is the loss and not the logits.
         """
         start = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         if cache is not None:
             mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
-        frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer: no dtype cast can round it
+        frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, T, C)
@@ -216,11 +220,11 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Draw every parameter from a generator of its own, seeded by (seed, name).
+        """Draw every parameter from its own generator, which is seeded by (seed, name).
 
         Args:
-            assign: Called with a parameter and its full initial value; a sharded model keeps its shard of it.
-            device: Whose generator draws; None: that of the parameter.
+            assign: Is called with a parameter and its full initial value. A sharded model keeps its shard of the value.
+            device: The device of the generator. None: that of the parameter.
         """
         for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
@@ -235,11 +239,11 @@ class Llama(nn.Module):
                 assign(parameter, full)
 
     def _init_std(self, name: str) -> float:
-        """0.02, except where the residual stream begins and where it is written to.
+        """0.02, except for the embedding and for the matrices that write to the residual stream.
 
-        An embedding of unit variance is not drowned by what the first blocks add to it; a tied one cannot have it,
-        as the logits would be huge. Matrices that write to the stream shrink with depth, so that its variance stays
-        bounded.
+        An embedding has unit variance, so that it stays visible beside what the first blocks add to it. A tied one
+        cannot, because the logits would be huge. Matrices that write to the stream have a smaller std with depth, so
+        that the variance of the stream stays bounded.
         """
         if name == "tok_embeddings.weight" and not self.arch.tied_embeddings:
             return 1.0

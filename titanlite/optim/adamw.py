@@ -1,7 +1,7 @@
 """AdamW for moments and parameters in bfloat16, and for the compiler.
 
-Invariant: what an element becomes depends on its value, its gradient, the step, the name of its parameter and its
-place in the whole parameter: not on how that is sharded, nor on a random state. May import torch.
+Invariant: the new value of an element depends on its old value, its gradient, the step, the name of its parameter and
+its place in the whole parameter. It does not depend on the sharding or on a random state.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-CHUNK = 2**22  # elements of an eager update at a time: its temporaries stay below 200 MB
+CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
 
 
 class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` with the same names of states, computed in fp32 whatever is stored.
+    """As `torch.optim.AdamW`, with the same names of states. It computes in fp32 whatever the stored dtype is.
 
     Args:
-        names: Of all parameters, in the whole model.
-        state_dtype: Of both moments.
-        stochastic_rounding: Round to bfloat16 up or down by chance, so that the mean is exact and small updates are
+        names: Names of all parameters, as in the whole model.
+        state_dtype: Dtype of both moments.
+        stochastic_rounding: Round to bfloat16 up or down at random, so that the mean is exact and small updates are
             not lost (https://arxiv.org/abs/2010.06192).
-        compiled: Fuse the update of a tensor into one kernel.
+        compiled: Compile the update of a tensor into one kernel.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; nothing is read back from the device."""
+        """Update every parameter that has a gradient. Nothing is read from the device."""
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
             for parameter in group["params"]:
@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
                 if parameter not in self._places:
                     self._places[parameter] = _place(parameter)
                 step = state["step"].add_(1)
-                # Scalars that change are tensors on the CPU: neither a new compilation nor a transfer.
+                # Scalars that change are tensors on the CPU, so that they cause no new compilation and no transfer.
                 decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
                 correction = (1 - beta2**step).rsqrt()
                 key = _mix(_mix(step.to(torch.int64)) ^ self._keys[parameter])
@@ -93,8 +93,11 @@ def _update(
     width: int,
     first: int,
 ) -> None:
-    """One step, in place, of the elements of a flat shard from `start` on. Its rows have `local_width` elements of the
-    `width` that those of the whole parameter have, in which its first element is number `first`."""
+    """Update a part of a flat shard in place, from the element `start` on.
+
+    A row of the shard has `local_width` of the `width` elements that a row of the whole parameter has. The first
+    element of the shard is number `first` of the whole parameter.
+    """
     gradient = gradient.float()
     mean = exp_avg.float().lerp(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -102,7 +105,7 @@ def _update(
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
-        if local_width != width:  # or the division of each element would take longer than its memory
+        if local_width != width:  # if they are equal, the divisions are left out, because they take long
             index = index // local_width * width + index % local_width
         bits = _mix(_mix(index + first & BITS) ^ key)
     parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
@@ -111,7 +114,7 @@ def _update(
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:
-    """fp32 to `dtype`. A number of 16 random bits carries into the half that bfloat16 keeps with the right chance."""
+    """fp32 to `dtype`. To round at random, 16 random bits are added below the bits that bfloat16 keeps."""
     if not stochastic or dtype == torch.float32:
         return value.to(dtype)
     carried = value.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
@@ -119,20 +122,22 @@ def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) 
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits, in int64, where nothing overflows (the multiplier: https://stackoverflow.com/a/12996028)."""
+    """A hash of 32 bits. It is computed in int64, so that nothing overflows (the multiplier:
+    https://stackoverflow.com/a/12996028)."""
     for _ in range(2):
         x = ((x >> 16) ^ x) * 0x45D9F3B & BITS
     return (x >> 16) ^ x
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, without the wrapper of FP8 all-gather."""
+    """This rank's shard, without the wrapper of the FP8 all-gather."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(tensor, "_tensor", tensor)
 
 
 def _place(parameter: Tensor) -> tuple[int, int, int]:
-    """Elements in a row of this rank's shard, in a row of the whole parameter, and the number of the first one."""
+    """Elements per row of this rank's shard, elements per row of the whole parameter, and the number of the first
+    element."""
     if not isinstance(parameter, DTensor):
         return parameter.shape[-1], parameter.shape[-1], 0
     (shard,) = parameter.__create_chunk_list__()

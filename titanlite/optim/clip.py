@@ -1,7 +1,7 @@
 """Gradient norm and clipping over a sharded model.
 
-Invariant: the norm is that of the full gradient of the whole model, within 1e-6 of float64 for any size and layout,
-the same on every rank, and stays on the device.
+Invariant: the norm is that of the full gradient of the whole model. It differs from that in float64 by less than 1e-6,
+for any size and layout. It is the same on every rank and stays on the device.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Elements that a CPU squares and adds up in fp32. It adds one after the other (in 8 or 16 lanes), so that the error
-# grows with their number: 7e-5 for 4 million. The sums of so few are right to 6e-7 whatever they are.
+# Number of elements whose squares a CPU sums in fp32. It adds one after the other (in 8 or 16 lanes), so the error
+# grows with the number: 7e-5 for 4 million elements. For this number the error is at most 6e-7.
 ROW = 256
 
 
 def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, compiled: bool = False) -> Tensor:
-    """Scale all gradients in place so that their total L2 norm is at most `max_norm` (0: leave them alone).
+    """Scale all gradients in place so that their total L2 norm is at most `max_norm`. 0: no scaling.
 
-    One all-reduce over the world serves every layout: each rank adds the squares of the shards that it holds, divided
-    by the number of ranks that hold the same shard. Pipeline stages need nothing else.
+    One all-reduce over the world is enough for every layout, pipelines included. Each rank adds the squares of its
+    shards, divided by the number of ranks that have the same shard.
 
-    Returns: the norm before clipping, a scalar fp32 tensor on the gradients' device; inf or NaN if an element is.
+    Returns: the norm before clipping, a scalar fp32 tensor on the gradients' device. It is inf or NaN if an element is.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -41,7 +41,7 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, c
 
 
 def _sum_of_squares(shards: list[Tensor], copies: list[int]) -> Tensor:
-    """float64, each shard's part divided by its number of copies."""
+    """The sum of squares in float64. The part of each shard is divided by the number of its copies."""
     total = torch.zeros((), dtype=torch.float64, device=shards[0].device)
     for number in sorted(set(copies)):
         norms = _norms([shard for shard, its in zip(shards, copies, strict=True) if its == number])
@@ -50,8 +50,9 @@ def _sum_of_squares(shards: list[Tensor], copies: list[int]) -> Tensor:
 
 
 def _norms(shards: list[Tensor]) -> Tensor:
-    """Norms in fp32 of parts that make up the shards: so many that the rest is done in float64 at no cost."""
-    if shards[0].is_cuda:  # where a tree of threads adds up, a few dozen elements in each
+    """Norms in fp32 of the parts of the shards. The parts are large enough that summing them in float64 costs
+    nothing."""
+    if shards[0].is_cuda:  # a GPU sums as a tree of threads, each of which adds a few dozen elements
         return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32))  # pyright: ignore
     parts = []
     for flat in (shard.flatten() for shard in shards):
@@ -70,7 +71,7 @@ def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
 
 
 def _copies(gradient: Tensor) -> int:
-    """On how many ranks of the world each element of this gradient lies. Without a mesh: the same on all ranks."""
+    """The number of ranks that have the same elements of this gradient. Without a mesh, all ranks have them."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     assert not any(placement.is_partial() for placement in gradient.placements)

@@ -1,4 +1,4 @@
-"""AdamW with weight decay where it belongs.
+"""Builds AdamW, with weight decay for matrices only.
 
 Invariant: the split into groups depends on names and shapes only, never on the layout.
 """
@@ -13,9 +13,10 @@ from titanlite.optim.adamw import AdamW
 
 
 def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool = False) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) over `model`; norms, and by a setting the embedding, are not decayed.
+    """AdamW (https://arxiv.org/abs/1711.05101) for the parameters of `model`.
 
-    Build it after sharding: the state takes the dtype, device and layout of the parameters.
+    Norms are not decayed, nor is the embedding if decay_embeddings is false. Build it after sharding, because the state
+    gets the dtype, device and layout of the parameters.
     """
     decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
@@ -34,7 +35,7 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
             eps=config.eps,
             state_dtype=state_dtype,
             stochastic_rounding=config.stochastic_rounding,
-            compiled=compiled or next(model.parameters()).is_cuda,  # where it would be 72 kernels
+            compiled=compiled or next(model.parameters()).is_cuda,  # on a GPU always, because it would be 72 kernels
         )
     return torch.optim.AdamW(
         groups,

@@ -1,6 +1,6 @@
 """Warmup-stable-decay learning rates (https://arxiv.org/abs/2404.06395).
 
-Invariant: the rate is a pure function of the step, so a resume has nothing to restore. May import config only.
+Invariant: the rate is a pure function of the step, so a resume has nothing to restore.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from titanlite.config import schema
 def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_steps: int) -> float:
     """The rate of optimizer step `step`, counted from 1.
 
-    Decay reaches `peak * min_lr_factor` one step after the last, so that no step is wasted at a rate of zero.
+    Decay reaches `peak * min_lr_factor` one step after the last step, so that no step has a rate of zero.
     """
     warmup_steps = min(200, total_steps // 10) if config.warmup_steps is None else config.warmup_steps
     if step <= warmup_steps:
@@ -25,7 +25,7 @@ def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_step
     steps_left = total_steps - step
     if steps_left >= decay_steps:
         return peak
-    left = (steps_left + 1) / (decay_steps + 1)  # falls from 1, the last stable step, to 0, after the last step
+    left = (steps_left + 1) / (decay_steps + 1)  # 1 at the last stable step, 0 one step after the last step
     if config.decay_type == "linear":
         shape = left
     elif config.decay_type == "cosine":

@@ -1,7 +1,6 @@
-"""Activation checkpointing: recompute in the backward pass what is cheap, save what is dear.
+"""Activation checkpointing: cheap results are recomputed in the backward pass, expensive ones are saved.
 
-Invariant: losses and gradients are those of the model without it, and names of parameters stay as they are. Must come
-before FSDP.
+Invariant: losses, gradients and the names of parameters are the same as without it. It must be applied before FSDP.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _ALWAYS_SAVED = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
-    aten.max.default,  # of a whole tensor, which FP8 scales by
+    aten.max.default,  # the maximum of a whole tensor, for its FP8 scale
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 _MATMULS = {aten.mm.default, aten._scaled_mm.default}
 
 
 def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
-    """Contexts of one block's forward pass and of its recomputation, each with a matmul count of its own."""
+    """The contexts of a block's forward pass and of its recomputation. Each counts the matmuls itself."""
     matmuls = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -52,15 +51,15 @@ def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
 
 
 def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint) -> None:
-    """Let the blocks of `model` recompute, in place; memory_budget sets the compiler's own choice instead."""
+    """Let the blocks of `model` recompute, in place. The mode memory_budget lets the compiler choose instead."""
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
-        # The budget's sizes: the only script objects in our graphs are the meshes of DTensors, which hold no memory.
+        # The budget counts memory. The only script objects in our graphs are the meshes of DTensors, which have none.
         option = "unsafe_treat_script_objects_as_zero_size"  # since torch 2.13
         if hasattr(functorch_config, option):
             setattr(functorch_config, option, True)
         return
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama draws nothing
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama uses no random numbers
     every = 1
     if config.mode == "selective" and config.selective_ac_option == "op":
         recompute = partial(recompute, context_fn=_save_attention_and_every_second_matmul)
@@ -72,5 +71,5 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
 
 
 def _recomputing(forward: Callable[..., Tensor], recompute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`forward`, recomputed in the backward pass. A function of our own, because the compiler skips all of torch's."""
+    """`forward`, recomputed in the backward pass. It is a new function, because the compiler skips torch's own."""
     return lambda *inputs: recompute(forward, *inputs)

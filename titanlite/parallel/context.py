@@ -1,9 +1,8 @@
-"""Context parallelism: the ranks of a group share every row, and gather keys and values, as for Llama 3
+"""Context parallelism: the ranks of a group share every row and gather keys and values, as for Llama 3
 (https://arxiv.org/abs/2407.21783, section 3.3.2).
 
-Invariant: rank r of n holds the chunks r and 2n - 1 - r of 2n. Under a causal mask the early chunk is cheap and the
-late one dear, so all ranks work the same; keys and values stand in their natural order before anybody attends. May
-import torch and model.
+Invariant: rank r of n has the chunks r and 2n - 1 - r of 2n. Under a causal mask an early chunk is cheap and a late one
+is expensive, so all ranks have the same work. Keys and values are put into their natural order before attention.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def own_chunks(x: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank of the group holds: T of it along `dim` becomes T / degree."""
+    """This rank's chunks of a tensor that every rank of the group has. Its length T along `dim` becomes T / degree."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     chunks = x.chunk(2 * ranks, dim)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
 
 
 def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The inverse of `own_chunks`, by an all-gather; its backward pass is a reduce-scatter."""
+    """The inverse of `own_chunks`, by an all-gather. Its backward pass is a reduce-scatter."""
     ranks = mesh.size()
     gathered = collectives.all_gather_tensor_autograd(x.contiguous(), dim, mesh.get_group())
     chunks = gathered.chunk(2 * ranks, dim)  # 0, 2n - 1, 1, 2n - 2, ...
@@ -43,8 +42,8 @@ def context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) 
     Args:
         tokens, document_ids: (B, T), whole rows. Without documents the mask is causal.
 
-    Returns: for the CPU (B, 1, T / degree, T), or None: causal, without a mask. For a GPU always a block mask, so that
-        the memory is in T and not in T^2.
+    Returns: on the CPU a boolean mask (B, 1, T / degree, T), or None if the mask is causal only. On a GPU always a
+        block mask, whose memory grows with T and not with T^2.
     """
     if tokens.device.type != "cpu":
         return flex_context_mask(tokens, document_ids, mesh)
@@ -77,7 +76,7 @@ class ContextParallelAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """As `titanlite.model.attention.attention`; q, k, v are (B, H, T / degree, D).
 
-        Without a mask each of the two chunks attends causally to the keys up to its own end only.
+        Without a mask, each of the two chunks attends causally, and reads the keys up to its own end only.
         """
         k, v = gather_chunks(torch.stack((k, v)), self._mesh, dim=3).unbind()  # (B, H_kv, T, D), in one collective
         if mask is not None:
@@ -92,7 +91,7 @@ class ContextParallelAttention:
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Exchange the attention of every block in place. The model must then be given its positions."""
+    """Replace the attention of every block in place. After that, the model must be called with positions."""
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             module.attention.attend = ContextParallelAttention(mesh)

@@ -1,7 +1,6 @@
 """FP8 linear layers by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
 Invariant: conversion happens on the meta device, before activation checkpointing, compile and FSDP.
-May import torch, torchao, model and config.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from titanlite.config import schema
 
 
 def has_float8_hardware() -> bool:
-    """Whether the device multiplies FP8: NVIDIA Ada, Hopper or newer (compute capability 8.9)."""
+    """Whether the device has FP8 matmuls: NVIDIA Ada, Hopper or newer (compute capability 8.9)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def convert_to_float8(
     model: nn.Module, config: schema.Float8, log: Callable[[str], None], compiled: bool = False
 ) -> None:
-    """Swap the linear layers for Float8Linear in place, except those that `filter_fqns` names, those that are smaller
-    than `min_features`, and those whose sides are no multiples of 16, which the FP8 matmul does not take.
+    """Replace the linear layers by Float8Linear in place. Exceptions are the layers that `filter_fqns` names, those
+    smaller than `min_features`, and those whose sides are no multiples of 16, because an FP8 matmul needs multiples of
+    16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -58,8 +58,8 @@ def convert_to_float8(
 
 @cache
 def _compile_weight_cast() -> None:
-    """FSDP2 casts the shards outside of the compiled blocks: op by op that moves 29 bytes an element, in one kernel 5.
-    torchao has no setting for it."""
+    """Compile the cast of the shards to FP8, which FSDP2 does outside of the compiled blocks. Uncompiled, it moves 29
+    bytes per element, compiled 5. torchao has no setting for it."""
     from torchao.float8 import fsdp_utils
 
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
@@ -71,10 +71,10 @@ def _listed(names: Counter[str]) -> str:
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights for the next all-gather, in one all-reduce.
+    """Compute the scales of all weights for the next all-gather, with one all-reduce.
 
-    Call it once the weights are there and after each `optimizer.step`. Without it, ranks of tensor parallelism scale
-    their parts of a weight apart.
+    Call it after the weights have been loaded or drawn, and after each `optimizer.step`. Without it, each rank of
+    tensor parallelism uses its own scale for its part of a weight.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -1,7 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer state sharded block by block (https://arxiv.org/abs/2304.11277).
+"""FSDP2: parameters, gradients and optimizer state are sharded block by block (https://arxiv.org/abs/2304.11277).
 
-Invariant: gradients are summed over ranks, never averaged (the loss carries the global token count), and one
-process is a world of size one on the same path.
+Invariant: gradients are summed over ranks and never averaged, because the loss is already divided by the number of
+tokens of the global batch. One process is a world of size one and takes the same path.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from titanlite.parallel.spare_copies import spare_copies, why_not
 def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[str], None]) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
 
-    A tied embedding stays with norm in the root group, gathered from the look-up to the output projection. Small blocks
-    share a group, and a small model is a single one: what a collective and FSDP2's hooks cost apart from the bytes,
-    about a millisecond a group and step on CPU, is then much of a step.
+    A tied embedding stays in the root group, together with the norm. It stays gathered from the look-up to the output
+    projection. Small blocks share a group, and a small model is one group, because each group costs about a
+    millisecond per step on a CPU for collectives and hooks, whatever its size. That is a large part of a small step.
     """
     training = job.training
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,  # activations are born in the compute dtype; the rotary table must stay fp32
+        cast_forward_inputs=False,  # activations have the compute dtype already; the rotary table must stay fp32
     )
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
     )
     reshard = job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and job.parallelism.pipeline_parallel_degree > 1:
-        reshard = "never"  # or every microbatch would gather the stage again
+        reshard = "never"  # otherwise every microbatch would gather the stage again
 
     def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(  # pyright: ignore[reportCallIssue]
@@ -49,15 +49,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[st
         )
 
     groups: list[list[nn.Module]] = []
-    if _size([model]) >= job.parallelism.fsdp_min_num_params:  # or else all of it is the root's group
+    if _size([model]) >= job.parallelism.fsdp_min_num_params:  # otherwise the root is the only group
         if model.tok_embeddings is not None and not model.arch.tied_embeddings:
             shard(model.tok_embeddings, reshard != "never")
-            cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)  # its gradient needs the ids alone
+            # Its gradient needs the token ids only.
+            cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
         if model.norm is not None and model.output is not None:
             shard([model.norm, model.output], reshard == "always")
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
-    # What is all that would be gathered can stay so until the backward pass, which begins with it. So can what is
-    # little on a single rank: FSDP2 copies it each time, a hundredth of a small step.
+    # A single group of blocks stays gathered, because the backward pass begins with it. The blocks also stay gathered
+    # if they are small and there is a single rank: copying them again would cost a hundredth of a small step.
     little = mesh.size() == 1 and _size(model.layers.values()) < 16 * job.parallelism.fsdp_min_num_params
     for group in groups:
         shard(group, reshard == "always" or (reshard == "default" and len(groups) > 1 and not little))
@@ -67,11 +68,12 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[st
     for module in sharded:
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a factor of 1 asks for PREMUL_SUM, which gloo lacks
+        # Otherwise a factor of 1 means PREMUL_SUM, which gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
     if mesh.size() == 1 and not training.enable_cpu_offload:
         problem = why_not(mesh, getattr(torch, training.dtype), policy)
         if problem:
-            log(f"FSDP2 of torch {torch.__version__} copies what a single rank could use as it is: {problem}")
+            log(f"FSDP2 of torch {torch.__version__} makes copies that a single rank does not need: {problem}")
         else:
             spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
@@ -80,7 +82,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[st
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Consecutive blocks of together at least so many parameters; the last group may have fewer."""
+    """Groups of consecutive blocks, each with at least `least` parameters. The last group may have fewer."""
     groups: list[list[nn.Module]] = []
     for block in blocks:
         if groups and _size(groups[-1]) < least:
@@ -91,12 +93,12 @@ def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
 
 
 def _size(modules: Iterable[nn.Module]) -> int:
-    """Number of parameters, those on other ranks included."""
+    """Number of parameters, including those on other ranks."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _set_prefetch(groups: list[FSDPModule], depth: int, forward: bool) -> None:
-    """Issue the all-gathers of the next `depth` groups ahead; groups come in the order in which they run."""
+    """Issue the all-gathers of the next `depth` groups ahead. `groups` are in the order in which they run."""
     for i, group in enumerate(groups if depth else []):
         ahead = groups[i + 1 : i + 1 + depth]
         if forward:
@@ -106,8 +108,10 @@ def _set_prefetch(groups: list[FSDPModule], depth: int, forward: bool) -> None:
 
 
 def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None:
-    """Whether this microbatch's gradients are reduced, along with those that added up unsharded before it. The output
-    matrix, the largest of all, stays gathered from the first microbatch to the last."""
+    """Set whether the gradients of this microbatch are reduced, together with those of earlier microbatches.
+
+    The output matrix is the largest of all, so it stays gathered from the first microbatch to the last.
+    """
     cast(FSDPModule, model).set_requires_gradient_sync(reduce)
     for module in (model, model.output):  # a tied output is in the root's group
         if isinstance(module, FSDPModule):
@@ -115,7 +119,8 @@ def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered; `parameters()` are the shards again."""
+    """Free the parameters that a forward pass without a backward pass has left gathered. Then `parameters()` are
+    shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,7 +1,7 @@
 """Initial weights of a sharded model.
 
-Invariant 1: each rank draws the full tensor from the generator of (seed, name) and keeps its shard, so the weights
-are bitwise the same on any mesh. May import torch and model.
+Invariant 1: each rank draws the full tensor from a generator seeded by (seed, name) and keeps its shard, so that the
+weights are bitwise the same on any mesh.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from titanlite.model.llama import Llama
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full`, which every rank holds, into `parameter`; no communication.
+    """Copy this rank's shard of `full`, which every rank has, into `parameter`. There is no communication.
 
-    The last mesh dimension cuts first: tensor parallelism comes before FSDP, which shards what that left. (DTensor
-    writes it as `_StridedShard` where both cut the same dimension, and its own random numbers would differ.)
+    The last mesh dimension cuts first, because tensor parallelism is applied before FSDP. If both cut the same
+    dimension, DTensor calls that a `_StridedShard`. DTensor's own random numbers would differ from these.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    shard = full.to(parameter.dtype)  # rounded to the parameter's dtype before it is cut, as the whole tensor would be
+    shard = full.to(parameter.dtype)  # rounded before it is cut, as the whole tensor would be
     mesh = parameter.device_mesh
     for dim in reversed(range(mesh.ndim)):
         placement = parameter.placements[dim]
         if not placement.is_replicate():
             cut: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
             length = shard.shape[cut]
-            chunk = -(-length // mesh.size(dim))  # as torch.chunk: the last ranks may hold less, or nothing
+            chunk = -(-length // mesh.size(dim))  # as torch.chunk: the last ranks may have less, or nothing
             start = min(length, chunk * mesh.get_local_rank(dim))
             shard = shard.narrow(cut, start, min(chunk, length - start))
     local = DTensor.from_local(
@@ -39,7 +39,9 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
 
 
 def materialize(model: Llama, device: torch.device, seed: int, offload: bool) -> None:
-    """Allocate a meta-device model's shards on `device`, or offloaded to the CPU, and draw its initial weights on
-    `device`: they are the same either way."""
+    """Allocate the shards of a model on the meta device, and draw its initial weights.
+
+    The weights are drawn on `device`. The shards lie there, too, or on the CPU with `offload`. The values are the same.
+    """
     model.to_empty(device="cpu" if offload else device)
     model.init_weights(seed, keep_shard, device)

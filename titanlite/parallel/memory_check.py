@@ -1,6 +1,7 @@
-"""Whether a run can fit at all: what its state takes, beside the memory that there is.
+"""Refuses a run whose state is larger than the memory.
 
-Invariant: a lower bound. It leaves out activations and buffers, so what it refuses would have failed.
+Invariant: the estimate is a lower bound, because it leaves out activations and buffers. A run that is refused would
+have failed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ GIB = 2**30
 
 
 def state_bytes(run: Run, num_params: int) -> int:
-    """Weights, gradients and both moments of one rank."""
+    """Bytes of the weights, the gradients and both moments on one rank."""
     size = {"float32": 4, "bfloat16": 2}
     of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype]
     return num_params * of_a_parameter * run.degrees.replicate // run.world_size
 
 
 def check_memory(run: Run, num_params: int, device: torch.device) -> None:
-    """Compare with the memory of the device, or, where the state lies there, of this machine.
+    """Compare the state with the memory of the device, or of this machine if the state is kept on the CPU.
 
     Raises:
-        UserError: The state alone is larger.
+        UserError: The state is larger.
     """
     if device.type == "cuda" and not run.job.training.enable_cpu_offload:
         ranks, where, memory = 1, "this GPU", torch.cuda.get_device_properties(device).total_memory

@@ -1,6 +1,6 @@
 """The layout of ranks.
 
-Invariant: everything that depends on the layout asks this object; there is no global parallel context.
+Invariant: all code that depends on the layout uses this object. There is no global parallel context.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from titanlite.config.degrees import Degrees
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dimensions of the world. Ranks are numbered (pipeline, replicate, shard, context, tensor), so that the
-    dimension with the most traffic, tensor, lies within a machine.
+    """The dimensions of the world.
+
+    Ranks are numbered (pipeline, replicate, shard, context, tensor), so that tensor, the dimension with the most
+    traffic, lies within a machine.
 
     Attributes:
-        fsdp: 1-D (shard), or 2-D (replicate, shard) for HSDP: what `fully_shard` takes. Context ranks hold gradients
-            of the same weights, and shard them, too.
-        tensor, context, pipeline: 1-D, or None where the degree is 1.
+        fsdp: The mesh for `fully_shard`: 1-D (shard), or 2-D (replicate, shard) for HSDP. Weights are sharded over the
+            context ranks, too, because these have gradients of the same weights.
+        tensor, context, pipeline: 1-D, or None if the degree is 1.
         data_rank: Which part of every global batch this rank reads, of `data_degree` parts.
-        data_group: The ranks that read different data, at the same place of every other dimension.
-        loss_group: The ranks whose shares of the loss add up: all with the same place in `tensor`.
+        data_group: The ranks that read different data and have the same place in every other dimension.
+        loss_group: The ranks whose shares of the loss must be summed: all with the same place in `tensor`.
         groups: All process groups of the training that this rank is in, each once. Those of the checkpoints are not
             among them, because to write a large checkpoint may take longer than any collective of the training.
     """
@@ -48,14 +50,14 @@ class Mesh:
 
     @property
     def data_degree(self) -> int:
-        """Parts of a global batch that are read apart."""
+        """Number of parts of a global batch; each is read by other ranks."""
         return self.degrees.data
 
 
 def build_mesh(degree: Degrees, device_type: str) -> Mesh:
-    """Lay out the initialised world, whose size the degrees fill."""
+    """Lay out the initialised world. The product of the degrees must be its size."""
     assert degree.world == dist.get_world_size()
-    # What one parameter may lie on must be one mesh: FSDP and tensor parallelism compose inside of it.
+    # FSDP and tensor parallelism shard the same parameters, so their dimensions must belong to one mesh.
     sizes = {
         "pp": degree.pipeline,
         "dp_replicate": degree.replicate,
@@ -88,7 +90,7 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
 
 
 def _group_along(grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
-    """The group of ranks that differ from this one in these dimensions of `grid` only."""
+    """The group of the ranks that differ from this one only in these dimensions of `grid`."""
     others = [dim for dim in range(grid.ndim) if dim not in dims]
     members = grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2)  # (groups, ranks of a group)
     world = dist.group.WORLD

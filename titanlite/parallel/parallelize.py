@@ -1,6 +1,6 @@
-"""THE ORDER: how a meta-device Llama becomes its sharded, checkpointed, compiled self.
+"""THE ORDER in which a Llama on the meta device is converted, sharded, checkpointed and compiled.
 
-Invariant: each step comes before those that must see its result; docs/parallelism.md gives the reasons.
+Invariant: each step comes before the steps that depend on its result. docs/parallelism.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What one rank holds of the model.
+    """The part of the model on one rank.
 
     Attributes:
-        whole: All of it, under the names of the whole model: for optimizer, checkpoints and gradient norm.
-        stages: Stage number -> its part. Without a pipeline the only one, and the same module.
+        whole: All that this rank has, under the names of the whole model: for optimizer, checkpoints and gradient norm.
+        stages: Stage number -> its part. Without a pipeline there is one stage, and it is the module `whole`.
     """
 
     whole: Llama
@@ -36,7 +36,7 @@ class ShardedModel:
 
 
 def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str], None]) -> ShardedModel:
-    """Build, parallelize and initialise the model of a run; its shards end on `device`."""
+    """Build, parallelize and initialise the model of a run. Its shards are on `device`."""
     training, stages = run.job.training, {}
     for number, blocks in own_stages(run, mesh).items():
         with torch.device("meta"):
@@ -44,7 +44,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str],
         model.to(getattr(torch, training.init_dtype))
         parallelize(model, mesh, run, log)
         materialize(model, device, training.seed, training.enable_cpu_offload)
-        # Cast once sharded: a full-precision copy of the whole model never exists; the optimizer's state follows.
+        # Cast after sharding, so that no full-precision copy of the whole model exists. The optimizer's state follows.
         stages[number] = model.to(getattr(torch, training.dtype))
     return ShardedModel(join_stages(list(stages.values())), stages)
 
@@ -60,8 +60,9 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
             enable_async_tensor_parallel(mesh.tensor)
     if mesh.context is not None:
         apply_context_parallel(model, mesh.context)
-    # A graph that recomputes all of itself fails on DTensors (torch 2.13 saves their DeviceMesh as if it were a
-    # tensor), so the recomputation goes around it. It then repeats the last matmul, too, which a graph leaves out.
+    # With DTensors, a graph fails that contains its own recomputation, because torch 2.13 saves their DeviceMesh as if
+    # it were a tensor. So the checkpoint is put around the graph. It then also recomputes the last matmul, which the
+    # compiler would leave out.
     recompute = job.activation_checkpoint
     around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
     if compiled and around:
@@ -71,5 +72,5 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
         apply_activation_checkpointing(model, recompute)
     if compiled and not around:
         for block in model.layers.values():
-            block.compile(fullgraph=True)  # one graph serves all blocks: they share their code and shapes
+            block.compile(fullgraph=True)  # one graph serves all blocks, because code and shapes are the same
     apply_fsdp(model, mesh.fsdp, job, log)

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank holds some of the blocks, microbatches flow through
+"""Pipeline parallelism: each rank has some of the blocks, and microbatches pass through the ranks
 (https://arxiv.org/abs/2104.04473; zero bubble: https://arxiv.org/abs/2401.10241).
 
-Invariant: a stage is a part of the model under the whole model's names, so weights, checkpoints and optimizer groups
-know nothing of stages.
+Invariant: a stage is a part of the model under the names of the whole model, so weights, checkpoints and optimizer
+groups do not depend on stages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def own_stages(run: Run, mesh: Mesh) -> dict[int, range]:
-    """Stage number -> its blocks, for the stages that this rank runs; the only one where there is no pipeline."""
+    """Stage number -> its blocks, for the stages that this rank runs. Without a pipeline there is one stage."""
     schedule, ranks = run.job.parallelism.pipeline_parallel_schedule, run.degrees.pipeline
     rank = 0 if mesh.pipeline is None else mesh.pipeline.get_local_rank()
     owner = [stage_rank(i, len(run.stages), ranks, schedule) for i in range(len(run.stages))]
@@ -35,7 +35,7 @@ def own_stages(run: Run, mesh: Mesh) -> dict[int, range]:
 
 
 def join_stages(stages: Sequence[Llama]) -> Llama:
-    """One module with all that this rank holds, for optimizer and checkpoints: names are those of the whole model."""
+    """One module with all stages of this rank, for optimizer and checkpoints. Names are those of the whole model."""
     if len(stages) == 1:
         return stages[0]
     whole = Llama(stages[0].arch, range(-1, -1))
@@ -51,7 +51,7 @@ def build_schedule(
 ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
     """The schedule of one optimizer step over this rank's stages, and these stages as it runs them.
 
-    Shapes are declared, not found out by torch's trial run, which would compute and communicate.
+    The shapes are declared, because torch would otherwise find them out by a trial run that computes and communicates.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -62,7 +62,7 @@ def build_schedule(
     for i, stage in stages.items():
         given = _input(run, stage.arch, first=i == 0)
         output = _input(run, stage.arch, first=False)
-        if i == count - 1:  # the loss: nobody receives it, but its shape must be declared
+        if i == count - 1:  # the loss: no stage receives it, but its shape must be declared
             output = torch.empty((), device="meta", requires_grad=True)
         pipeline_stages.append(
             PipelineStage(stage, i, count, device, input_args=given, output_args=output, group=group)
@@ -82,9 +82,12 @@ def build_schedule(
 def forward_only(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[PipelineStage]
 ) -> Iterator[None]:
-    """Leave the backward passes out. `eval` is meant to skip them, but torch 2.13 asserts in it where the next stage is
-    on the same rank (ZBVZeroBubble); and where it comes before the first step, torch 2.11 receives into tensors that
-    never ask for a gradient."""
+    """Leave out the backward passes.
+
+    The method `eval` of torch's schedules is meant for that, but torch 2.13 fails in it if the next stage is on the
+    same rank (ZBVZeroBubble). In torch 2.11, after an `eval` before the first step, the tensors that a stage receives
+    never require a gradient.
+    """
     runs: Any = schedule
     orders = getattr(runs, "pipeline_order_with_comms", None)
     if orders is not None:
@@ -104,7 +107,8 @@ def forward_only(
 
 
 def _input(run: Run, arch: Architecture, first: bool) -> Tensor:
-    """What a stage receives, without its data: token ids (B, T) for the first one, else (B, T / tensor degree, C)."""
+    """The shape and dtype of a stage's input: token ids (B, T) for the first stage, (B, T / tensor degree, C) for the
+    others."""
     training = run.job.training
     rows, length = training.local_batch_size, training.seq_len // run.degrees.context
     if first:

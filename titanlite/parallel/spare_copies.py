@@ -1,7 +1,7 @@
-"""What FSDP2 copies on a single rank, spared.
+"""Leaves out the copies that FSDP2 makes on a single rank.
 
-Invariant: weights and gradients are bitwise those of FSDP2 alone. This is the only module that relies on the insides of
-FSDP2, and it tries them on a small layer first: where they are others, FSDP2 stays as it is.
+Invariant: weights and gradients are bitwise the same as with FSDP2 alone. This is the only module that uses internals
+of FSDP2. It tries them on a small layer first. If they have changed, FSDP2 is left as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 
 
 def spare_copies(modules: Iterable[FSDPModule], dtype: torch.dtype | None) -> None:
-    """A single rank's shards are whole parameters, which FSDP2 gathers and reduces all the same, by copies. Let blocks
-    compute on the shards, which "gathered" are never freed, or on what one conversion to `dtype` makes of them; and
-    make gradients the shards' as they are. What FP8 all-gather casts stays a copy."""
+    """Let blocks compute on the shards themselves, or on one conversion of them to `dtype`.
+
+    The shards of a single rank are whole parameters, but FSDP2 copies them to gather them, and copies gradients to
+    reduce them. Here the gathered parameters are the shards and are never freed, and gradients become the gradients of
+    the shards without a copy. Weights of the FP8 all-gather are still copied.
+    """
     for module in modules:
         group: Any = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group else ():
@@ -35,23 +38,23 @@ def spare_copies(modules: Iterable[FSDPModule], dtype: torch.dtype | None) -> No
 
 
 def why_not(mesh: DeviceMesh, stored: torch.dtype, policy: MixedPrecisionPolicy) -> str:
-    """Why this torch's FSDP2 cannot spare copies; empty if it can. Trains a layer of four weights with and without.
+    """Why this does not work with the installed torch; empty if it works. It trains a layer of four weights both ways.
 
     Args:
-        mesh: Of a single rank.
+        mesh: A mesh of one rank.
         stored: Dtype of the shards.
     """
     plain = _train(mesh, stored, policy, spare=False)
     try:
         spared = _train(mesh, stored, policy, spare=True)
-    except (AttributeError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 has renamed or changed
+    except (AttributeError, TypeError, AssertionError, RuntimeError) as error:  # FSDP2 has renamed or changed something
         return f"{type(error).__name__}: {error}"
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(spared, plain, strict=True))
-    return "" if same else "a trial layer's weights and gradients become others"
+    return "" if same else "the weights and gradients of a trial layer differ"
 
 
 def _train(mesh: DeviceMesh, stored: torch.dtype, policy: MixedPrecisionPolicy, spare: bool) -> list[Tensor]:
-    """Outputs, gradients and weights of two steps of two microbatches, of which the first is not reduced."""
+    """Outputs, gradients and weights of two steps, each of two microbatches. The first microbatch is not reduced."""
     layer = nn.RMSNorm(4, eps=1e-5, device=mesh.device_type, dtype=stored)  # its initial weights are not random
     fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     assert isinstance(layer, FSDPModule)
@@ -83,11 +86,11 @@ def _convert(parameter: Any, dtype: torch.dtype, *_: object, **__: object) -> No
     if not parameter.all_gather_outputs:
         data = parameter._sharded_param_data
         parameter.all_gather_outputs = [torch.empty(data.numel(), dtype=dtype, device=data.device)]
-    parameter.param_dtype = None  # from now on the copy into the output converts
+    parameter.param_dtype = None  # so that the copy into the output converts
 
 
 def _take_gradient(group: Any, parameter: Any) -> None:
-    """Called once the gradient of a microbatch is there, and at times once more; leaves nothing to reduce."""
+    """Called when the gradient of a microbatch exists, sometimes twice. It leaves nothing to reduce."""
     type(parameter).accumulate_unsharded_grad_if_needed(parameter)
     if not group.reduce_grads or not hasattr(parameter, "_unsharded_param"):
         return

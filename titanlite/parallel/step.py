@@ -1,4 +1,4 @@
-"""Forward and backward passes of one optimizer step, under every layout the same call.
+"""Forward and backward passes of one optimizer step. The call is the same for every layout.
 
 Invariant: the gradients are those of (sum of cross entropy over all valid tokens of the global batch) / (their
 number), however rows, positions, vocabulary and blocks are spread.
@@ -25,7 +25,8 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Microbatch(Protocol):
-    """Some rows, each (B, T); ids and positions if rows hold documents that do not see each other."""
+    """Some rows; each tensor is (B, T). Ids and positions are there if a row has documents that must not see each
+    other."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -38,7 +39,8 @@ class Microbatch(Protocol):
 
 
 class Step:
-    """Without a pipeline: one microbatch after the other; gradients are reduced with the last one, or with each."""
+    """Without a pipeline: one microbatch after the other. Gradients are reduced with the last microbatch, or with
+    each."""
 
     def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run, device: torch.device) -> None:
         self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
@@ -48,11 +50,13 @@ class Step:
             stage.loss = self._loss
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
-        """Accumulate gradients; returns this rank's share of the loss, a scalar on the device. The shares of the ranks
-        of `mesh.loss_group` add up to the loss.
+        """Accumulate gradients, and return this rank's share of the loss, a scalar on the device.
+
+        The shares of the ranks of `mesh.loss_group` add up to the loss.
 
         Args:
-            num_valid_tokens: Of the global batch, on the device; not read before the first loss.
+            num_valid_tokens: Number of tokens with a loss in the global batch, on the device. It may still be in
+                computation: it is first used with the first loss.
         """
         self._denominator = num_valid_tokens
         total = torch.zeros((), device=num_valid_tokens.device)
@@ -66,7 +70,7 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """This rank's share of the sum of cross entropy, float64; no gradients."""
+        """This rank's share of the sum of cross entropy, in float64. No gradients are computed."""
         self._denominator = torch.ones_like(self._denominator)
         total = torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
         free_gathered(self._model)
@@ -81,7 +85,7 @@ class Step:
 
 
 class PipelineStep(Step):
-    """With a pipeline: the schedule decides which microbatch runs when. Only the last stage knows a loss."""
+    """With a pipeline: the schedule decides when each microbatch runs. Only the last stage has a loss."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class PipelineStep(Step):
         total = torch.zeros_like(self._denominator, dtype=torch.float64)
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
-            missing = self._microbatches - len(part)  # the schedule is made for so many: rows without labels fill up
+            missing = self._microbatches - len(part)  # the schedule needs that many, so rows without labels are added
             with forward_only(self._schedule, self._stages):
                 total += self._run(self._schedule.eval, [*part, *[part[-1]] * missing], missing)
         free_gathered(self._model)
@@ -118,7 +122,7 @@ class PipelineStep(Step):
         if missing:
             rest["labels"] = rest["labels"].clone()
             rest["labels"][-missing * len(tokens) // len(microbatches) :] = -100
-        if "positions" not in rest:  # a stage cannot count them: what it receives may be cut along the sequence
+        if "positions" not in rest:  # a stage cannot count them, because its input may be cut along the sequence
             rest["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         losses: list[Tensor] = []
         inputs = (tokens,) if self._has_first else ()
@@ -135,9 +139,9 @@ def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run,
 
 
 def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
-    """Tokens (B, T) of these microbatches in one, their labels, and positions and mask where the model needs them.
+    """These microbatches as one: tokens (B, T), labels, and positions and mask if the model needs them.
 
-    Under context parallelism T is this rank's part of the row, its positions are not consecutive.
+    Under context parallelism, T is this rank's part of the row, and its positions are not consecutive.
     """
 
     def joined(name: str) -> Tensor:

@@ -1,8 +1,8 @@
-"""Tensor parallelism: every matmul shared by the ranks of a group (https://arxiv.org/abs/1909.08053), the residual
-stream sharded along the sequence between them (https://arxiv.org/abs/2205.05198), the loss along the vocabulary.
+"""Tensor parallelism: the ranks of a group share every matmul (https://arxiv.org/abs/1909.08053). Between matmuls the
+residual stream is sharded along the sequence (https://arxiv.org/abs/2205.05198). The loss is sharded along the
+vocabulary.
 
-Invariant: the model computes what it computes on one rank; no rank ever holds all logits. May import torch, model
-and config.
+Invariant: the model computes the same as on one rank. No rank ever has all logits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LossFunction = Callable[..., Tensor]  # (hidden, output matrix, labels, scale)
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard the weights of `model` in place. Its loss takes DTensors: see `vocab_parallel`.
+    """Shard the weights of `model` in place. Its loss must take DTensors: see `vocab_parallel`.
 
-    Between matmuls a rank holds (B, T / degree, C), so that norms and residuals are shared, too, and activations
-    take less memory. The all-reduce of plain tensor parallelism becomes an all-gather and a reduce-scatter.
+    Between matmuls a rank has (B, T / degree, C), so that the work of norms and residuals is shared, too, and
+    activations take less memory. An all-gather and a reduce-scatter replace the all-reduce of plain tensor parallelism.
     """
     attention_input = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None, None), desired_input_layouts=(Replicate(), None, None, None, None)
@@ -59,7 +59,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     if model.norm is None:
         return
     _apply(model.norm, mesh, SequenceParallel())
-    if model.output is not None:  # a tied one is sharded in the same way by the embedding
+    if model.output is not None:  # a tied one is sharded with the embedding
         model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
 
 
@@ -68,10 +68,10 @@ def _apply(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
 
 
 class _Wait(torch.autograd.Function):
-    """The same tensor, once its collective has ended.
+    """The same tensor, after its collective has ended.
 
-    A style's output is an AsyncCollectiveTensor. Where one is the input of a compiled block, torch 2.13 traces what is
-    inside of it, which does not require a gradient, so that the embedding would get none.
+    The output of a parallel style is an AsyncCollectiveTensor. If it is the input of a compiled block, torch 2.13
+    traces the tensor inside of it. That one does not require a gradient, so the embedding would get none.
     """
 
     @staticmethod
@@ -87,11 +87,11 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     """Let the compiler cut matmuls and their traffic into pieces that overlap, through symmetric memory.
 
     Raises:
-        UserError: not on a GPU.
+        UserError: the ranks do not run on GPUs.
     """
     if mesh.device_type != "cuda":
         text = f"parallelism.enable_async_tensor_parallel = true: ranks run on {mesh.device_type}, which has no "
-        raise UserError(f"{text}symmetric memory. It needs GPUs; or set it to false.")
+        raise UserError(f"{text}symmetric memory. Use GPUs, or set it to false.")
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -100,7 +100,7 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
 
 
 def vocab_parallel(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
-    """`loss` over a vocabulary that the ranks of `mesh` share; also where it does not divide.
+    """`loss` over a vocabulary that is sharded over the ranks of `mesh`. The shards may differ in size.
 
     Args:
         loss: `optim.loss.linear_cross_entropy_sum`, which takes the `first_class` of a rank and the `group`.
@@ -110,7 +110,7 @@ def vocab_parallel(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
         assert isinstance(hidden, DTensor)
         assert isinstance(weight, DTensor)
         first_class = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()  # as torch.chunk cuts
-        # Each rank's rows of the matrix add to the gradient of all hidden states.
+        # The gradient of the hidden states is the sum over all ranks' rows of the matrix.
         whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # (B, T, C)
         return loss(whole, weight.to_local(), labels, scale, first_class=first_class, group=mesh.get_group())
 

@@ -1,1 +1,1 @@
-"""A process among processes: the world of ranks, signals, and where a rank stands when it hangs."""
+"""The process of a rank: its place in the world, its signals, its log, and the report of a hang."""

@@ -1,7 +1,7 @@
-"""Where a rank stands when a step takes too long: for the report of a hang.
+"""Reports what a rank is doing when a step takes too long.
 
-Invariant: it only looks and writes a file; what ends the run is the time-out of a collective, and what reports is the
-launcher, which sees the files of all ranks of its machine.
+Invariant: this module only observes and writes a file. The time-out of a collective ends the run. The launcher reads
+the files of all ranks of its machine and prints the report.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch._C import _distributed_c10d
 
 from titanlite.runtime.network import address_towards
 
-SHARE = 0.8  # of the time-out: the file must be there before the first rank gives up
+SHARE = 0.8  # of the time-out, so that the file exists before the first rank gives up
 
 
 def record_collectives() -> None:
-    """Have torch's flight recorder keep the last collectives of this process. Call it before there are groups."""
+    """Let torch's flight recorder keep the last collectives of this process. Call it before process groups exist."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
@@ -40,14 +40,16 @@ def all_hosts() -> list[str]:
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
-    """The longest wait for any collective of these groups from now on."""
+    """Set the longest wait for any later collective of these groups."""
     for group in groups:
         group.set_timeout(timedelta(seconds=seconds))
 
 
 class HangWatch:
-    """A thread that writes `<rank>.hang.json` into `folder` when `passed` was not called for most of the time-out.
-    Without a folder, which is the launcher's, nobody would read it, and there is no thread."""
+    """A thread that writes `<rank>.hang.json` into `folder` if `passed` was not called for most of the time-out.
+
+    The launcher gives the folder and reads the file. Without a folder there is no thread.
+    """
 
     def __init__(self, folder: str | None, rank: int, timeout: float, hosts: list[str]) -> None:
         self._file, self._rank = Path(folder or ".") / f"{rank}.hang.json", rank
@@ -59,7 +61,7 @@ class HangWatch:
             threading.Thread(target=self._run, daemon=True, name="hang-watch").start()
 
     def passed(self, step: int, timeout: float) -> None:
-        """A step has ended; the next one may take as long as this."""
+        """Note that a step has ended. The next one may take `timeout` seconds."""
         self._step, self._limit, self._since = step, SHARE * timeout, time.monotonic()
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class HangWatch:
             if late and reported != self._since:
                 reported = self._since
                 self._file.write_text(json.dumps(self._describe()), encoding="utf-8")
-            elif reported is not None and reported != self._since:  # it went on after all
+            elif reported is not None and reported != self._since:  # the step has ended after the report
                 self._file.unlink(missing_ok=True)
                 reported = None
 
@@ -93,8 +95,10 @@ class HangWatch:
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """Process group -> number and name of the last collective that this rank joined there, by the flight recorder; the
-    group of the latest one comes last."""
+    """Process group -> number and name of the last collective that this rank started there, from the flight recorder.
+
+    The group of the latest collective comes last.
+    """
     if not dist.is_initialized():
         return {}
     entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # pyright: ignore

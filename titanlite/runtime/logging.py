@@ -1,7 +1,7 @@
-"""Logging of one rank: what reaches the terminal, and what train.log keeps.
+"""Logging of one rank: to the terminal and to train.log.
 
-Invariant: a line goes to the terminal once, from the ranks that the user asked for (LOG_RANK); errors always do.
-Rank 0 alone writes the file.
+Invariant: the terminal shows each line once, from the ranks that the user asked for (LOG_RANK), and errors of all
+ranks. Only rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LOG_FILE = "train.log"
 
 
 class _Terminal:
-    """Standard output, and nothing once its terminal is gone (a lost connection): the run goes on and saves."""
+    """Standard output. After its terminal is gone (a lost connection), output is dropped, so that the run can go on and
+    save."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -46,14 +47,15 @@ class _Terminal:
 
 @cache
 def terminal_console() -> Console:
-    """The one rich console of the process: log lines and progress bar share it, so that lines print above the bar."""
+    """The one rich console of the process. Log lines and the progress bar share it, so that lines are printed above the
+    bar."""
     from rich.console import Console
 
     return Console(file=cast(IO[str], _Terminal(sys.stdout)))
 
 
 def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
-    """Ranks named by the environment variable LOG_RANK (comma-separated, default "0").
+    """The ranks that the environment variable LOG_RANK names (comma-separated, default "0").
 
     Raises:
         UserError: LOG_RANK is not a list of ranks, or names one that a world of `world_size` does not have.
@@ -74,9 +76,9 @@ def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
 def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     """Set up the logger "titanlite" and Python's warnings for this rank, and return the logger.
 
-    A rank that LOG_RANK names writes to standard output (rich on a terminal, plain text otherwise); any other rank
-    writes its errors only, to standard error. On rank 0 `log_file` gets every line, appended, so that a resumed run
-    continues it; its folder is created. Calling it again replaces what an earlier call set up.
+    A rank that LOG_RANK names writes to standard output: with rich on a terminal, as plain text otherwise. Any other
+    rank writes only its errors, to standard error. Rank 0 appends every line to `log_file`, whose folder is created. A
+    second call replaces what the first one set up.
 
     Raises:
         UserError: LOG_RANK is not a list of ranks.
@@ -88,7 +90,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_file_handler(log_file, prefix))
 
-    logging.captureWarnings(True)  # otherwise the other ranks' warnings land on the terminal, once a rank
+    logging.captureWarnings(True)  # otherwise each rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
         for old in list(target.handlers):
@@ -98,7 +100,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
             target.addHandler(handler)
         target.propagate = False
     logger.setLevel(logging.INFO)
-    # Other libraries warn on standard error: torch through handlers of its own, those without any through Python's.
+    # Other libraries warn on standard error: torch through its own handlers, others through Python's last resort.
     for theirs in (logging.lastResort, *logging.getLogger("torch").handlers):
         if theirs is not None and rank not in ranks:
             theirs.setLevel(logging.ERROR)
@@ -106,32 +108,33 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
 
 
 def say_end(message: str, closing: str) -> None:
-    """Say why this process ends: to the launcher, which prints equal messages of many ranks once, or on standard error;
-    and in train.log, where this process has opened it.
+    """Report why this process ends: to the launcher or on standard error, and in train.log if it is open here.
+
+    The launcher prints equal messages of many ranks once.
 
     Args:
         message: The reason, or a traceback, which may end with `closing`.
-        closing: How to go on; it comes last.
+        closing: How to continue the run. It comes last.
     """
-    message, closing = printable(message), printable(closing)  # they quote what stands in files
+    message, closing = printable(message), printable(closing)  # because they quote the content of files
     message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
     text = "\n".join(filter(None, (message, closing)))
     note_end(text)
     folder = os.environ.get(ERROR_FOLDER)
     record = {"message": message, "closing": closing, "time": time.time()}
-    with contextlib.suppress(OSError):  # the folder may be gone, its disk full
+    with contextlib.suppress(OSError):  # the folder may be gone, or its disk full
         if folder is not None:
             Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
             return
-    with contextlib.suppress(OSError):  # and so may the terminal
+    with contextlib.suppress(OSError):  # the terminal may be gone
         print(text, file=sys.stderr)
 
 
 def note_end(message: str, log_file: Path | None = None) -> None:
-    """Write why a run ended to its train.log only: somebody else says it on the terminal.
+    """Write to train.log only why a run ended. Another process prints it on the terminal.
 
     Args:
-        log_file: None takes that of this process's `setup_logging`, if it has one.
+        log_file: None: the file of this process's `setup_logging`, if there is one.
     """
     found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, logging.FileHandler)]
     for handler in found if log_file is None else [_file_handler(log_file, "")]:
@@ -139,7 +142,7 @@ def note_end(message: str, log_file: Path | None = None) -> None:
 
 
 def _file_handler(log_file: Path, prefix: str) -> logging.Handler:
-    """It goes on in a new file where the old one is renamed."""
+    """A handler that continues in a new file if the old one is renamed."""
     handler = logging.handlers.WatchedFileHandler(log_file, encoding="utf-8")
     return _plain(handler, prefix, "%Y-%m-%d %H:%M:%S")
 
@@ -172,8 +175,11 @@ def _plain(handler: logging.Handler, prefix: str, time_format: str) -> logging.H
 
 
 class _LevelFormatter(logging.Formatter):
-    """Names the level where it matters: a warning or an error. A message can quote a file: its control characters are
-    escaped, and its further lines are indented, so that none of them looks like a line of ours."""
+    """Shows the level of warnings and errors only.
+
+    A message can quote a file, so its control characters are escaped, and its further lines are indented. So none of
+    them looks like a line of the log.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record)).replace("\n", "\n    ")

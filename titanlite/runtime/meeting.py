@@ -1,6 +1,6 @@
-"""Where the ranks of a run find each other.
+"""How the ranks of a run find each other.
 
-Invariant: on one machine no port is opened for it; with several, only the address of MASTER_ADDR listens.
+Invariant: on one machine no port is opened. With several machines only the address of MASTER_ADDR listens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from titanlite.runtime.process import LISTENER, STORE
 
 
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """The store of a world of ranks; None where another launcher, such as torchrun, says it by its own variables.
+    """The store of a world of ranks. None if another launcher, such as torchrun, describes it by its own variables.
 
     Raises:
-        UserError: there are several ranks, but no launcher that says where they meet.
+        UserError: there are several ranks, but no launcher has said where they meet.
     """
     if world_size == 1:
         return HashStore()

@@ -10,7 +10,7 @@ LOST_AFTER = 20  # seconds without a sign of life from another machine
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's address as `host` sees it; None if there is no way there. Nothing is sent."""
+    """This machine's address as `host` sees it. None if there is no route to `host`. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -20,12 +20,12 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def loopback_interface() -> str:
-    """The interface that no other machine can reach: lo on Linux, lo0 on macOS."""
+    """The interface that only this machine can reach: lo on Linux, lo0 on macOS."""
     return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this IPv4 address; None if it is not known, as on systems other than Linux."""
+    """The interface that has this IPv4 address. None if it is unknown, which is so on systems other than Linux."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -35,7 +35,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -43,7 +43,7 @@ def interface_of(address: str) -> str | None:
 
 
 def watch_connection(connection: socket.socket) -> None:
-    """Let the kernel end the connection when the other machine gives no sign of life."""
+    """Let the kernel close the connection if the other machine no longer answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -51,6 +51,6 @@ def watch_connection(connection: socket.socket) -> None:
             (socket.TCP_KEEPIDLE, LOST_AFTER // 4),
             (socket.TCP_KEEPINTVL, LOST_AFTER // 4),
             (socket.TCP_KEEPCNT, 3),
-            (socket.TCP_USER_TIMEOUT, LOST_AFTER * 1000),  # where something was sent and is not acknowledged
+            (socket.TCP_USER_TIMEOUT, LOST_AFTER * 1000),  # for data that was sent and is not acknowledged
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,7 +1,7 @@
-"""Signals that reach one rank, obeyed by all ranks at the same step.
+"""Signals that reach one rank. All ranks obey them at the same step.
 
-Invariant: every rank sees the same requests at the same step, and none waits for them: a step reads what the ranks
-said during the step before.
+Invariant: every rank sees the same requests at the same step. No rank waits for them, because a step reads what the
+ranks sent during the step before.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 @dataclass(frozen=True)
 class Requests:
-    """What is asked of the run: to save and stop (the name of the signal that did), to save and go on, or to end
-    because some rank cannot read its data further."""
+    """What the run is asked to do.
+
+    `stop` is the name of a signal: save and stop. `save`: save and go on. `data_fails`: end, because some rank cannot
+    read its data.
+    """
 
     stop: str | None = None
     save: bool = False
@@ -32,8 +35,10 @@ class Requests:
 
 
 def end_at_once(say: Callable[[str], None]) -> None:
-    """Let a signal that stops a run end this process with 128 plus its number, once `say` was told its name. For the
-    time before `Signals` takes them, because there is nothing to save yet."""
+    """Let a signal that stops a run end this process with 128 plus its number, after calling `say` with its name.
+
+    This is for the time before `Signals` handles them, because there is nothing to save yet.
+    """
 
     def end(number: int) -> None:
         say(signal.Signals(number).name)
@@ -41,7 +46,7 @@ def end_at_once(say: Callable[[str], None]) -> None:
 
     def receive(number: int, _frame: FrameType | None) -> None:
         _catch(STOP_SIGNALS, signal.SIG_IGN)
-        # Not in this thread: the signal may have interrupted it in the middle of a line.
+        # In another thread, because the signal may have interrupted this one while it was writing a line.
         threading.Thread(target=end, args=(number,)).start()
 
     _catch(STOP_SIGNALS, receive)
@@ -54,11 +59,14 @@ def _catch(numbers: Iterable[signal.Signals], handler: Handler) -> None:
 
 
 class Signals:
-    """Catches SIGINT, SIGTERM, SIGHUP and SIGUSR1 (stop) and SIGUSR2 (save). A SIGINT after one of the first ends at
-    once. A further SIGTERM does not, because a scheduler's comes twice: once passed on by the launcher."""
+    """Catches SIGINT, SIGTERM, SIGHUP and SIGUSR1, which stop the run, and SIGUSR2, which saves it.
+
+    A SIGINT after one of the first four ends the process at once. A further SIGTERM does not, because a scheduler's
+    SIGTERM comes twice: the launcher passes it on.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Install the handlers; `group` must carry CPU tensors."""
+        """Install the handlers. `group` must support CPU tensors."""
         self._group = group
         self._stop, self._save = 0, 0
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
@@ -72,12 +80,12 @@ class Signals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def agreed(self, data_fails: bool) -> Requests:
-        """What some rank had been asked, or had said by `data_fails`, at the last call; on all ranks alike.
+        """The requests and the `data_fails` of all ranks at the previous call. All ranks get the same answer.
 
-        A collective: call it once a step. The CPU all-reduce overlaps with the step that follows.
+        This is a collective: call it once per step. Its all-reduce on the CPU overlaps with the step that follows.
         """
         answer = self.wait()
-        if answer.save:  # about to happen: it serves whoever was asked since, such as a rank that heard a step later
+        if answer.save:  # the save that follows also serves ranks that got the signal after the previous call
             self._save = 0
         flags = torch.tensor([self._stop, self._save, data_fails], dtype=torch.int32)
         self._save = 0
@@ -85,7 +93,7 @@ class Signals:
         return answer
 
     def wait(self) -> Requests:
-        """Finish the exchange that is under way and give its answer."""
+        """Finish the exchange that is in progress and return its answer."""
         if self._pending is None:
             return Requests()
         (flags, work), self._pending = self._pending, None

@@ -25,39 +25,45 @@ from titanlite.runtime.meeting import meeting_store
 
 
 def keep_freed_memory() -> None:
-    """Let glibc take large tensors from its heap, and keep what they free for the next step. It would map fresh pages
-    for each of them, which the kernel must zero: a tenth of a step on a CPU. Other C libraries stay as they are."""
+    """Let glibc take large tensors from its heap and keep freed memory for the next step.
+
+    By default it maps fresh pages for each large tensor, which the kernel must fill with zeros. That takes a tenth of a
+    step on a CPU. With another C library this does nothing.
+    """
     if platform.libc_ver()[0] != "glibc":
         return
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # numbers of mallopt(3)
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(trim_threshold, 2**31 - 1)  # bytes, as much as an int holds
+    mallopt(trim_threshold, 2**31 - 1)  # bytes, the largest int
     mallopt(mmap_threshold, 2**30)
-    if torch.get_num_threads() == 1:  # several would wait for one another, a fifth of a step
-        mallopt(arena_max, 1)  # or what gloo's threads leave behind in heaps of their own is 10 MB a rank
+    if torch.get_num_threads() == 1:  # several threads would wait for one another, for a fifth of a step
+        mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
 
 
 def use_large_pages() -> None:
-    """Gather the heap, which has its size after the first step, into pages of 2 MB: the processor looks up fewer of
-    them, 1 to 4% of a step. Linux only; where the kernel (before 6.1) or its settings refuse, pages stay small."""
+    """Put the heap into pages of 2 MB, so that the processor looks up fewer pages. It saves 1 to 4% of a step.
+
+    Call it after the first step, when the heap has its final size. Linux only. If the kernel (before 6.1) or its
+    settings refuse, the pages stay small.
+    """
     if sys.platform != "linux":
         return
-    madvise, collapse = ctypes.CDLL(None).madvise, 25  # MADV_COLLAPSE; mmap has no name for it
+    madvise, collapse = ctypes.CDLL(None).madvise, 25  # MADV_COLLAPSE, which the module mmap does not define
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith("[heap]"):
             start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            for advice in (mmap.MADV_HUGEPAGE, collapse):  # pages to come, and those that are there
+            for advice in (mmap.MADV_HUGEPAGE, collapse):  # for future pages, and for those that exist
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
-    """The world of ranks, of size one without a launcher, and this rank's device."""
+    """Start the world of ranks, which has size one without a launcher. Gives this rank's device."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo serves offloaded gradients
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo is for offloaded gradients
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
@@ -65,7 +71,7 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         torch.set_num_threads(job.training.num_threads or max(1, (os.cpu_count() or 1) // local_world_size))
     if device.type == "cpu":
         keep_freed_memory()
-    torch.manual_seed(job.training.seed)  # nothing draws from it; but its state is saved, and must not be chance
+    torch.manual_seed(job.training.seed)  # nothing uses it, but its state is saved and must not be random
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -79,4 +85,4 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     with backend_order(device):
         yield device
-    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
+    dist.destroy_process_group()  # not after an error, because it would wait for ranks that wait for this one

@@ -1,6 +1,6 @@
-"""The parts of a trainer that belong to no other room: its folder and log, its loss, its checkpoints and metrics.
+"""Builds the parts of a trainer that belong to no other room: folder and log, loss, checkpoints and metrics.
 
-Invariant: a part gets what it needs from the run and from parts that were built before it. Nothing here trains.
+Invariant: a part takes what it needs from the run and from parts that were built before it. Nothing here trains.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ Log = Callable[[str], None]
 
 
 def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolder | None]:
-    """Keep other runs out of the output folder until `opened` closes. Then let the log write there: never into that of
-    another run.
+    """Lock the output folder until `opened` closes, and then write the log there.
+
+    The log is opened after the lock, so that it never goes into the folder of another run.
 
     Returns:
-        The identity of a run that begins here, the same on all ranks; on rank 0 the folder, too.
+        A new identity for the run, the same on all ranks, and on rank 0 the folder.
 
     Raises:
         UserError: Another run is using the folder, or it cannot be written to.
@@ -68,7 +69,7 @@ def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolde
         return identity, None
     outputs = OutputFolder(folder, log)
     setup_logging(0, folder / LOG_FILE)
-    if error_folder := os.environ.get(ERROR_FOLDER):  # the launcher adds there why a worker ended
+    if error_folder := os.environ.get(ERROR_FOLDER):  # so that the launcher can add to train.log why a worker ended
         Path(error_folder, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
     return identity, outputs
 
@@ -76,7 +77,7 @@ def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolde
 def describe(
     run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, validation: ValidationSet | None
 ) -> Iterator[str]:
-    """What is trained, and on what: the first lines of the log."""
+    """The first lines of the log: the model, the data and the devices."""
     job, training = run.job, run.job.training
     tokens = training.steps * run.global_batch_size * training.seq_len
     yield (
@@ -93,7 +94,7 @@ def describe(
 
 
 def loss_function(run: Run, mesh: Mesh) -> LossFunction:
-    """The output projection and its cross entropy, over the ranks that share the vocabulary."""
+    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
     loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
     return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
 
@@ -118,11 +119,11 @@ def open_checkpoints(
 def start_metrics(
     run: Run, device: torch.device, identity: str, outputs: OutputFolder | None, state: dict[str, Any] | None
 ) -> MetricsRecorder:
-    """Write what the run is beside its outputs, and open its metrics at the current step.
+    """Write the job and the environment of the run to its output folder, and open its metrics at the current step.
 
     Args:
-        outputs: On rank 0.
-        state: Of the checkpoint that was resumed from, if any.
+        outputs: The output folder, on rank 0 only.
+        state: The state of the checkpoint that the run resumed from, if any.
     """
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     layout = asdict(run.degrees)

@@ -1,6 +1,7 @@
 """The loss on data that is never trained on.
 
-Invariant: every validation scores the same rows, whatever the layout; all ranks do the same number of forward passes.
+Invariant: every validation scores the same rows, whatever the layout is. All ranks do the same number of forward
+passes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from titanlite.data.heldout import ValidationSet
 
 @dataclass(frozen=True)
 class Score:
-    """Over all valid tokens of the validation's rows."""
+    """The result of a validation, over all valid tokens of its rows."""
 
     loss: float
-    """Mean cross entropy, nats a token."""
+    """Mean cross entropy, in nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """Cross entropy over bytes of text instead of tokens: comparable between tokenizers."""
+    """Cross entropy in bits per byte of text, which is comparable between tokenizers."""
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte {self.bits_per_byte:.4f}"

@@ -1,6 +1,6 @@
-"""The trainer: build once, then step until the end, a signal, or a fault.
+"""The trainer: builds everything once, then does steps until the end, a signal, or a failure.
 
-Invariant: the step loop never waits for the device except where it logs or saves, and has no branch on the layout.
+Invariant: the step loop waits for the device only when it logs or saves. It has no branch on the layout.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from titanlite.train.evaluate import Score, evaluate
 
 
 def train(run: Run, argv: Sequence[str] = ()) -> None:
-    """Train in this rank's process; the launcher's environment says which rank it is, if there are many.
+    """Train in the process of this rank. The launcher's environment variables say which rank it is.
 
     Args:
-        argv: The command line of `run`, for the last lines of a run that ends early.
+        argv: The command line of `run`. If the run ends early, the message that tells how to continue quotes it.
 
     Raises:
-        UserError: Something that a person can mend; its `exit_code` is the program's.
+        UserError: Something that the user can correct. Its `exit_code` is that of the program.
     """
 
     def stopped(name: str) -> None:
@@ -77,8 +77,8 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             trainer = Trainer(run, device)
             trainer.train()
         except Exception as error:
-            if trainer is not None and isinstance(error, GuardError):  # on all ranks together
-                trainer.close()  # a save under way is of an earlier step, and good
+            if trainer is not None and isinstance(error, GuardError):  # raised on all ranks together
+                trainer.close()  # it finishes a save in progress, which is of an earlier step and good
             if trainer is not None or not isinstance(error, UserError):
                 error.add_note(how_to_go_on(run, argv))
             raise
@@ -88,22 +88,23 @@ class Trainer:
     """Everything that one rank needs for a run. `with Trainer(job) as trainer` closes it at the end.
 
     Attributes:
-        steps_done: Optimizer steps since the beginning of the run, those of earlier starts included.
-        model: All of the model that this rank holds; its parameters are sharded (DTensor).
+        steps_done: Number of optimizer steps since the beginning of the run, including those of earlier starts.
+        model: The part of the model on this rank. Its parameters are sharded (DTensor).
         loader: The training data.
     """
 
     def __init__(self, job: JobConfig | Run, device: torch.device | None = None) -> None:
-        """Build and parallelize; resume from the newest checkpoint if there is one.
+        """Build and parallelize, and resume from the newest checkpoint if there is one.
 
         Args:
-            job: What to train. A job is checked first; a run has been.
-            device: That of a world of ranks which the caller has started with `process_group`. None starts the world.
+            job: What to train. A JobConfig is checked first; a Run has been checked already.
+            device: The device of this rank, if the caller has started the world with `process_group`. None: the trainer
+                starts the world.
 
         Raises:
             UserError: The job breaks a rule, or the data, the tokenizer or the checkpoint cannot be used.
         """
-        self.opened = ExitStack()  # what `close` ends, the newest first
+        self.opened = ExitStack()  # what `close` closes, in reverse order
         try:
             run = job if isinstance(job, Run) else check_run(job, world_size())
             self.build(run, device or self.opened.enter_context(process_group(run.job)))
@@ -117,12 +118,12 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error of one rank, the others may wait for it in another place: closing together would never end.
+        # After an error of one rank, the others may wait for it in another collective, so closing together could hang.
         if error is None or (dist.is_initialized() and dist.get_world_size() == 1):
             self.close()
 
     def build(self, run: Run, device: torch.device) -> None:
-        """All that the step loop needs, in the order in which one part needs the other."""
+        """Build all that the step loop needs. Each part comes after the parts that it needs."""
         self.job, self.device, opened = run.job, device, self.opened
         check_memory(run, num_params(run.arch), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
@@ -139,14 +140,14 @@ class Trainer:
             self.validation = ValidationSet.of_run(run, tokenizer, self.mesh.data_rank, device)
         for line in describe(run, device, tokenizer, self.loader, self.validation):
             self.log(line)
-        self.loader.start()  # its processes get ready while the model is built; a resume starts them anew
+        self.loader.start()  # its processes start while the model is built; a resume restarts them
         sharded = build_model(run, self.mesh, device, self.log)
         self.model = sharded.whole
         self.forward_backward = build_step(sharded, self.mesh, loss_function(run, self.mesh), run, device)
         self.optimizer = build_optimizer(self.model, self.job.optimizer, run.compiles("optimizer"))
         self.compiles_clip = run.compiles("clip")
         self.steps_done = 0
-        self.data_time = 0.0  # seconds waited for data that no step has used yet
+        self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
         self.checkpoints: CheckpointManager | None = None
         state = None
@@ -162,7 +163,7 @@ class Trainer:
         opened.callback(self.watch.close)
 
     def resume(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Go on where a checkpoint was saved, whose tensors are loaded; returns `state`."""
+        """Continue from the state of a checkpoint whose tensors have been loaded. Returns `state`."""
         if state is not None:
             if "data" in state:
                 self.loader.load_state_dict(state["data"])
@@ -171,14 +172,14 @@ class Trainer:
         return state
 
     def train(self) -> None:
-        """Loop until the last step, the end of the data, or a signal; then save.
+        """Do steps until the last step, the end of the data, or a signal. Then save.
 
         Raises:
-            StoppedBySignal: After saving.
-            StoppedUnsaved: By a signal, where checkpoint.enable is false.
-            UserError: The data ends before the first step, or cannot be read; or there is no step 0 to save.
+            StoppedBySignal: A signal stopped the run, and it was saved.
+            StoppedUnsaved: A signal stopped the run, and checkpoint.enable is false.
+            UserError: The data ends before the first step or cannot be read, or there is no step 0 to save.
             CheckpointError: The last save failed.
-            GuardError: The loss or the gradient norm is not finite; nothing was saved.
+            GuardError: The loss or the gradient norm is not finite. Nothing was saved.
         """
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
         first_step, finished = self.steps_done, self.steps_done >= job.training.steps
@@ -189,7 +190,7 @@ class Trainer:
             self.save()
             return self.finish(Requests(), finished=False)
         if finished:
-            self.log(f"Nothing to do: step {self.steps_done} is done. A training.steps above that goes on.")
+            self.log(f"Nothing to do: step {self.steps_done} is done. Set a larger training.steps to go on.")
         gc.collect()
         gc.disable()
         self.opened.callback(gc.enable)
@@ -208,11 +209,12 @@ class Trainer:
                     self.log(f"The data ends after step {self.steps_done}: {end}")
                     break
                 if self.steps_done % job.training.gc_freq == 0:
-                    gc.collect(1)  # the young generations: what a step leaves behind
+                    gc.collect(1)  # the young generations, because they have the garbage of a step
                 bar.update(
                     self.steps_done, self.metrics.status() if self.metrics.is_log_step(self.steps_done) else None
                 )
-                # The answer is a step old: it is about the next step, the one after which was looked into now.
+                # The answer is that of the call one step ago, which asked about the next step. This call asks about the
+                # one after the next.
                 requests = signals.agreed(self.data_fails(2))
                 failure = self.data_failure() if requests.data_fails else None
                 finished = self.steps_done == job.training.steps
@@ -239,19 +241,19 @@ class Trainer:
         """One optimizer step over this rank's part of the global batch.
 
         Returns:
-            What was measured, if this step is logged (metrics.log_freq): to read it, the host waits for the device.
+            What was measured, if this step is logged (metrics.log_freq). Then the host waits for the device.
 
         Raises:
-            OutOfData: The data has no further batch (dataset.max_epochs); on all ranks at the same step.
+            OutOfData: The data has no further batch (dataset.max_epochs). All ranks raise it at the same step.
             UserError: A record cannot be read.
-            GuardError: On a step that is logged: the loss or the gradient norm is not finite.
+            GuardError: The loss or the gradient norm of a step that is logged is not finite.
         """
         waited_from = time.perf_counter()
         batch = self.loader.next_global_batch()
         data_time, self.data_time = self.data_time + time.perf_counter() - waited_from, 0.0
         self.steps_done += 1
         num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
-        # Waited for where it is read: in the loss, by when the sum has long arrived.
+        # The loss waits for this sum, which has arrived long before.
         num_valid_tokens = collectives.all_reduce(num_valid_tokens, "sum", self.mesh.data_group)
         loss = self.forward_backward(batch.microbatches, num_valid_tokens)
         self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles_clip)
@@ -269,18 +271,20 @@ class Trainer:
             assert self.metrics.latest is not None
             check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.steps_done)
             return self.metrics.latest
-        self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)  # nobody reads it: no sum over ranks
+        # Without a log line the loss is not summed over the ranks.
+        self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
         return None
 
     def data_fails(self, steps: int) -> bool:
-        """Whether this rank cannot read its data of one of the next `steps` steps; waits until they are read."""
+        """Whether this rank cannot read its data for one of the next `steps` steps. It waits until they have been
+        read."""
         waited_from = time.perf_counter()
         fails = self.loader.fails_within(max(0, min(steps, self.job.training.steps - self.steps_done)))
         self.data_time += time.perf_counter() - waited_from
         return fails
 
     def data_failure(self) -> Exception | None:
-        """Why some rank cannot read its data of the next step, on all ranks alike."""
+        """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
         failures: list[Exception | None] = [None] * dist.get_world_size()
         own = self.loader.failure() if self.data_fails(1) else None
         dist.all_gather_object(failures, own, self.mesh.world_group)
@@ -297,7 +301,7 @@ class Trainer:
         return freq > 0 and self.steps_done % freq == 0
 
     def validate(self) -> Score | None:
-        """Log the loss on held-out data, if the job has any, and return it."""
+        """Compute the loss on held-out data, if the job has any, log it and return it."""
         if self.validation is None:
             return None
         score = evaluate(self.validation, self.forward_backward.evaluate, self.mesh.data_group, self.mesh.loss_group)
@@ -306,7 +310,7 @@ class Trainer:
         return score
 
     def save(self, last: bool = False) -> None:
-        """Save what a resume needs. Never saves weights that a non-finite gradient has spoiled."""
+        """Save what a resume needs. Weights after a non-finite gradient are never saved."""
         if self.grad_norm is not None:
             check_finite(0.0, self.grad_norm.item(), self.steps_done)
         if self.checkpoints is not None:
@@ -314,8 +318,10 @@ class Trainer:
             self.checkpoints.save(self.steps_done, {**state, "run": self.run_id}, last=last)
 
     def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
-        """Close everything, and say by an exception that the run is to go on where it is, that its data could not be
-        read further (`failure`), or that it is not saved."""
+        """Close everything. Then raise an exception if the run is not finished.
+
+        Its reason is a stop by a signal, data that could not be read (`failure`), or a last save that failed.
+        """
         self.close()
         if failure is not None:
             raise failure
@@ -333,5 +339,5 @@ class Trainer:
             raise StoppedBySignal(f"{stopped}: saved.")
 
     def close(self) -> None:
-        """Finish what runs in the background and close all files."""
+        """Finish all background work and close all files."""
         self.opened.close()
