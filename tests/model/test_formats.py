@@ -111,7 +111,7 @@ def test_every_key_that_transformers_writes_is_known():
         ({"rope_scaling": {**LLAMA3, "rope_type": "default", "type": "llama3"}}, "factor.* without rope_type"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "greater than low_freq_factor"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 2.0}}, "rope_scaling.attention_factor is unknown"),
-        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}}, "say different things"),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5}}, "rope_parameters differ"),
         ({"rope_scaling": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"original_max_position_embeddings": 32}, "original_max_position_embeddings is unknown"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
