@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import _rounded, _update
+from titanlite.optim.adamw import _place, _rounded, _update
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.init_weights import keep_shard
 
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
 
@@ -144,3 +151,26 @@ def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
     update(whole, 32, 32, 0)
     update(part, 8, 32, 4 * 32 + 8)
     assert torch.equal(part[0], whole[0][4:8, 8:16])
+
+
+def places_of_shards() -> int:
+    """How many shards of this rank begin where `_place` says, of parameters that are cut in one or both dimensions,
+    also unevenly."""
+    right = 0
+    for rows, columns in ((8, 8), (28, 24), (12, 20), (4, 36)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            with torch.no_grad():
+                keep_shard(parameter, torch.arange(float(parameter.numel())).view(parameter.shape))
+            shard = parameter.to_local()
+            right += _place(parameter) == (shard.shape[-1], parameter.shape[-1], int(shard.flatten()[0]))
+    return right
+
+
+@pytest.mark.slow
+def test_a_shard_knows_its_place_in_the_parameter() -> None:
+    assert run_ranks(4, places_of_shards) == [4 * 4] * 4
