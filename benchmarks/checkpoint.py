@@ -26,7 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.resume import Resumer
+from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
@@ -80,24 +83,26 @@ def seconds(function: Callable[[], object]) -> float:
 def measure(training: Training, mode: str, folder: Path) -> Row:
     """Save several times in one mode, stepping until each is published."""
     config = schema.Checkpoint(async_mode=mode, keep_latest_k=1)  # type: ignore[arg-type]
-    manager = CheckpointManager(config, folder, training.model, training.optimizer, log=lambda line: None)
+    opened = CheckpointFolder(config, folder, lambda line: None)
+    saver = Saver(opened, LiveState(training.model, training.optimizer))
     alone = statistics.median(training.step() for _ in range(8))
     blocked, published, meanwhile = [], [], []
     for save in range(SAVES + 1):
         started = time.perf_counter()
-        manager.save(save, {"step": save, "tokens": 0})
+        saver.save(save, {"step": save, "tokens": 0})
         stopped = time.perf_counter() - started
         steps = []
         target = folder / step_folders.step_name(save)
         while not target.exists():
             steps.append(training.step())
-        manager._saver.settle()  # the file system may show the folder before the writer has told all ranks
+        saver.settle()  # the file system may show the folder before the writer has told all ranks
         if save > 0:
             blocked.append(stopped)
             published.append(time.perf_counter() - started)
             meanwhile += steps
-    manager.close()
-    assert manager.stats()["failed_saves"] == 0
+    saver.close()
+    opened.close()
+    assert saver.stats()["failed_saves"] == 0
     step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
     return Row(mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile)
 
@@ -106,11 +111,12 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
     """Bytes; seconds of one copy of them in memory, below which no staging can come; of a whole load, and of the
     verification in it. The files are in the page cache."""
     path = step_folders.list_checkpoints(folder)[-1]
-    manager = CheckpointManager(schema.Checkpoint(), folder, training.model, training.optimizer, log=lambda line: None)
-    manager.load()
-    load = statistics.median(seconds(manager.load) for _ in range(SAVES))
+    opened = CheckpointFolder(schema.Checkpoint(), folder, lambda line: None)
+    resumer = Resumer(opened, LiveState(training.model, training.optimizer))
+    resumer.load()
+    load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
     verify = statistics.median(seconds(lambda: step_folders.verify_folder(path)) for _ in range(SAVES))
-    manager.close()
+    opened.close()
     size = step_folders.folder_size(path)
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))

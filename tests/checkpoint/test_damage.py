@@ -18,7 +18,7 @@ from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
 
 from titanlite.checkpoint import dcp, step_folders
 from titanlite.checkpoint.index import read_index
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.checkpoint.verify import verify
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.model.llama import Llama

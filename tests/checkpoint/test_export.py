@@ -16,7 +16,7 @@ from tiny_run import TinyRun, assert_equal
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables

@@ -5,7 +5,7 @@ import pytest
 from titanlite.checkpoint.job_diff import compare_jobs
 from titanlite.config.schema import JobConfig
 
-BASE = JobConfig()
+SAME_DATA = ([], [], [])  # what the loader says of data that has not changed
 
 
 def job(**keys) -> dict:
@@ -33,10 +33,9 @@ def job(**keys) -> dict:
         ({"model__rope_theta": 5e5}, "curve", "model.rope_theta: 10000.0 -> 500000.0"),
         ({"model__n_layers": 7}, "refused", "model.n_layers: 6 -> 7"),
         ({"model__tied_embeddings": True}, "refused", "model.tied_embeddings: False -> True"),
-        ({"training__seq_len": 64}, "refused", "training.seq_len: 2048 -> 64"),
-        ({"training__seed": 1}, "refused", "training.seed: 0 -> 1"),
-        ({"dataset__source": "text"}, "refused", "dataset.source: python_stdlib -> text"),
-        ({"dataset__source": "text", "dataset__on_change": "warn"}, "curve", "dataset.source: python_stdlib -> text"),
+        ({"training__seq_len": 64}, "curve", "training.seq_len: 2048 -> 64"),
+        ({"training__seed": 1}, "curve", "training.seed: 0 -> 1"),
+        ({"dataset__source": "text"}, "curve", "dataset.source: python_stdlib -> text"),
     ],
 )
 def test_each_change_falls_into_its_class(keys, kind, line):
@@ -69,10 +68,18 @@ def mix(*tables: dict, **keys) -> dict:
 def test_a_mix_is_compared_table_by_table():
     moved = compare_jobs(mix({}, {}), mix({}, {"path": "elsewhere"}))
     assert moved.lines() == ["dataset.sources.1.path: a -> elsewhere (harmless)"]
-    assert compare_jobs(mix({}, {}), mix({"source": "text"}, {})).refused == ["dataset.sources.0.source: jsonl -> text"]
-    assert compare_jobs(mix({}), mix({"weight": 2.0})).refused == ["dataset.sources.0.weight: 1.0 -> 2.0"]
-    assert compare_jobs(mix({}), mix({}, {})).refused == ["dataset.sources: 1 tables -> 2 tables"]
-    assert compare_jobs(mix({}), mix({"weight": 2.0}, dataset__on_change="warn")).refused == []
+    assert compare_jobs(mix({}, {}), mix({"source": "text"}, {})).curve == ["dataset.sources.0.source: jsonl -> text"]
+    assert compare_jobs(mix({}), mix({}, {})).curve == ["dataset.sources: 1 tables -> 2 tables"]
+    renamed = compare_jobs(mix({}, {}), mix({"source": "text"}, {}), data=(["hard"], [], []))
+    assert (renamed.curve, renamed.refused) == ([], ["hard"])  # the loader's words, not the key's
+
+
+def test_the_weights_of_a_mix_are_part_of_the_data():
+    heavier, line = mix({"weight": 2.0}), "dataset.sources.0.weight: 1.0 -> 2.0"
+    assert compare_jobs(mix({}), heavier, data=SAME_DATA).refused == [line]
+    assert compare_jobs(mix({}), heavier).curve == [line]
+    warned = compare_jobs(mix({}), mix({"weight": 2.0}, dataset__on_change="warn"), data=SAME_DATA)
+    assert (warned.curve, warned.refused) == ([line], [])
 
 
 def test_a_seed_of_its_own_keeps_the_data_order():
@@ -82,22 +89,20 @@ def test_a_seed_of_its_own_keeps_the_data_order():
 
 def test_a_fresh_start_of_the_data_is_never_refused():
     now = job(dataset__source="text", training__seq_len=64, training__seed=1)
-    assert compare_jobs(job(), now, keeps_data=False).refused == []
+    assert compare_jobs(job(), now).refused == []
 
 
 def test_another_tokenizer_is_refused_and_a_moved_one_is_harmless():
     moved = job(tokenizer__path="elsewhere/tokenizer.model")
     assert compare_jobs(job(), moved).refused == []
-    for keeps_data in (True, False):
-        changes = compare_jobs(job(), moved, keeps_data=keeps_data, same_tokenizer=False)
+    for data in (SAME_DATA, None):
+        changes = compare_jobs(job(), moved, data=data, same_tokenizer=False)
         assert changes.harmless == []
         assert changes.refused == [
             "tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model, "
             "which gives the ids of the vocabulary another meaning"
         ]
-        assert (
-            "has other contents" in compare_jobs(job(), job(), keeps_data=keeps_data, same_tokenizer=False).refused[0]
-        )
+        assert "has other contents" in compare_jobs(job(), job(), data=data, same_tokenizer=False).refused[0]
 
 
 def test_keys_of_another_version_are_skipped_and_unknown_ones_change_the_curve():
@@ -132,9 +137,9 @@ def test_a_job_of_another_version_is_compared_as_far_as_it_goes(garbage):
 
 def test_the_remedy_fits_all_that_is_refused():
     path = Path("run/step-00000001")
-    shape = compare_jobs(job(), job(model__n_layers=7, training__seq_len=64))
-    order = compare_jobs(job(), job(training__seq_len=64, dataset__source="text"))
-    data = compare_jobs(job(), job(dataset__source="text"))
+    shape = compare_jobs(job(), job(model__n_layers=7), data=(["place"], ["contents"], []))
+    order = compare_jobs(job(), job(), data=(["place"], ["contents"], []))
+    data = compare_jobs(job(), job(), data=([], ["contents"], []))
     assert "initial_load_path" not in shape.remedy(path)
     assert order.remedy(path).endswith('checkpoint.initial_load_path = "run/step-00000001".')
     assert "on_change" not in order.remedy(path)
@@ -149,9 +154,9 @@ def test_the_remedy_for_another_model_names_its_keys_even_where_a_job_leaves_the
 
 def test_what_the_loader_says_takes_the_place_of_the_keys_that_it_is_about():
     now = job(dataset__source="text", dataset__path="a", training__seed=1, training__seq_len=64)
-    assert compare_jobs(job(), now, data=([], [])).refused == []
-    assert len(compare_jobs(job(), now, data=([], [])).harmless) == 4
-    changes = compare_jobs(job(), now, data=(["hard"], ["soft"]))
-    assert (changes.harmless, changes.refused) == ([], ["hard", "soft"])
-    changes = compare_jobs(job(), job(dataset__seed=3, dataset__on_change="warn"), data=(["hard"], ["soft"]))
-    assert (changes.curve, changes.refused) == (["soft"], ["hard"])
+    assert compare_jobs(job(), now, data=SAME_DATA).refused == []
+    assert len(compare_jobs(job(), now, data=SAME_DATA).harmless) == 4
+    changes = compare_jobs(job(), now, data=(["place"], ["contents"], []))
+    assert (changes.harmless, changes.refused) == ([], ["place", "contents"])
+    changes = compare_jobs(job(), job(dataset__seed=3, dataset__on_change="warn"), data=(["place"], [], ["contents"]))
+    assert (changes.curve, changes.refused) == (["contents"], ["place"])

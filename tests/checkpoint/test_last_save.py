@@ -6,7 +6,7 @@ from tiny_run import TinyRun, assert_equal, names, weights
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.config.errors import CheckpointError
 from titanlite.model.llama import Llama
 

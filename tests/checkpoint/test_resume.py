@@ -184,25 +184,25 @@ def test_the_contents_of_the_data_decide_about_its_keys_and_one_remedy_is_named(
     run.manager(tmp_path, job=job).save(1, saved)
     job["dataset"]["path"] = "elsewhere"
 
-    def resume(hard: list[str], soft: list[str], **keys) -> list[str]:
+    def resume(place: list[str], refused: list[str], accepted: list[str]) -> list[str]:
         lines: list[str] = []
-        manager = run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: (hard, soft), **keys)
+        manager = run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: (place, refused, accepted))
         assert manager.load() is not None
         return lines
 
-    assert resume([], [])[0] == "changed since step-00000001: dataset.path: None -> elsewhere (harmless)"
+    assert resume([], [], [])[0] == "changed since step-00000001: dataset.path: None -> elsewhere (harmless)"
     changed = "the source a has changed since"
     with pytest.raises(UserError, match=f"{changed}(?s:.*)Restore the data, or go on .* dataset.on_change = .warn."):
-        resume([], [changed])
+        resume([], [changed], [])
     job["dataset"]["on_change"] = "warn"
-    lines = resume([], [changed])
+    lines = resume([], [], [changed])
     assert f"changed since step-00000001: {changed} (changes the curve)" in lines
     assert not any("dataset.path" in line for line in lines)  # said once, by what it means
     step = tmp_path / "step-00000001"
     with pytest.raises(
         UserError, match=f'training.seq_len was(?s:.*)checkpoint.initial_load_path = "{step}"'
     ) as caught:
-        resume(["training.seq_len was 32, it is now 64"], [changed])
+        resume(["training.seq_len was 32, it is now 64"], [], [changed])
     assert caught.value.exit_code == 2
     fresh = TinyRun(seed=5)
     manager = fresh.manager(tmp_path / "new", job=job, initial_load_path=str(step))

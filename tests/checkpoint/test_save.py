@@ -14,11 +14,12 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from tiny_run import TinyRun, assert_equal, names, train_ranks
+from tiny_run import Checkpoints, TinyRun, assert_equal, names, train_ranks
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.manager import CheckpointManager, load_model_weights
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
@@ -59,7 +60,7 @@ def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
     hashes = set()
     for seed in (0, 0, 1):
         job = JobConfig.model_validate({"training": {"seed": seed}}).model_dump(mode="json")
-        hashes.add(run.manager(folder, job=job)._describe({})["job_hash"])
+        hashes.add(run.manager(folder, job=job).saver._describe({})["job_hash"])
     assert len(hashes) == 2
 
 
@@ -90,7 +91,7 @@ def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
     run.train(2)
     with no_files_left():
         manager.save(2, run.train_state())
-        manager._saver.settle()
+        manager.saver.settle()
     assert "save of step 2 FAILED (OSError: [Errno 24] Too many open files" in "".join(lines)
     run.train(2)
     manager.save(4, run.train_state())
@@ -193,7 +194,7 @@ def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkey
         step_folders, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded"))
     )
     manager.save(6, run.train_state(6))
-    manager._saver.settle()
+    manager.saver.settle()
     monkeypatch.undo()
     assert manager.stats()["failed_saves"] == 1
     assert "Quota exceeded" in lines[-1]
@@ -230,7 +231,7 @@ time.sleep(60)
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        monkeypatch.setattr("titanlite.checkpoint.manager.LOCK_PATIENCE", 0.3)
+        monkeypatch.setattr("titanlite.checkpoint.folder.LOCK_PATIENCE", 0.3)
         lines: list[str] = []
         with pytest.raises(UserError, match="another run is using it"):
             TinyRun().manager(tmp_path / "checkpoint", lines=lines)
@@ -275,7 +276,7 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     fully_shard(model)
     assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    manager = CheckpointManager(schema.Checkpoint(), tmp_path, model, optimizer, log=lambda line: None)
+    manager = Checkpoints(schema.Checkpoint(), tmp_path, LiveState(model, optimizer))
     manager.save(0, {"step": 0, "tokens": 0})
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)

@@ -44,12 +44,12 @@ def test_saves_in_a_process_that_survives_failures_and_leaves_nothing(tmp_path, 
     before = set(os.listdir("/dev/shm"))
     run = TinyRun()
     manager = run.manager(folder, lines=lines, async_mode="process", keep_latest_k=0)
-    writer = manager._saver._process
+    writer = manager.saver._writer._process
     assert writer is not None
 
     def save(step: int) -> str:
         manager.save(step, run.train_state(step))
-        manager._saver.settle()
+        manager.saver.settle()
         return next(line for line in reversed(lines) if f"step {step} " in line)
 
     assert save(0).startswith("saved step 0")  # weights alone
@@ -72,7 +72,7 @@ def test_saves_in_a_process_that_survives_failures_and_leaves_nothing(tmp_path, 
     os.kill(pid, signal.SIGSTOP)  # so that the save finds it alive
     manager.save(5, run.train_state(5))
     os.kill(pid, signal.SIGKILL)
-    manager._saver.settle()
+    manager.saver.settle()
     assert "save of step 5 FAILED (OSError: the process that writes has died, exit code -9)" in lines
     assert save(6).startswith("saved step 6")
     assert writer._process.pid != pid

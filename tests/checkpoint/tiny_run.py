@@ -11,7 +11,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.resume import Resumer
+from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
@@ -20,6 +23,26 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 
 ARCHITECTURE = Architecture(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=64)
 ROWS, TOKENS = 4, 16
+
+
+class Checkpoints:
+    """The checkpoints of one run, saved and resumed as the trainer does it."""
+
+    def __init__(self, config, folder, live, *, lines=None, job=None, write_tokenizer=None, **comparisons):
+        log = (lambda line: None) if lines is None else lines.append
+        self.folder = CheckpointFolder(config, folder, log)
+        self.saver = Saver(self.folder, live, job=job, write_tokenizer=write_tokenizer)
+        self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
+        self.resumer = Resumer(self.folder, live, job=job, **comparisons)
+
+    def load(self):
+        state = self.resumer.load()
+        self.saver.loaded_step = state["step"] if state else None
+        return state
+
+    def close(self):
+        self.saver.close()
+        self.folder.close()
 
 
 class TinyRun:
@@ -79,12 +102,11 @@ class TinyRun:
         write_tokenizer=None,
         **keys,
     ):
-        return CheckpointManager(
+        return Checkpoints(
             schema.Checkpoint(**keys),
             folder,
-            self.model,
-            self.optimizer,
-            log=(lambda line: None) if lines is None else lines.append,
+            LiveState(self.model, self.optimizer),
+            lines=lines,
             job=job,
             same_tokenizer=lambda fingerprint: fingerprint == tokenizer,
             compare_data=compare_data,

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from titanlite import cli
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import use_newest
-from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.save import Saver
 from titanlite.commands import generate as command
 from titanlite.commands.generate import (
     TextStream,
@@ -67,7 +69,8 @@ def save_run(folder, fingerprint, steps, **more):
     try:
         for step in steps:
             model = random_model(architecture(JOB.model), seed=step)
-            saver = CheckpointManager(JOB.checkpoint, folder / "checkpoint", model, None, log=lambda line: None, **more)
+            checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", lambda line: None)
+            saver = Saver(checkpoints, LiveState(model), **more)
             saver.save(step, {"step": step, "tokens": 0, "data": {"version": 1, "tokenizer": fingerprint}})
     finally:
         dist.destroy_process_group()

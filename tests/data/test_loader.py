@@ -209,7 +209,7 @@ def test_what_changed_since_the_checkpoint_is_said(dataset, reference, tmp_path)
 def test_another_holdout_is_all_that_changed_where_the_data_is_the_same(dataset, reference):
     """Though it changes the number of streams, too."""
     loader = Ranks(dataset, 1, holdout=0.2).loaders[0]
-    assert loader.compare(reference[1][0]) == (["validation.holdout was 0.0, it is now 0.2"], [])
+    assert loader.compare(reference[1][0]) == (["validation.holdout was 0.0, it is now 0.2"], [], [])
 
 
 @pytest.mark.parametrize("field", range(4))

@@ -37,7 +37,7 @@ def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path
     [
         pytest.param("hang1", 1, "gloo:all_gather", "train.py", "stuck_or_killed", 30, marks=pytest.mark.long),
         ("hang5", 5, "gloo:all_gather", "train.py", "stuck_or_killed", 8),
-        ("hang_save", 5, "gloo:all_gather", "saver.py", "mishap_run.py", 6),
+        ("hang_save", 5, "gloo:all_gather", "writer.py", "mishap_run.py", 6),
     ],
 )
 def test_a_hang_ends_in_a_report_that_names_the_late_rank(

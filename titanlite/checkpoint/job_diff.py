@@ -43,15 +43,22 @@ _HARMLESS_KEYS = (
     "dataset.on_change",
 )
 _CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading")  # exceptions from harmless sections
-_DATA_KEYS = ("dataset.source", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources")
-_CONTENT_KEYS = (*_DATA_KEYS, "dataset.path")  # which the loader compares by what lies there
-_MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
-_ORDER_KEYS = (
+_LOADER_KEYS = (  # where the data lies and how it is ordered: the loader compares what follows from them
+    "dataset.source",
+    "dataset.path",
+    "dataset.config",
+    "dataset.split",
+    "dataset.text_column",
+    "dataset.sources",
     "dataset.seed",
     "dataset.packing",
     "training.seq_len",
     "validation.holdout",
-)  # the saved place has no meaning without them
+)
+_MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
+
+DataChanges = tuple[list[str], list[str], list[str]]
+"""`Loader.compare`: what makes the saved place meaningless; what else is refused; what the user has accepted."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +109,16 @@ def compare_jobs(
     before: dict[str, Any],
     now: dict[str, Any],
     *,
-    keeps_data: bool = True,
     same_tokenizer: bool = True,
-    data: tuple[list[str], list[str]] | None = None,
+    data: DataChanges | None = None,
 ) -> Changes:
     """Compare the job of a checkpoint with the one that resumes from it.
 
     Args:
         before, now: `JobConfig.model_dump(mode="json")`. Keys that only one has (of another version) are skipped.
-        keeps_data: whether the place in the data is resumed, too.
         same_tokenizer: whether the ids still mean what they meant; a tokenizer that only moved is the same.
-        data: `Loader.compare`, where the data is resumed: what does not fit, and what a user may accept. It decides
-            about the keys that say where the data lies and how it is ordered.
+        data: what the loader says of the place in the data; None if the data starts afresh. The loader decides about
+            the keys that say where the data lies and how it is ordered.
     """
     changes = Changes()
     if not same_tokenizer:
@@ -129,10 +134,10 @@ def compare_jobs(
         for key in before[section].keys() & now[section].keys():
             if before[section][key] != now[section][key]:
                 line = f"{section}.{key}: {_shown(before[section][key])} -> {_shown(now[section][key])}"
-                _class_of(f"{section}.{key}", before, now, keeps_data, data, changes).append(line)
+                _class_of(f"{section}.{key}", before, now, data, changes).append(line)
     if data is not None:
-        changes.other_order.extend(data[0])
-        (changes.curve if _value(now, "dataset.on_change") == "warn" else changes.other_data).extend(data[1])
+        for lines, of_loader in zip((changes.other_order, changes.other_data, changes.curve), data, strict=True):
+            lines.extend(of_loader)
     for lines in vars(changes).values():
         lines.sort()
     return changes
@@ -172,26 +177,19 @@ def _compare_models(before: Any, now: dict[str, Any], changes: Changes) -> None:
 
 
 def _class_of(
-    name: str,
-    before: dict[str, Any],
-    now: dict[str, Any],
-    keeps_data: bool,
-    data: tuple[list[str], list[str]] | None,
-    changes: Changes,
+    name: str, before: dict[str, Any], now: dict[str, Any], data: DataChanges | None, changes: Changes
 ) -> list[str]:
     section, key = name.split(".")[0], name.split(".")[-1]
     if name.startswith("dataset.sources."):
-        name = "dataset.sources" if key in _MIX_KEYS else f"dataset.{key}"
-    is_order = name in _ORDER_KEYS or (name == "training.seed" and _value(now, "dataset.seed") is None)
-    if data is not None and (is_order or (name in _CONTENT_KEYS and key not in _MIX_KEYS)):
+        if key in _MIX_KEYS:
+            refused = data is not None and _value(now, "dataset.on_change") == "error"
+            return changes.other_data if refused else changes.curve
+        name = f"dataset.{key}"
+    if data is not None and (name in _LOADER_KEYS or (name == "training.seed" and _value(now, "dataset.seed") is None)):
         return [] if any(data) else changes.harmless  # the loader says it in its own words
     if name in _HARMLESS_KEYS or (section in _HARMLESS_SECTIONS and name not in _CURVE_KEYS):
         return changes.harmless
     if name == "training.local_batch_size":  # a global batch size that is written out fixes what a step sees
         size = _value(now, "training.global_batch_size")
         return changes.harmless if _value(before, "training.global_batch_size") == size != -1 else changes.curve
-    if is_order and keeps_data:
-        return changes.other_order
-    if name in _DATA_KEYS and keeps_data and _value(now, "dataset.on_change") == "error":
-        return changes.other_data
     return changes.curve

@@ -6,6 +6,7 @@ gathered and no second copy is made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -17,6 +18,42 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite import __version__
+from titanlite.checkpoint.rank_agreement import Ranks
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """What this rank holds of a model and of its optimizer; with `optimizer` None, weights only are saved and loaded.
+
+    Args:
+        model: sharded or not; its parameters may lie in host memory.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+
+    def tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
+        """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `rng.*`."""
+        tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
+        if self.optimizer is not None and optimizer:
+            of_optimizer = optimizer_tensors(self.optimizer, parameter_names(self.model))
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in of_optimizer.items()}
+        if rng:
+            tensors |= {f"rng.{name}": tensor for name, tensor in rng_tensors(dist.get_rank()).items()}
+        return tensors
+
+    def optimizer_groups(self, ranks: Ranks) -> list[dict[str, Any]]:
+        """Settings and parameter names of the groups, over all ranks; empty without an optimizer or without state."""
+        if self.optimizer is None or not self.optimizer.state:
+            return []
+        return merge_groups(ranks.distinct(optimizer_groups(self.optimizer, parameter_names(self.model))))
+
+    def estimated_size(self, ranks: Ranks) -> int:
+        """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in self.tensors().items()}
+        if self.optimizer is not None and not self.optimizer.state:
+            sizes |= {f"state of {name}": 2 * size for name, size in sizes.items()}
+        return sum({name: size for of_rank in ranks.distinct(sizes) for name, size in of_rank.items()}.values())
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.find import saved_job, use_newest
-from titanlite.checkpoint.manager import load_checked_weights
+from titanlite.checkpoint.load_weights import load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.run import Run

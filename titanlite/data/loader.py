@@ -238,32 +238,29 @@ class Loader:
         """Go on where `state` was saved, on any number of ranks.
 
         Raises:
-            UserError: the data is not that of the run that saved it (sources, tokenizer, seed, seq_len or packing). If
-                dataset.on_change is "warn": only if the saved place means nothing in the new data.
-            CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
-            Damage: a place that no run comes to.
+            UserError: `compare` refuses it, or the tokenizer is another one. (A run has been told so before.)
+            CheckpointError, Damage: as `compare`.
         """
-        hard, soft = self._changes(state)
+        place, contents, accepted = self.compare(state)
         if not self._tokenizer.is_known_as(state["tokenizer"]):
-            hard.append("the tokenizer is another one")
-        if hard or (soft and self._dataset.on_change == "error"):
+            place.append("the tokenizer is another one")
+        if place or contents:
             remedy = "Restore that, or start a new run in another job.dump_folder"
-            remedy += "." if hard else ', or go on with the new data by dataset.on_change = "warn".'
-            raise UserError(
-                f"cannot go on with the data of the checkpoint: {'; '.join([*hard, *soft.values()])}. {remedy}"
-            )
+            remedy += "." if place else ', or go on with the new data by dataset.on_change = "warn".'
+            listed = "; ".join([*place, *contents, *accepted])
+            raise UserError(f"cannot go on with the data of the checkpoint: {listed}. {remedy}")
         self.close()
         self._schedule = self._new_schedule(state["schedule"])
         self._cursors = [
             [
-                # A place within a document means nothing if the documents are others.
                 Cursor(
                     _rows_before(rows, v, len(saved["streams"])),
-                    *((Place(stream[0]), 0) if i in soft else (Place(*stream[:3]), stream[3])),
+                    # A place within a document means nothing if the documents are others.
+                    *((Place(*at[:3]), at[3]) if saved["fingerprint"] == source.fingerprint else (Place(at[0]), 0)),
                 )
-                for v, stream in enumerate(saved["streams"])
+                for v, at in enumerate(saved["streams"])
             ]
-            for i, (rows, saved) in enumerate(zip(self._schedule.rows, state["sources"], strict=True))
+            for rows, saved, source in zip(self._schedule.rows, state["sources"], self.sources, strict=True)
         ]
 
     def describe(self) -> str:
@@ -286,23 +283,22 @@ class Loader:
         self._reader = None
         self._ahead.clear()
 
-    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What differs between this data and that of the run that saved `state`: what nobody can go on with, and what a
-        user accepts by dataset.on_change = "warn". (Whether the tokenizer is the same, `Tokenizer.is_known_as` says.)
+    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+        """What differs between this data and that of the run that saved `state`. It decides whether a run can go on
+        with this data; whether it can with the tokenizer, `Tokenizer.is_known_as` says.
+
+        Returns:
+            One line for each difference: those that make the saved place meaningless, which is refused; those of the
+            contents, which is refused, too, if dataset.on_change is "error", and those if it is "warn".
 
         Raises:
-            CheckpointError: a version of titanlite wrote it that this one does not know.
+            CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
             Damage: a place that no run comes to.
         """
-        hard, soft = self._changes(state)
-        return hard, list(soft.values())
-
-    def _changes(self, state: dict[str, Any]) -> tuple[list[str], dict[int, str]]:
-        """`compare`, with the number of the source for each of the latter."""
         if (found := state["version"]) != _STATE_VERSION:
             raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
-        hard: list[str] = []
-        soft: dict[int, str] = {}
+        place: list[str] = []
+        contents: list[str] = []
         for key, now, name in (
             ("seed", self._seed, "the seed of the data order"),
             ("seq_len", self._seq_len, "training.seq_len"),
@@ -310,23 +306,23 @@ class Loader:
             ("holdout", self._encoder.holdout, "validation.holdout"),
         ):
             if state[key] != now:
-                hard.append(f"{name} was {state[key]}, it is now {now}")
+                place.append(f"{name} was {state[key]}, it is now {now}")
         if len(state["sources"]) != len(self.sources):
-            hard.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
-            return hard, soft
-        for i, (saved, source, cursors) in enumerate(zip(state["sources"], self.sources, self._cursors, strict=True)):
+            place.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
+            return place, [], []
+        for saved, source, cursors in zip(state["sources"], self.sources, self._cursors, strict=True):
             before, now = len(saved["streams"]), len(cursors)
             if before != now and state["holdout"] == self._encoder.holdout:  # which decides their number, too
                 cause = f"another {'dataset.max_epochs or ' if 1 in (before, now) else ''}number of documents or files"
                 streams = f"{before} streams, {source.name} is read in {now}: {cause}"
-                hard.append(f"the source {saved['name']} was read in {streams}")
+                place.append(f"the source {saved['name']} was read in {streams}")
             elif saved["fingerprint"] != source.fingerprint:
                 same = saved["name"] == source.name
                 what = "has changed since: other files, contents or text_column" if same else f"is now {source.name}"
-                soft[i] = f"the source {saved['name']} {what}"
+                contents.append(f"the source {saved['name']} {what}")
             elif any(not _can_be_reached(source, Place(*stream[:3])) for stream in saved["streams"]):
                 raise Damage(f"its places in {source.name} are none that a run comes to")
-        return hard, soft
+        return (place, [], contents) if self._dataset.on_change == "warn" else (place, contents, [])
 
     def _new_schedule(self, state: dict[str, Any] | None = None) -> Schedule:
         schedule = Schedule(self._dataset, self._global_batch_size)

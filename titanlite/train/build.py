@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.manager import LOCK_PATIENCE, CheckpointManager
+from titanlite.checkpoint.folder import LOCK_PATIENCE, CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.checkpoint.resume import Resumer
+from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.flavors import unused_rows
 from titanlite.config.load import dump_config
@@ -30,7 +33,6 @@ from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_export import write_tokenizer
-from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params, peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
@@ -100,20 +102,20 @@ def loss_function(run: Run, mesh: Mesh) -> LossFunction:
 
 
 def open_checkpoints(
-    run: Run, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, loader: Loader, log: Log
-) -> CheckpointManager:
-    """The folder of the run's checkpoints."""
-    return CheckpointManager(
-        run.job.checkpoint,
-        run.checkpoint_folder,
-        model,
-        optimizer,
-        log=log,
-        job=run.job.model_dump(mode="json"),
-        same_tokenizer=tokenizer.is_known_as,
-        compare_data=loader.compare,
-        write_tokenizer=lambda folder: write_tokenizer(run.tokenizer_path, folder, run.arch.max_seq_len),
-    )
+    run: Run, live: LiveState, tokenizer: Tokenizer, loader: Loader, log: Log, opened: ExitStack
+) -> tuple[Saver, Resumer]:
+    """What saves the run, and what resumes it. Their folder is the run's until `opened` closes."""
+    folder = CheckpointFolder(run.job.checkpoint, run.checkpoint_folder, log)
+    opened.callback(folder.close)
+    job = run.job.model_dump(mode="json")
+
+    def write_tokenizer_files(out: Path) -> dict[str, int | None]:
+        return write_tokenizer(run.tokenizer_path, out, run.arch.max_seq_len)
+
+    saver = Saver(folder, live, job=job, write_tokenizer=write_tokenizer_files)
+    opened.callback(saver.close)
+    resumer = Resumer(folder, live, job=job, same_tokenizer=tokenizer.is_known_as, compare_data=loader.compare)
+    return saver, resumer
 
 
 def start_metrics(

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.go_on import how_to_go_on
-from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import (
     ERROR_FOLDER,
     CheckpointError,
@@ -149,12 +150,13 @@ class Trainer:
         self.steps_done = 0
         self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
-        self.checkpoints: CheckpointManager | None = None
+        self.saver: Saver | None = None
         state = None
         if self.job.checkpoint.enable:
-            self.checkpoints = open_checkpoints(run, self.model, self.optimizer, tokenizer, self.loader, self.log)
-            opened.callback(self.checkpoints.close)
-            state = self.resume(self.checkpoints.load())
+            live = LiveState(self.model, self.optimizer)
+            self.saver, resumer = open_checkpoints(run, live, tokenizer, self.loader, self.log, opened)
+            state = self.resume(resumer.load())
+            self.saver.loaded_step = state["step"] if state else None
         if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
         self.loader.start()
@@ -184,7 +186,7 @@ class Trainer:
         job, signals, requests = self.job, Signals(self.mesh.world_group), Requests()
         first_step, finished = self.steps_done, self.steps_done >= job.training.steps
         if job.checkpoint.create_seed_checkpoint:
-            if self.checkpoints is None or self.steps_done:
+            if self.saver is None or self.steps_done:
                 why = f"the run has come to step {self.steps_done}" if self.steps_done else "checkpoint.enable is false"
                 raise UserError(f"checkpoint.create_seed_checkpoint: {why}, so there is no step 0 to save.")
             self.save()
@@ -266,7 +268,7 @@ class Trainer:
             precompute_scales(self.model)
         if self.metrics.is_log_step(self.steps_done):
             self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
-            saves = self.checkpoints.stats() if self.checkpoints else {}
+            saves = self.saver.stats() if self.saver else {}
             self.log(self.metrics.log(self.steps_done, lr, **saves, **self.loader.stats()))
             assert self.metrics.latest is not None
             check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.steps_done)
@@ -313,9 +315,9 @@ class Trainer:
         """Save what a resume needs. Weights after a non-finite gradient are never saved."""
         if self.grad_norm is not None:
             check_finite(0.0, self.grad_norm.item(), self.steps_done)
-        if self.checkpoints is not None:
+        if self.saver is not None:
             state = {"step": self.steps_done, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
-            self.checkpoints.save(self.steps_done, {**state, "run": self.run_id}, last=last)
+            self.saver.save(self.steps_done, {**state, "run": self.run_id}, last=last)
 
     def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
         """Close everything. Then raise an exception if the run is not finished.
@@ -326,14 +328,14 @@ class Trainer:
         if failure is not None:
             raise failure
         stopped = f"Stopped by {requests.stop} after step {self.steps_done}"
-        if self.checkpoints is not None and not self.checkpoints.holds(self.steps_done):
+        if self.saver is not None and not self.saver.holds(self.steps_done):
             raise CheckpointError(
                 f"{f'{stopped}. ' if requests.stop else ''}The save after the last step, {self.steps_done}, FAILED; "
                 "the log says why. Once that is mended, start again: what the newest checkpoint does not hold is "
                 "trained again."
             )
         if requests.stop and not finished:
-            if self.checkpoints is None:
+            if self.saver is None:
                 number = signal.Signals[requests.stop]
                 raise StoppedUnsaved(f"{stopped}: nothing saved, as checkpoint.enable is false.", number)
             raise StoppedBySignal(f"{stopped}: saved.")

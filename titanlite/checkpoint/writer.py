@@ -1,7 +1,6 @@
 """Write checkpoints, in the step loop or beside it, and remove old ones.
 
-Invariant: one save is under way at a time; one that fails costs nothing but itself. May import config, torch, commit,
-ranks, staging and storage.
+Invariant: one save is under way at a time; one that fails costs nothing but itself.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, cause
-from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.staging import Stager
 from titanlite.checkpoint.writer_process import RemoteWriter, WriterProcess
-from titanlite.config import schema
 
 
 @dataclass(frozen=True)
@@ -38,35 +36,31 @@ class _PendingSave:
     blocked: float
 
 
-class Saver:
-    """Writes to one folder, for all ranks together.
+class CheckpointWriter:
+    """Writes to one folder, for all ranks together. It logs from other threads, too.
 
-    Args:
-        token: equal on all ranks and used by no other run; temporary folders are named after it.
-        log: called on rank 0, also from other threads.
+    Attributes:
+        failed: saves that failed.
+        waits: saves that found the one before still under way.
+        last_step: of the newest save that is known to be complete.
+        failed_step: of the newest save, if it failed.
 
     Raises:
         UserError: the async mode needs a GPU.
     """
 
-    def __init__(
-        self, config: schema.Checkpoint, folder: Path, ranks: Ranks, token: str, log: Callable[[str], None]
-    ) -> None:
-        self.failed = 0
-        self.waits = 0
-        self.last_step: int | None = None  # of the newest save that is known to be complete
-        self.failed_step: int | None = None  # of the newest save, if it failed
-        self._config = config
-        self._folder = folder
-        self._ranks = ranks
-        self._token = token
-        self._log = log
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.failed = self.waits = 0
+        self.last_step: int | None = None
+        self.failed_step: int | None = None
+        self._config, self._folder, self._ranks, self._log = folder.config, folder.path, folder.ranks, folder.log
+        self._token = folder.token
         self._count = 0
         self._unfinished: list[Path] = []  # on rank 0: folders of failed saves
         self._pending: tuple[_PendingSave, Future[Any]] | None = None
         self._purger = ThreadPoolExecutor(1, "purge")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        mode = config.async_mode
+        mode = folder.config.async_mode
         self._process = WriterProcess() if mode == "process" else None
         self._stager = (
             None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")

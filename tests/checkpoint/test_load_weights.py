@@ -5,7 +5,7 @@ from tiny_run import TinyRun, assert_equal, train_ranks, weights
 
 from titanlite.checkpoint import find
 from titanlite.checkpoint.huggingface import HuggingFaceWriter
-from titanlite.checkpoint.manager import load_model_weights
+from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.checkpoint.rank_agreement import Ranks
 from titanlite.model.llama import Llama
 
