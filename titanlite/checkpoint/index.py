@@ -1,19 +1,16 @@
 """The index of a checkpoint, `.metadata`: which tensors it holds, and where their bytes lie.
 
 Invariant: an index that `parse_index` returns describes each tensor whole: its chunks cover it exactly once, and each
-byte of each file belongs to exactly one chunk. Reading one runs no code and makes no object of the file's choice: DCP
-writes a pickle, of which the few instructions that an index needs are carried out here, on plain values. No torch, so
-that `titanlite verify` answers at once.
+byte of each file belongs to exactly one chunk. No torch is imported, so that `titanlite verify` answers at once.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titanlite.checkpoint.index_pickle import Global, Object, Table, read_pickle
 from titanlite.checkpoint.open_files import read_file, shown
 from titanlite.config.errors import Damage
 
@@ -81,7 +78,7 @@ def parse_index(raw: bytes) -> Index:
         Damage: `raw` is no pickle of such an index, or one of tensors that are not whole.
     """
     try:
-        index = _tensors(_unpickle(raw))
+        index = _tensors(read_pickle(raw, _GLOBALS))
         file_sizes(index)
     except Damage as damage:
         raise Damage(f"{INDEX}: {damage}") from None
@@ -106,9 +103,6 @@ def file_sizes(index: Index) -> dict[str, int]:
                 raise Damage(f"the chunks in {shown(name)} {kind} at byte {min(start, end)}")
             end += length
     return {name: sum(length for _, length in spans) for name, spans in places.items()}
-
-
-# ------------------------------------------------------------------------------------------- from values to tensors
 
 
 def _tensors(root: Any) -> Index:
@@ -199,14 +193,14 @@ def _place(value: Any) -> tuple[str, int, int]:
 
 def _dtype(properties: Any) -> str:
     """Of the properties, which DCP keeps as a tuple, only the dtype counts: it ignores the others, too."""
-    state = properties.state if isinstance(properties, _Object) and properties.kind == "TensorProperties" else None
-    if not isinstance(state, tuple) or not state or not isinstance(state[0], _Global) or state[0].name not in ITEMSIZE:
+    state = properties.state if isinstance(properties, Object) and properties.kind == "TensorProperties" else None
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], Global) or state[0].name not in ITEMSIZE:
         raise Damage("a tensor without a dtype")
     return state[0].name
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    if isinstance(value, _Object) and value.kind == "Size" and len(value.args) == 1 and value.state is None:
+    if isinstance(value, Object) and value.kind == "Size" and len(value.args) == 1 and value.state is None:
         size = value.args[0]
         if isinstance(size, tuple) and len(size) <= _MOST_DIMENSIONS and all(map(_is_length, size)):
             return size
@@ -225,167 +219,12 @@ def _text(value: Any) -> str:
 
 def _state_of(value: Any, kind: str) -> dict[str, Any]:
     """The attributes of an object."""
-    if not isinstance(value, _Object) or value.kind != kind:
+    if not isinstance(value, Object) or value.kind != kind:
         raise Damage(f"no {kind} where one belongs")
     return {_text(key): attribute for key, attribute in _pairs(value.state)}
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(value, _Table):
+    if not isinstance(value, Table):
         raise Damage("no table where one belongs")
     return value.pairs
-
-
-# --------------------------------------------------------------------------------------------- from bytes to values
-
-
-@dataclass(frozen=True)
-class _Global:
-    """A name that the pickle mentions. It is never looked up."""
-
-    name: str
-
-
-@dataclass(eq=False)
-class _Object:
-    """What the pickle would make by calling `kind`: never called."""
-
-    kind: str
-    args: tuple[Any, ...]
-    state: Any = None
-
-
-class _Table:
-    """A dictionary before its keys are looked at."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Any, Any]] = []
-
-
-_INT32, _UINT32 = struct.Struct("<i").unpack_from, struct.Struct("<I").unpack_from
-
-
-def _unpickle(raw: bytes) -> Any:
-    """Carry out the instructions of protocols 4 and 5 that an index consists of; any other is damage.
-
-    One loop and no function calls: an index of thousands of ranks has a hundred million instructions.
-    """
-    try:
-        return _run(raw)
-    except (IndexError, struct.error):
-        raise Damage("truncated") from None
-    except UnicodeDecodeError:
-        raise Damage("text that is none") from None
-
-
-def _run(raw: bytes) -> Any:
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: list[Any] = []
-    push, pop, remember = stack.append, stack.pop, memo.append
-    at = 0
-
-    def since_mark() -> list[Any]:
-        start = marks.pop()
-        items = stack[start:]
-        if start > len(stack):
-            raise IndexError
-        del stack[start:]
-        return items
-
-    while True:
-        code = raw[at]
-        at += 1
-        if code == 0x94:  # MEMOIZE
-            remember(stack[-1])
-        elif code == 0x68:  # BINGET
-            push(memo[raw[at]])
-            at += 1
-        elif code == 0x6A:  # LONG_BINGET
-            push(memo[_UINT32(raw, at)[0]])
-            at += 4
-        elif code == 0x4B:  # BININT1
-            push(raw[at])
-            at += 1
-        elif code == 0x4D:  # BININT2
-            push(raw[at] | raw[at + 1] << 8)
-            at += 2
-        elif code == 0x4A:  # BININT
-            push(_INT32(raw, at)[0])
-            at += 4
-        elif code == 0x8A:  # LONG1
-            end = at + 1 + raw[at]
-            if end > len(raw):
-                raise IndexError
-            push(int.from_bytes(raw[at + 1 : end], "little", signed=True))
-            at = end
-        elif code == 0x29:  # EMPTY_TUPLE
-            push(())
-        elif code in (0x85, 0x86, 0x87):  # TUPLE1, TUPLE2, TUPLE3
-            count = code - 0x84
-            if len(stack) < count:
-                raise IndexError
-            stack[-count:] = [tuple(stack[-count:])]
-        elif code == 0x28:  # MARK
-            marks.append(len(stack))
-        elif code == 0x74:  # TUPLE
-            push(tuple(since_mark()))
-        elif code in (0x81, 0x52):  # NEWOBJ, REDUCE: noted, not called
-            args, kind = pop(), pop()
-            if not isinstance(kind, _Global) or not isinstance(args, tuple):
-                raise Damage("a call of something else than a class")
-            push(_Object(kind.name, args))
-        elif code == 0x62:  # BUILD
-            state, target = pop(), stack[-1]
-            if not isinstance(target, _Object) or target.state is not None:
-                raise Damage("attributes for something else than a new object")
-            target.state = state
-        elif code == 0x7D:  # EMPTY_DICT
-            push(_Table())
-        elif code in (0x75, 0x73):  # SETITEMS, SETITEM
-            items = since_mark() if code == 0x75 else [pop(), pop()][::-1]
-            table = stack[-1]
-            if not isinstance(table, _Table) or len(items) % 2:
-                raise Damage("entries for something else than a table")
-            table.pairs.extend(zip(items[::2], items[1::2], strict=True))
-        elif code == 0x8C:  # SHORT_BINUNICODE
-            end = at + 1 + raw[at]
-            if end > len(raw):
-                raise IndexError
-            push(raw[at + 1 : end].decode())
-            at = end
-        elif code == 0x58:  # BINUNICODE
-            end = at + 4 + _UINT32(raw, at)[0]
-            if end > len(raw):
-                raise IndexError
-            push(raw[at + 4 : end].decode())
-            at = end
-        elif code in (0x88, 0x89):  # NEWTRUE, NEWFALSE
-            push(code == 0x88)
-        elif code == 0x4E:  # NONE
-            push(None)
-        elif code == 0x5D:  # EMPTY_LIST
-            push([])
-        elif code in (0x61, 0x65):  # APPEND, APPENDS
-            items = [pop()] if code == 0x61 else since_mark()
-            target = stack[-1]
-            if not isinstance(target, list):
-                raise Damage("entries for something else than a list")
-            target.extend(items)
-        elif code == 0x93:  # STACK_GLOBAL
-            name, module = pop(), pop()
-            if not isinstance(name, str) or not isinstance(module, str) or (module, name) not in _GLOBALS:
-                raise Damage(f"names {shown(module)}.{shown(name)}, which has no place in a checkpoint")
-            push(_Global(name))
-        elif code == 0x95:  # FRAME
-            at += 8
-        elif code == 0x80:  # PROTO
-            if raw[at] not in (4, 5):
-                raise Damage(f"a pickle of protocol {raw[at]}")
-            at += 1
-        elif code == 0x2E:  # STOP
-            if len(stack) != 1 or at != len(raw):
-                raise Damage("something before or behind the index")
-            return stack[0]
-        else:
-            raise Damage(f"the instruction {code:#04x}, which has no place in a checkpoint")
