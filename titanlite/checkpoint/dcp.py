@@ -48,8 +48,8 @@ class CommittingWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
-        # One thread: with more, DCP loses the exception of any but the first. It must not copy ahead: in the background
-        # DCP would wait for the stream of the training, tensor by tensor, though all of them are on the CPU by then.
+        # There is one thread, because DCP loses the exceptions of all but the first. It does not copy ahead, because
+        # DCP would wait for the stream of the training at each tensor, though all tensors are on the CPU already.
         unfinished = folder / step_folders.unfinished_name(step, token)
         super().__init__(unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.step = step
@@ -92,7 +92,7 @@ class CommittingWriter(FileSystemWriter):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint. Its index and its tensors are data only; neither can name what they are made into."""
+    """Reads a checkpoint. Its index and its tensors are data only: they cannot name a class or a function to call."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -158,17 +158,19 @@ class SafeReader(FileSystemReader):
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
         part = _FilePart(file, place.offset, place.length)
         try:
-            with zipfile.ZipFile(part) as archive:  # torch would unpack compressed parts into memory, however large
+            with zipfile.ZipFile(
+                part
+            ) as archive:  # torch would unpack compressed parts into memory, whatever their size
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("its parts are compressed")
             part.seek(0)
             tensor = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
-        except Exception as error:  # of such bytes torch's reader raises whatever they lead to
+        except Exception as error:  # torch's reader raises any kind of error for damaged bytes
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             if part.error:
                 raise unreadable(Path(self.path) / place.relative_path, part.error) from None
             if isinstance(error, MemoryError | OSError) or "can't allocate memory" in reason:
-                raise  # another start may have more
+                raise  # this is no damage: another start may have more memory
             raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: {shown(reason)}") from None
         expected = (getattr(torch, entry.dtype), sizes)
         if type(tensor) is not Tensor or (tensor.dtype, tuple(tensor.shape)) != expected or not tensor.is_contiguous():
@@ -197,7 +199,7 @@ def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.Pro
 
 
 def cause(error: BaseException) -> str:
-    """What really went wrong; DCP nests it, by rank."""
+    """The cause of an error in words. DCP nests causes in its own exception, by rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({cause(of_rank) for of_rank, _ in error.failures.values()}))
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -205,7 +207,7 @@ def cause(error: BaseException) -> str:
 
 @contextmanager
 def alone() -> Generator[None, None, None]:
-    """Without DCP's warning that it works on one process: where this is used, that is meant."""
+    """Silence DCP's warning that it works on one process, where that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -215,7 +217,7 @@ class _FilePart(io.RawIOBase):
     """Some bytes of a file, as a file of their own."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self.error: OSError | None = None  # what the disk said; the readers of archives replace it by their own
+        self.error: OSError | None = None  # of the disk; the readers of archives raise another one in its place
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:

@@ -1,7 +1,6 @@
 """Checkpoints from the weights of others, and folders for others from checkpoints; one tensor at a time.
 
-Invariant: memory is a small multiple of the largest tensor. May import config, torch and the other modules of this
-room.
+Invariant: memory is a small multiple of the largest tensor.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         "versions": live_tensors.library_versions(),
     }
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
-    writer.single_file_per_rank = False  # DCP holds on to the tensors of a file until it is written
+    writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
     try:
         with alone():
             dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source.read), no_dist=True)
@@ -151,7 +150,7 @@ def load_hf_weights(folder: Path, model: nn.Module) -> None:
             if not isinstance(tensor, DTensor):
                 tensor.copy_(reader.read(name))
                 continue
-            for chunk in tensor.__create_chunk_list__():  # DCP's protocol: exact for uneven and strided shards, too
+            for chunk in tensor.__create_chunk_list__():  # DCP's protocol is exact for uneven and strided shards, too
                 local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
                 local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
 

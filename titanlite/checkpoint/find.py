@@ -1,4 +1,4 @@
-"""What a person means who names a folder where a checkpoint is asked for, and the job that trained it.
+"""Which checkpoints a path stands for, and which job trained them.
 
 Invariant: every command and key that asks for a checkpoint takes the same names, and decides here.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """What a person means who names `path` where a checkpoint is asked for, by rising step.
+    """The checkpoints that `path` stands for, by rising step.
 
     Args:
         path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, with its
@@ -57,8 +57,8 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def _folders_of_run(path: Path) -> list[Path]:
-    """Where a run with this output folder keeps its checkpoints. Only what its config.toml says of that is looked at:
-    the rest may be of another version."""
+    """Where a run with this output folder keeps its checkpoints. Only that key of its config.toml is read, because
+    the others may be of another version."""
     config = path / "config.toml"
     if not config.is_file():
         return []

@@ -1,6 +1,6 @@
 """What a person does after a run has ended early: the last lines that it says.
 
-No torch here: the launcher says them, too, for a worker that could not.
+This needs no torch, because the launcher says these lines for a worker that could not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from titanlite.checkpoint import step_folders
 from titanlite.config.run import Run
 
-COMMAND = "TITANLITE_COMMAND"  # a variable: what a launcher is called, and which variables it was given
+COMMAND = (
+    "TITANLITE_COMMAND"  # an environment variable: the launcher's command, after the variables that were set for it
+)
 
 
 def how_to_go_on(run: Run, argv: Sequence[str]) -> str:

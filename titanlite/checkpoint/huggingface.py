@@ -131,7 +131,7 @@ class HuggingFaceReader:
     """A Llama in a Hugging Face folder; the context manager keeps its files mapped.
 
     Raises:
-        UserError: no such model there, or one that would not be computed exactly; with all that is missing or too much.
+        UserError: there is no such model, or it would not be computed exactly; with all that is missing or superfluous.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -31,12 +31,12 @@ _GLOBALS = {
     *((_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
     *((_MODULE, name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     *(("torch", dtype) for dtype in ITEMSIZE),
-    # BytesStorageMetadata is left out on purpose: DCP unpickles such entries without restriction.
+    # BytesStorageMetadata is left out, because DCP unpickles such entries without restriction.
 }
 # A chunk takes 146 bytes. Llama 405B has 1,137 parameters with two moments each: 8.2e9 bytes, if each of 16,384 ranks
 # holds a chunk of each of them. A layout with tensor or pipeline parallelism has far fewer chunks.
 _MOST_BYTES = 1 << 33
-_MOST_CUTS = 16  # within each other; a layout makes one or two for each dimension
+_MOST_CUTS = 16  # nested in each other; a layout makes one or two for each dimension
 _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 62, 64  # of a tensor in torch
 
 
@@ -152,9 +152,11 @@ _Box = tuple[tuple[int, int], ...]
 
 
 def _cover(boxes: list[_Box], whole: _Box, cuts: int = 0) -> bool:
-    """Whether `boxes` fill `whole` without a gap and without an overlap, as the grids do that layouts make: cut where
-    no box is in the way, and look at each side. (Boxes around a hole, which have no such cut, or in a spiral, where
-    each cut parts one box from all others, come from no layout.)"""
+    """Whether `boxes` fill `whole` without a gap and without an overlap.
+
+    Layouts make grids: such boxes can be cut along a line that no box crosses, and then each side again. Boxes without
+    such a line (around a hole), or with too many nested cuts (a spiral), come from no layout.
+    """
     if len(boxes) <= 1 or cuts == _MOST_CUTS:
         return boxes == [whole]
     for dim, (begin, end) in enumerate(whole):
@@ -192,7 +194,7 @@ def _place(value: Any) -> tuple[str, int, int]:
 
 
 def _dtype(properties: Any) -> str:
-    """Of the properties, which DCP keeps as a tuple, only the dtype counts: it ignores the others, too."""
+    """The dtype, which is the first of the properties. The others do not count, because DCP ignores them, too."""
     state = properties.state if isinstance(properties, Object) and properties.kind == "TensorProperties" else None
     if not isinstance(state, tuple) or not state or not isinstance(state[0], Global) or state[0].name not in ITEMSIZE:
         raise Damage("a tensor without a dtype")

@@ -1,8 +1,8 @@
 """What changed in a job between a save and its resume, and what that means for the run.
 
-Invariant: one verdict for each difference, and one remedy that fits all of them. A pure function of two job files and
-of what the loader says of the data, whose contents it compares. A key that nobody thought of counts as one that changes
-the curve.
+Invariant: each difference has one verdict, and one remedy fits all of them. The result depends on the two job files,
+and on what the loader says of the data, because the loader compares its contents. A key that is not listed here counts
+as one that changes the curve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlite.config.schema import Model
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
 _HARMLESS_SECTIONS = (
     "job",
-    "tokenizer",  # its path; what lies there is compared by its fingerprint
+    "tokenizer",  # its path; the file is compared by its fingerprint
     "validation",
     "parallelism",
     "activation_checkpoint",

@@ -108,8 +108,8 @@ def merge_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def group_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[str]:
-    """One line for each parameter that changed its group. State is kept by name, but what a group means (decayed or
-    not) would silently differ from the run that is resumed."""
+    """One line for each parameter that changed its group. State is kept by name, so that it would fit, but the
+    settings of another group (such as weight decay) would silently differ from those of the run that is resumed."""
     before = {name: index for index, group in enumerate(saved) for name in group["params"]}
     now = {name: index for index, group in enumerate(current) for name in group["params"]}
 
@@ -172,14 +172,13 @@ def world_layout(model: nn.Module) -> dict[str, Any]:
 
 @cache
 def library_versions() -> dict[str, str]:
-    """Of what wrote a checkpoint, for the manifest. Looked up once: the step loop would wait 5 ms for it."""
+    """The versions of what writes a checkpoint. They are looked up once, because that takes 5 ms of the step loop."""
     return {"titanlite": __version__} | {name: version(name) for name in ("torch", "torchao", "numpy")}
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory without autograd and without the subclass by which torchao casts weights to FP8 on the way.
-
-    A checkpoint holds ordinary tensors only, so it can be read with or without FP8.
+    """The same memory without autograd, and without the subclass by which torchao casts weights to FP8 as it gathers
+    them. A checkpoint holds ordinary tensors only, so that it can be read with or without FP8.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -188,9 +187,8 @@ def plain(tensor: Tensor) -> Tensor:
     inner = _unwrap(local)
     if inner is local:
         return tensor
-    return DTensor(
-        inner, tensor._spec, requires_grad=False
-    )  # from_local would move offloaded ones to the mesh's device
+    # DTensor.from_local would move a tensor that is offloaded to the device of the mesh.
+    return DTensor(inner, tensor._spec, requires_grad=False)
 
 
 def _unwrap(tensor: Tensor) -> Tensor:

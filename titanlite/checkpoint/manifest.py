@@ -25,9 +25,9 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 DATA_VERSION = 2
 _MOST_BYTES = 1 << 25  # a rank's file takes 120 bytes: enough for 250,000 ranks
-_MOST_INDEX_BYTES = (
-    1 << 20
-)  # more than the tensors that it lists have: a chunk takes 146 bytes there, in its file 1,200
+# An index may have so many bytes more than the tensors that it lists. A chunk takes 146 bytes in the index, and at
+# least 1,200 in its file.
+_MOST_INDEX_BYTES = 1 << 20
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=255)]

@@ -94,13 +94,13 @@ def _load(path: Path) -> dict[str, Tensor]:
         UserError: it is damaged or holds anything else than plain tensors.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch would unpack compressed parts into memory, however large
+        with zipfile.ZipFile(path) as archive:  # torch would unpack compressed parts into memory, whatever their size
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("its parts are compressed")
             if any(e.filename.endswith("data.pkl") and e.file_size > _MOST_PICKLE for e in archive.infolist()):
                 raise ValueError("its list of tensors is too long")
         loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # of a damaged file torch's reader raises whatever its bytes lead to
+    except Exception as error:  # torch's reader raises any kind of error for damaged bytes
         reason = next(iter(str(error).splitlines()), repr(error))
         raise UserError(f"{path} is damaged, or more than tensors: {short(reason)}") from None
     if not isinstance(loaded, dict):

@@ -1,7 +1,7 @@
 """How the files of a checkpoint are opened: regular files of its folder, and nothing else.
 
-Invariant: no file can make a reader wait, act on a device or leave the folder. A checkpoint that does not hold what it
-should is told apart from one that cannot be read just now.
+Invariant: no file can make a reader wait, act on a device or leave the folder. Damage is one kind of error; a file that
+cannot be read at the moment is another.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def shown(value: object) -> str:
-    """A value from a file for a message: short, and nothing in it acts on a terminal."""
+    """A value from a file for a message: short, and without characters that act on a terminal."""
     if not isinstance(value, str | int):
         return f"a {type(value).__name__}"
     text = ascii(value)[1:-1] if isinstance(value, str) else str(value)

@@ -1,7 +1,6 @@
 """What the ranks tell each other about files: small JSON values, between hosts.
 
-Invariant: every method is called by all ranks together and returns the same on each. May import config,
-commit and torch.
+Invariant: every method is called by all ranks together and returns the same on each.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A gloo group over all ranks, beside the one that training uses: nothing here travels through a GPU."""
+    """A gloo group over all ranks, beside the one that training uses, so that nothing travels through a GPU."""
 
     def __init__(self, timeout_seconds: int) -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))

@@ -1,6 +1,7 @@
 """Copy the live tensors to host memory, so that training can go on while they are written.
 
-Invariant: the copies are those of the moment of `stage`. Nothing is allocated after the first save of a state.
+Invariant: the copies have the values of the moment at which `stage` is called.
+Nothing is allocated after the first save of a state.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Stager:
         return wait
 
     def before_update(self) -> None:
-        """Let what comes next on the GPU, but not the host, wait until the live tensors may change."""
+        """Make the next work on the GPU wait until the live tensors are copied. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -82,7 +83,9 @@ class Stager:
         buffer.copy_(_local(tensor), non_blocking=self._stream is not None)
         if not isinstance(tensor, DTensor):
             return buffer
-        return DTensor(buffer, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
+        return DTensor(
+            buffer, tensor._spec, requires_grad=False
+        )  # because from_local would move it to the mesh's device
 
 
 def _local(tensor: Tensor) -> Tensor:

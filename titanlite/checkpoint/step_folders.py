@@ -1,8 +1,8 @@
-"""What a checkpoint is on disk: how one comes into being, is recognised, checked, set aside and removed.
+"""What a checkpoint is on disk: how it is written, recognised, checked, set aside and removed.
 
 Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
 a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
-ever written into a published folder. No torch here: the protocol knows files only.
+ever written into a published folder. This needs no torch, because it knows files only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNFINISHED = ".tmp-"
 PROBE = f"{UNFINISHED}probe-"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-_CHUNK = 1 << 18  # bytes read at a time when a checksum is verified: they are hashed while they lie in a core's cache
+_CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HashingFile:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        self.error: OSError | None = None  # what the disk said; torch.save replaces it by a riddle about positions
+        self.error: OSError | None = None  # of the disk; torch.save raises another one in its place
         self._file: IO[bytes] = path.open("xb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -71,7 +71,7 @@ class HashingFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        self._file.flush()  # DCP asks for it to sync the file, and does not flush
+        self._file.flush()  # because DCP syncs this descriptor without a flush before
         return self._file.fileno()
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
     """Keep other runs out of a part of an output folder, such as its checkpoints, until this process ends or closes
     the returned descriptor.
 
-    The lock is this process's own: what it starts does not inherit it. NFS shows it to other nodes.
+    Processes that this one starts do not inherit the lock. NFS shows it to other nodes.
 
     Args:
         patience: seconds to wait for another run, which may be saving for the last time.
@@ -225,13 +225,14 @@ def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> tuple[list[str]
 
     Returns:
         The names of folders that are gone, and one line for what could not be deleted, such as a file that is open on
-        another node. It is in nobody's way: names are never used twice.
+        another node. It disturbs nobody, because names are never used twice.
     """
     gone, kept = [], []
     for path in (path for path in list_unfinished(folder) if path.name.startswith(prefix)):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            gone += [path.name] * (not path.name.startswith(PROBE))
+            if not path.name.startswith(PROBE):
+                gone.append(path.name)
         except OSError as error:
             kept.append(f"could not remove the unfinished {path.name}: {error}")
     return gone, kept
@@ -248,7 +249,7 @@ def set_aside(path: Path, reason: str = "damaged") -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a published checkpoint. It loses its name first, so that a removal cut short leaves no partial one."""
+    """Delete a published checkpoint. It is renamed first, so that a removal that is cut short leaves no partial one."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}-removed")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -129,7 +129,7 @@ class CheckpointWriter:
                 staged = self._stager.stage(tensors)
             except (OSError, RuntimeError) as error:
                 errors = [f"staging: {error}"]
-            if errors := self._ranks.union(errors):  # no rank writes then: it would wait for the others
+            if errors := self._ranks.union(errors):  # no rank writes then, because it would wait for the others
                 future.set_exception(OSError("; ".join(errors)))
                 return future
             if isinstance(writer, RemoteWriter):
@@ -161,7 +161,7 @@ class CheckpointWriter:
             self.purge()
 
     def _remove_unfinished(self) -> None:
-        """Remove what failed saves have left. What failed them can hinder this, too, so it is tried again later."""
+        """Remove what failed saves have left. The same fault can stop this, too, so it is tried again later."""
         for path in self._unfinished:
             shutil.rmtree(path, ignore_errors=True)
         self._unfinished = [path for path in self._unfinished if path.exists()]
@@ -181,7 +181,10 @@ class CheckpointWriter:
 
 
 def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> list[Path]:
-    """Checkpoints that retention does not keep. Folders without a manifest are none of ours and never counted."""
+    """Checkpoints that retention does not keep.
+
+    A folder without a manifest was not saved by a run, so it is not counted.
+    """
     if keep_latest_k == 0:
         return []
     complete = [path for path in step_folders.list_checkpoints(folder) if (path / step_folders.MANIFEST).is_file()]

@@ -64,7 +64,7 @@ class SharedMemory:
         return place
 
     def close(self) -> None:
-        """Give it back once nobody uses `buffers`."""
+        """Give the memory back, when nobody uses `buffers` any more."""
         os.close(self.file)
         self.buffers.clear()
 
@@ -119,7 +119,7 @@ class WriterProcess:
         self._process = self._connection = self._memory = None
 
     def _start(self, memory: SharedMemory) -> None:
-        context = multiprocessing.get_context("spawn")  # which does not inherit the trainer's threads and locks
+        context = multiprocessing.get_context("spawn")  # because a fork would inherit the trainer's threads and locks
         self._connection, other = context.Pipe()
         try:
             arguments = (other, _Descriptor(memory.file))
@@ -151,7 +151,7 @@ def _serve(connection: Connection, file: Any) -> None:
     """What the process does until the trainer's end of the connection is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)  # DCP's; what goes wrong is the trainer's to say
+    logging.disable(logging.CRITICAL)  # of DCP; the trainer says what goes wrong
     memory = mmap.mmap(file, 0)
     os.close(file)
     with contextlib.suppress(EOFError, ConnectionError):
