@@ -20,6 +20,7 @@ from titanlite.checkpoint.index import Index
 from titanlite.checkpoint.job_diff import DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.load_weights import abridged, check_fit, load_model_weights
+from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, Damage, UserError
 
 
@@ -42,7 +43,8 @@ class Resumer:
         compare_data: Callable[[dict[str, Any]], DataChanges] | None = None,
     ) -> None:
         self._folder, self._live, self._job = folder, live, job
-        self._config, self._ranks = folder.config, folder.ranks
+        self._config: schema.Checkpoint = folder.config
+        self._ranks = folder.ranks
         self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
         self._excluded = set(self._config.exclude_from_loading)
 

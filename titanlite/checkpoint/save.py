@@ -18,6 +18,7 @@ from titanlite.checkpoint.export import CheckpointTensors, export_hf
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.writer import CheckpointWriter
+from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
 
@@ -46,7 +47,8 @@ class Saver:
     ) -> None:
         self.loaded_step: int | None = None
         self._folder, self._live, self._job = folder, live, job
-        self._config, self._ranks = folder.config, folder.ranks
+        self._config: schema.Checkpoint = folder.config
+        self._ranks = folder.ranks
         self._write_tokenizer = write_tokenizer
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))

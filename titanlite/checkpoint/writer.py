@@ -24,6 +24,7 @@ from titanlite.checkpoint.dcp import CommittingWriter, cause
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.staging import Stager
 from titanlite.checkpoint.writer_process import RemoteWriter, WriterProcess
+from titanlite.config import schema
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class CheckpointWriter:
         self.failed = self.waits = 0
         self.last_step: int | None = None
         self.failed_step: int | None = None
-        self._config, self._folder, self._ranks, self._log = folder.config, folder.path, folder.ranks, folder.log
-        self._token = folder.token
+        self._config: schema.Checkpoint = folder.config
+        self._folder, self._ranks, self._token, self._log = folder.path, folder.ranks, folder.token, folder.log
         self._count = 0
         self._unfinished: list[Path] = []  # on rank 0: folders of failed saves
         self._pending: tuple[_PendingSave, Future[Any]] | None = None
         self._purger = ThreadPoolExecutor(1, "purge")
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        mode = folder.config.async_mode
+        mode = self._config.async_mode
         self._process = WriterProcess() if mode == "process" else None
         self._stager = (
             None if mode == "disabled" else Stager(pinned=mode == "async_with_pinned_mem", shared=mode == "process")
