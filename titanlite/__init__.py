@@ -1,14 +1,14 @@
 """titanlite: pretrain Llama-style language models, from one laptop CPU up to thousands of GPUs.
 
-The names below are what a Python program needs; docs/python.md shows them. Each is imported when it is first used, so
-that `import titanlite` costs nothing.
+A Python program needs the names below only; docs/python.md shows how. Each is imported when it is first used, so that
+`import titanlite` takes no time.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # as in typing, which takes longer to import than Python itself to start
+TYPE_CHECKING = False  # as in typing, which is not imported because that takes longer than the start of Python
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""`python -m titanlite`: the same as the command `titanlite`, and how the launcher starts a rank."""
+"""`python -m titanlite`: the same as the command `titanlite`. The launcher starts each rank this way."""
 
 import sys
 
@@ -7,7 +7,7 @@ from titanlite.runtime import process
 
 def main() -> None:
     """Run one subcommand and end this process with its exit code."""
-    process.begin()  # before the imports: they take long enough for a signal to arrive
+    process.begin()  # before the imports, because a signal can arrive while they run
     from titanlite import cli
 
     process.leave(cli.main(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""The command `titanlite`: one row for each subcommand, imported when it is called.
+"""The command `titanlite`, with one row per subcommand.
 
-Invariant: a user's mistake is a message on standard error and an exit code, never a traceback. `titanlite --help`
-answers in a tenth of a second, because each command is imported when it is called.
+Invariant: a user's mistake gives a message on standard error and an exit code, never a traceback. `titanlite --help`
+answers in a tenth of a second, because each command is imported only when it is called.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titanlite {name}: unknown command. {_meant(name)}\n\n{usage()}", file=sys.stderr)
         return 2
     module, function = COMMANDS[name][1].split(":")
-    if name not in ("train", "launch"):  # these have nothing to tidy up before they have handlers of their own
+    if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_quietly(lambda: getattr(importlib.import_module(module), function)(rest))
 
@@ -80,7 +80,7 @@ def version() -> str:
     """The versions of titanlite and of what decides most about a run."""
     from importlib.metadata import version
 
-    from titanlite import __version__  # the code that runs; a checkout's metadata is as old as its installation
+    from titanlite import __version__  # from the code that runs, because the metadata of a checkout can be older
 
     python = ".".join(map(str, sys.version_info[:3]))
     return f"titanlite {__version__}, torch {version('torch')}, Python {python}"
@@ -102,8 +102,8 @@ def run_quietly(command: Callable[[], object]) -> int:
     """Call `command` and turn the ways in which it can end into an exit code, unless it returns one; a crash of ours
     keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        # By the line, into files as well: unbuffered, `print` writes text and newline apart, and those of ranks mix.
-        # A terminal that cannot show a character gets its number.
+        # Write whole lines, into files as well: an unbuffered `print` writes a text and its newline separately, so that
+        # the lines of ranks would mix. A character that the terminal cannot show is written as its number.
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
     try:
@@ -113,7 +113,7 @@ def run_quietly(command: Callable[[], object]) -> int:
     except UserError as error:
         _say_end(str(error), error)
         return error.exit_code
-    except SystemExit as end:  # tyro's, after a help or a message
+    except SystemExit as end:  # tyro raises it after a help or a message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         from titanlite.runtime.logging import note_end
@@ -141,7 +141,7 @@ def train(argv: Sequence[str]) -> None:
 
     logged_ranks(world_size())
     run = load_run(argv, world_size())
-    gc.set_threshold(20_000, 50, 1000)  # or to look through torch's objects again and again is a fifth of its import
+    gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
     from titanlite.train.loop import train as start
 
     gc.freeze()

@@ -1,7 +1,8 @@
-"""From a command line, or a job made in Python, to a `Run`.
+"""Makes a `Run` from a command line, or from a job that was made in Python.
 
-Invariant: everything that can be known wrong before the start is reported at once, in a fraction of a second, before
-torch is imported or a folder is made. Here are the rules about files; `titanlite.config.rules` has those about keys.
+Invariant: all mistakes that can be found before the start are reported together, in a fraction of a second, before
+torch is imported or a folder is made. This module has the rules about files; `titanlite.config.rules` has those about
+keys.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def load_run(argv: Sequence[str], world_size: int) -> Run:
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:
-    """The run of a job that was made in Python, checked as one of a command line is.
+    """The run of a job that was made in Python. The checks are those of a command line.
 
     Raises:
-        UserError: wrong values, such as `model_copy(update=...)` lets in, or rules that the job breaks; all in one
-            message.
+        UserError: wrong values, which `model_copy(update=...)` does not refuse, or rules that the job breaks. All of
+            them are in one message.
     """
     job = with_folder(JobConfig.model_validate(job))
     set_keys = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
@@ -55,10 +56,10 @@ def check_run(job: JobConfig, world_size: int) -> Run:
 
 
 def world_size() -> int:
-    """Ranks of the world that a launcher's environment describes; 1 without it.
+    """Number of ranks, from the environment variables of a launcher. 1 without them.
 
     Raises:
-        UserError: WORLD_SIZE, or a rank in that world, is no such number.
+        UserError: WORLD_SIZE, or the rank of this process, is not a valid number.
     """
     size = _variable("WORLD_SIZE", 1)
     local_size = _variable("LOCAL_WORLD_SIZE", 1, size)
@@ -68,7 +69,7 @@ def world_size() -> int:
 
 
 def _variable(name: str, least: int, most: int | None = None) -> int:
-    """The number in an environment variable that launchers set; `least` without it."""
+    """The number in an environment variable that launchers set. `least` if it is not set."""
     text = os.environ.get(name, str(least))
     if not (text.isdecimal() and text.isascii() and least <= int(text) <= (int(text) if most is None else most)):
         upper = "" if most is None else f" and at most {most}"
@@ -77,7 +78,7 @@ def _variable(name: str, least: int, most: int | None = None) -> int:
 
 
 def _complete(job: JobConfig) -> JobConfig:
-    """`job` with what the files that it names decide, the size of the vocabulary; a complete job as it is."""
+    """`job` with the size of the vocabulary, which the tokenizer's file decides if the job does not."""
     try:
         size = _vocabulary(Run(job))
     except UserError:  # tokenizer_file reports it
@@ -86,7 +87,7 @@ def _complete(job: JobConfig) -> JobConfig:
 
 
 def _vocabulary(run: Run) -> int:
-    """Ids of the run's tokenizer. Raises UserError."""
+    """Number of ids of the run's tokenizer. Raises UserError."""
     path = run.tokenizer_path
     with suppress(OSError):  # read_vocab_size reports it
         return _read_vocabulary(path, path.stat().st_mtime_ns)
@@ -146,10 +147,10 @@ def validation_data(context: Context) -> Iterator[str]:
     keys = list(_source_keys(context, "validation"))
     if validation.sources:
         keys.append("validation.sources")
-    if validation.freq == 0 and "validation.freq" not in context.origins:  # 0 in writing is meant
+    if validation.freq == 0 and "validation.freq" not in context.origins:  # a 0 that the job file sets is intended
         for key in ["validation.holdout"] if validation.holdout > 0 else keys[:1]:
             text = (
-                "is for a validation that never comes: validation.freq is left out, which means 0. Set both, or none."
+                "has no effect, because validation.freq is left out, which means 0: no validation. Set both, or none."
             )
             yield context.wrong(key, text)
     if validation.holdout > 0:
@@ -187,7 +188,8 @@ def _check_sources(context: Context, section: str, dataset: Dataset | Validation
             yield block(origin, f"{key} = {shown(values)}", "are all 0; at least one source needs a weight above 0.")
 
 
-# Of each key that not all sources read, those that do. A job file often stays as it is once its text is prepared.
+# Key -> the sources that read it, for keys that some sources do not read. `shards` is among them, because a job file
+# often keeps its keys after its text was prepared.
 _USERS = {
     "path": ("jsonl", "text", "parquet", "arrow", "shards", "huggingface"),
     "config": ("huggingface", "c4", "shards"),
@@ -234,7 +236,7 @@ def _wrong_kind(folder: Path) -> str | None:
 def initial_weights(context: Context) -> Iterator[str]:
     checkpoint = context.job.checkpoint
     folder, origin = context.run.checkpoint_folder, checkpoint.initial_load_path or "."
-    resumes = os.path.isdir(folder) and any(folder.glob("step-*"))  # then nothing is read there
+    resumes = os.path.isdir(folder) and any(folder.glob("step-*"))  # then initial_load_path is not read
     if checkpoint.enable and not resumes and not os.path.isdir(origin):
         found = "is a file" if os.path.exists(origin) else "does not exist"
         yield context.wrong("checkpoint.initial_load_path", f"{found}; a folder of a checkpoint is needed.")

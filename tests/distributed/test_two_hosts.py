@@ -54,7 +54,7 @@ def test_the_run_goes_on_without_the_host_whose_cable_was_cut(hosts: tuple[str, 
     said = (tmp_path / "host0.log").read_text()
     assert running[0].returncode == 0, said
     assert "2 x cpu" in said
-    assert "Gone, or late: rank 1" in said
+    assert "Lost or late on other machines: rank 1" in said
     assert ADDRESSES[1] in said
     assert "Starting again from the newest checkpoint" in said
     assert "1 x cpu" in said

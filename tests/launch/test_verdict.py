@@ -66,5 +66,6 @@ def test_a_rank_that_could_not_even_say_where_it_is() -> None:
 
 def test_ranks_of_a_machine_that_went_away() -> None:
     assert explain_hang([hang(0, 12)], set()).startswith(
-        "No rank of this machine is late. Gone, or late: rank 1 (node1).\nRank 0 (node0), step 9, waits in gloo:"
+        "No rank of this machine is late. Lost or late on other machines: rank 1 (node1).\n"
+        "Rank 0 (node0), step 9, waits in gloo:"
     )

@@ -1,1 +1,2 @@
-"""The commands of titanlite: each parses its options, calls what a Python user can call, too, and prints."""
+"""The commands of titanlite. Each parses its options, calls a function that a Python program can call, too, and
+prints."""

@@ -1,4 +1,4 @@
-"""`titanlite check`: what training would refuse, without starting anything."""
+"""`titanlite check`: reports what training would refuse, without starting anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Check(Options):
     """Check a job and print OK or all of its mistakes, without starting anything."""
 
     world_size: PositiveInt | None = None
-    """Ranks: processes of all machines together. Left out: WORLD_SIZE of the environment, or 1."""
+    """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
+    without it."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,14 +12,14 @@ from titanlite.load_run import load_run
 
 
 class Show(Options):
-    """Print the rows of one global batch: the documents that they are made of, and their text."""
+    """Print the rows of one global batch, with the documents that they consist of and their text."""
 
     step: PositiveInt = 1
     """Number of the global batch; the first one is 1."""
     row: NonNegativeInt | None = None
-    """One row of it, counted from 0. Left out: all rows."""
+    """Number of one row of the batch, counted from 0. Left out: all rows."""
     world_size: PositiveInt = 1
-    """Ranks of the run, which decide the global batch size where training.global_batch_size is -1."""
+    """Number of ranks of the run. It decides the global batch size if training.global_batch_size is -1."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """`titanlite export`: a checkpoint in Hugging Face's format.
 
-Invariant: what is exported computes what was trained; anything else is refused.
+Invariant: the exported model computes the same as the trained one. If it would not, the export is refused.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from titanlite.config.options import OptionPath, Options, parse
 
 
 class Export(Options):
-    """Write a checkpoint as a Hugging Face model, which transformers loads with nothing else."""
+    """Write a checkpoint as a Hugging Face model, which transformers loads without titanlite."""
 
     checkpoint: OptionPath
-    """One step folder, the folder of all, or a run's output folder; of several the newest good one."""
+    """The folder of one step, the folder of all steps, or the output folder of a run. Of several steps, the newest good
+    one is used."""
     out: OptionPath
-    """The folder to create."""
+    """Folder to create for the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the weights."""
+    """Dtype of the exported weights."""
     tokenizer: OptionPath | None = None
-    """Tokenizer file; left out, that of the training job."""
+    """Tokenizer file. Left out: that of the training job."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite export --checkpoint CKPT --out DIR`: a folder that transformers loads with nothing else.
+    """`titanlite export --checkpoint CKPT --out DIR`: makes a folder that transformers loads without titanlite.
 
     Raises:
         UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).

@@ -1,7 +1,7 @@
 """`titanlite generate`: let a checkpoint complete a text.
 
-Invariant: the same checkpoint, prompt, settings and seed give the same text; the key-value cache changes the cost of
-a token (one position instead of all), not the token. One process.
+Invariant: the same checkpoint, prompt, settings and seed give the same text. The key-value cache makes a token cheaper
+(one position is computed instead of all) and does not change it. There is one process.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from titanlite.model.attention import LayerCache
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 
-# Prompt tokens in one forward pass: bounds the logits, of which all but the last row are thrown away.
+# Prompt tokens per forward pass. It limits the memory of the logits, of which only the last row is used.
 PREFILL_CHUNK = 512
 
 
 class Generate(Options):
-    """Let a checkpoint complete a text: prompt and completion go to standard output, all else to standard error."""
+    """Let a checkpoint complete a text. Prompt and completion go to standard output, all else to standard error."""
 
     checkpoint: OptionPath
-    """A step folder (.../step-00000100), the folder of all, or a run's output folder; of several steps the newest."""
+    """The folder of one step (.../step-00000100), the folder of all steps, or the output folder of a run. Of several
+    steps, the newest good one is used."""
     prompt: str = ""
-    """Text to go on from. Empty: the beginning of a new document."""
+    """Text to complete. Empty: the beginning of a new document."""
     max_new_tokens: PositiveInt = 100
-    """Longest completion, in tokens. It ends earlier where the model ends the document or reaches its max_seq_len."""
+    """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
     temperature: NonNegativeFloat = 0.8
-    """0 takes the likeliest token each time; 1 samples from what the model believes; more is more random."""
+    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
     top_k: NonNegativeInt = 50
-    """Sample from the k likeliest tokens only; 0 takes all."""
+    """Sample from the k most likely tokens only. 0: from all."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of the sampling."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A trained model with what belongs to it."""
+    """A trained model with its tokenizer and its job."""
 
     folder: Path
-    """The step folder that it was read from."""
+    """The step folder that the weights were read from."""
     job: JobConfig
     """The job that trained it."""
     tokenizer: Tokenizer
@@ -79,21 +80,23 @@ def main(argv: Sequence[str]) -> None:
     note(f"{loaded.folder}: {loaded.job.model.flavor}, {size}, {dtype} on {weight.device.type}")
     started, count = time.perf_counter(), 0
     write(options.prompt.encode("utf-8", "replace").decode())
-    for count, piece in enumerate(pieces):  # noqa: B007  # the last piece is what is left, and no token
+    for count, piece in enumerate(pieces):  # noqa: B007  # the last piece is the rest of the text and no token
         write(piece)
     write("\n")
     note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
 
 
 def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> LoadedCheckpoint:
-    """Load a checkpoint of titanlite for use: float32 on a CPU; on a GPU, the dtype that it was trained to compute in.
+    """Load a checkpoint of titanlite to generate text. The dtype is float32 on a CPU, and that of the training on a
+    GPU.
 
     Args:
-        folder: a step folder, the folder of all steps, or a run's output folder; of several steps the newest good one.
-        device: None takes the GPU, if there is one.
+        folder: the folder of one step, the folder of all steps, or the output folder of a run. Of several steps, the
+            newest good one is used.
+        device: None: the GPU, if there is one.
 
     Raises:
-        UserError: there is no such folder, or no tokenizer where the job says.
+        UserError: there is no such folder, or no tokenizer at the job's path.
         CheckpointError: no good checkpoint.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -104,8 +107,8 @@ def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
     job = saved_job(step_folder)
     if job is None:
         raise CheckpointError(
-            f"{step_folder} does not say which model it holds, and {step_folder.parents[1]} has no config.toml. "
-            "Put the one of the run there, as training wrote it."
+            f"{step_folder} does not say which model it has, and {step_folder.parents[1]} has no config.toml. "
+            "Copy the config.toml of the run there."
         )
     tokenizer = load_tokenizer(Run(job).tokenizer_path)
     return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
@@ -120,12 +123,13 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Complete a text: pieces of the completion as they are known, one for each token (it may be empty) and what is
-    left at the end. The arguments are those of `Generate`.
+    """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
+
+    The arguments are those of `Generate`.
 
     Raises:
-        UserError: a value that is not allowed, or a prompt that does not fit the model.
-        CheckpointError: while it generates: the model's output is not finite.
+        UserError: a value is not allowed, or the prompt does not fit the model.
+        CheckpointError: raised while it generates: the model's output is not finite.
     """
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     Generate(checkpoint=checkpoint.folder, prompt=prompt, **asked)  # pyright: ignore[reportArgumentType]
@@ -151,14 +155,14 @@ def _in_text(tokens: Iterator[int], stream: TextStream) -> Iterator[str]:
 
 
 def write(text: str) -> None:
-    """Print a piece of the text at once. A terminal gets no control characters, because it would obey them; a file or
-    another program gets the text as it is."""
+    """Print a piece of the text at once. For a terminal, control characters are escaped, because it would obey them. A
+    file or another program gets the text unchanged."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(line: str) -> None:
-    """Print beside the text, on standard error."""
+    """Print a line that is not part of the text, on standard error."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -166,11 +170,12 @@ def note(line: str) -> None:
 
 
 def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
-    """The model with the weights of a checkpoint that was checked: float32 on a CPU, on a GPU the dtype that it
-    was trained to compute in.
+    """The model with the weights of a checkpoint whose checksums are good.
+
+    The dtype is float32 on a CPU, and that of the training on a GPU.
 
     Raises:
-        Damage: there are no such weights, whatever the checksums say.
+        Damage: weights are missing, although the checksums are good.
         CheckpointError: the weights are of another model, or the tokenizer has changed since.
     """
     arch = Run(job).arch
@@ -184,24 +189,24 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
     trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
     if not tokenizer.is_known_as(trained_with) or tokenizer.vocab_size > model.arch.vocab_size:
         raise CheckpointError(
-            f"{step_folder} was trained with another tokenizer than {job.tokenizer.path} is now: its tokens would "
-            "read as other text. Put the original file back."
+            f"{step_folder} was trained with a tokenizer that {job.tokenizer.path} is no longer: its tokens would "
+            "give other text. Put the original file back."
         )
     return model
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[int]:
-    """Token ids as training saw them at the beginning of a document.
+    """Token ids of the prompt, as training would have them at the beginning of a document.
 
     Raises:
-        UserError: the prompt fills the model, or is empty and the tokenizer has no token to begin with.
+        UserError: the prompt leaves no room, or it is empty and the tokenizer has no token that begins a document.
     """
     ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     if not ids:
         raise UserError('--prompt "": this tokenizer has no token that begins a document; give at least a character.')
     if len(ids) >= max_seq_len:
         raise UserError(
-            f"--prompt has {len(ids)} tokens; the model holds {max_seq_len}, of which one must be left. Shorten it."
+            f"--prompt has {len(ids)} tokens, but at most {max_seq_len - 1} fit into the model. Shorten it."
         )
     return ids
 
@@ -223,10 +228,11 @@ def generate_tokens(
     """Yield new token ids, one at a time, as they are chosen.
 
     Args:
-        prompt: ids to go on from, at least one and fewer than the model's max_seq_len.
-        generator: on the CPU, whatever the model's device; needed unless temperature is 0.
-        eos_id: ends the completion and is not yielded.
-        vocab_size: only ids below it are chosen; a model's embedding may be larger than its tokenizer. None: all.
+        prompt: ids to continue, at least one and fewer than the model's max_seq_len.
+        generator: random generator on the CPU, for any device of the model. Needed unless temperature is 0.
+        eos_id: id that ends the completion. It is not yielded.
+        vocab_size: only ids below it are chosen, because an embedding can have more rows than its tokenizer has ids.
+            None: all rows.
 
     Raises:
         CheckpointError: the model's output is not finite.
@@ -246,10 +252,10 @@ def generate_tokens(
 
 
 def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | None) -> Tensor:
-    """Logits of the token after `ids`, which follow what `cache` holds: (V,), fp32, on the CPU."""
+    """Logits (V,) of the token after `ids`, in fp32 on the CPU. `ids` come after the tokens in `cache`."""
     tokens = torch.tensor([list(ids)], device=model.get_parameter("tok_embeddings.weight").device)  # (1, T)
     chunks = tokens.split(PREFILL_CHUNK, dim=1) if cache is not None else [tokens]
-    # Without cuDNN's kernel, which makes a plan for each length of the cache.
+    # Without cuDNN's kernel, because it makes a new plan for each length of the cache.
     kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with torch.inference_mode(), kernels:
         for chunk in chunks:
@@ -258,7 +264,7 @@ def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | 
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """Sample a token id from logits (V,), or take the likeliest at temperature 0.
+    """Sample a token id from logits (V,), or take the most likely one at temperature 0.
 
     Raises:
         CheckpointError: the logits are not finite.
@@ -271,37 +277,37 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     candidates = torch.arange(len(logits))
     if 0 < top_k < len(logits):
         logits, candidates = logits.topk(top_k)
-    # In fp64 and from the maximum down, so that no temperature overflows.
+    # In fp64 and relative to the maximum, so that no temperature overflows.
     probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
     return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 class TextStream:
-    """Turns tokens into text as soon as whole characters are known.
+    """Turns tokens into text as soon as whole characters are complete.
 
-    A character may span tokens, and how a token reads may depend on the one before it. So new text is what the text
-    of the last piece and the tokens since has grown by.
+    A character can consist of several tokens, and the text of a token can depend on the one before it. So the last
+    piece is decoded again together with the new tokens, and the new text is what comes after the text of that piece.
 
     Args:
-        before: ids already shown; the last one is enough.
+        before: ids whose text was shown already. The last one is enough.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(before)
-        self._shown = len(self._ids)  # of these ids, so many are shown
+        self._shown = len(self._ids)  # the text of this many ids was shown
 
     def push(self, token: int) -> str:
-        """The text that is known once `token` is; empty in the middle of a character."""
+        """The text that `token` completes. Empty in the middle of a character."""
         self._ids.append(token)
         text = self._new_text()
-        if text.endswith("\ufffd"):  # more bytes of the character may come
+        if text.endswith("\ufffd"):  # the character may be incomplete
             return ""
         self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
         return text
 
     def rest(self) -> str:
-        """What is left at the end: a character cut short, as U+FFFD."""
+        """The rest at the end: an incomplete character becomes U+FFFD."""
         return self._new_text()
 
     def _new_text(self) -> str:

@@ -1,6 +1,6 @@
-"""`titanlite import`: weights of others as a checkpoint to start from.
+"""`titanlite import`: makes a checkpoint from published weights, to start a run from.
 
-Invariant: what is imported computes what its origin does; anything else is refused.
+Invariant: the imported model computes the same as the original. If it would not, the import is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Import(Options):
     """Make a checkpoint from published weights."""
 
     out: OptionPath
-    """Folder of checkpoints; step-00000000 appears in it."""
+    """Folder of checkpoints in which step-00000000 is made."""
     hf: Annotated[OptionPath | None, _ORIGIN] = None
     """Hugging Face folder: config.json and .safetensors files."""
     meta: Annotated[OptionPath | None, _ORIGIN] = None
@@ -34,10 +34,10 @@ class Import(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite import --hf DIR | --meta DIR --out CKPT`: weights of others as a checkpoint to start from.
+    """`titanlite import --hf DIR | --meta DIR --out CKPT`: makes a checkpoint from published weights.
 
     Raises:
-        UserError: there is no Llama that this model computes exactly.
+        UserError: the folder has no Llama that this model computes exactly.
     """
     options = parse(Import, argv, "import")
     from titanlite.checkpoint.export import import_weights
@@ -55,8 +55,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
-    """The part of a job file that fits imported weights."""
-    keys = {key: json.dumps(value) for key, value in dataclasses.asdict(arch).items()}  # as TOML writes them, too
+    """The part of a job file that a run with the imported weights needs."""
+    keys = {
+        key: json.dumps(value) for key, value in dataclasses.asdict(arch).items()
+    }  # TOML writes these values as JSON does
     lines = ["[model]", *(f"{key} = {value}" for key, value in keys.items())]
     tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
     if tokenizers:

@@ -1,4 +1,4 @@
-"""`titanlite prepare`: tokenize once, train often."""
+"""`titanlite prepare`: tokenizes the data of a job once, for many runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Prepare(Options):
     """Tokenize the data of a job once, into shards that training maps into memory."""
 
     out: OptionPath
-    """Folder for the shards. What an interrupted run left there is kept and gone on with."""
+    """Folder for the shards. The work of an interrupted `prepare` in this folder is kept and continued."""
     workers: PositiveInt | None = None
-    """Processes that tokenize. Left out: one for each core of the machine."""
+    """Number of processes that tokenize. Left out: one per core of the machine."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`titanlite tokenizer train`: a vocabulary from text of one's own."""
+"""`titanlite tokenizer train`: makes a vocabulary from your own text."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ _SUFFIXES = _LINES | {".txt": "text", ".parquet": "parquet"}
 
 
 class Train(Options):
-    """Train a byte-level BPE with Llama 3's split pattern and special tokens on text of your own."""
+    """Train a byte-level BPE on your own text, with Llama 3's split pattern and special tokens."""
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
-    """Number of ids: the 256 bytes, what is joined of them, and Llama 3's 256 special tokens."""
+    """Number of ids: the 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special tokens."""
     out: OptionPath
-    """Folder for tokenizer.json and tokenizer.model, which give the same ids. It must not hold either yet."""
+    """Folder for tokenizer.json and tokenizer.model, which give the same ids. Neither may exist there yet."""
     data: tuple[OptionPath, ...] = ()
-    """Text: files .jsonl (also .gz and .zst), .txt and .parquet. Left out: the data of the job."""
+    """Text files: .jsonl (also .gz and .zst), .txt and .parquet. Left out: the data of the job."""
     text_column: str = "text"
-    """The field of --data that holds the text."""
+    """Name of the field of --data that has the text."""
     max_bytes: PositiveInt = 1_000_000_000
-    """Read no more text than that, in random order where the source can be read so; of a mix, by its weights. To train
-    takes several times the memory."""
+    """Largest amount of text to read. It is read in random order if the source allows that, and from a mix by its
+    weights. Training needs several times this memory."""
     holdout: NonNegativeInt = 50
-    """Keep back every so many documents one, to measure tokens per byte on. 0: none, and nothing is measured."""
+    """Of this many documents one is held out, to measure tokens per byte on it. 0: none is held out, and nothing is
+    measured."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _specs(options: Train, words: list[str]) -> list[DataSource]:
-    """Where the text comes from: the files, or the data of the job."""
+    """The sources of the text: the files, or the data of the job."""
     if not options.data:
         dataset = load_job(words).dataset
         fields = TextSource.model_fields
@@ -100,7 +101,7 @@ def _specs(options: Train, words: list[str]) -> list[DataSource]:
 
 
 def _report(parts: Sequence[Sample], files: list[Path]) -> str:
-    """What was made, that both files give the same ids, and how it compares with the shipped tokenizer."""
+    """Report what was made and how it compares with the shipped tokenizer. Checks that both files give the same ids."""
     from titanlite.data.bpe import tokens_per_byte
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -124,5 +125,5 @@ def _report(parts: Sequence[Sample], files: list[Path]) -> str:
 
 
 def _job_lines(path: Path, vocab_size: int) -> list[str]:
-    rows = -(-vocab_size // 128) * 128  # a multiple of what matrix units take
+    rows = -(-vocab_size // 128) * 128  # a multiple that suits the matrix units
     return ["[tokenizer]", f"path = {shown(str(path))}", "", "[model]", f"vocab_size = {json.dumps(rows)}"]

@@ -1,1 +1,1 @@
-"""Processes on a machine: the launcher checks a job and starts its workers, the agent looks after them."""
+"""Starts the processes of a machine: the launcher checks a job, and the agent starts the workers and watches them."""

@@ -5,7 +5,7 @@ import sys
 from titanlite.runtime import process
 
 if __name__ == "__main__":
-    process.begin()  # before the imports: they take long enough for a signal to arrive
+    process.begin()  # before the imports, because a signal can arrive while they run
     from titanlite.launch.launcher import main
 
     process.leave(main(sys.argv[1:]))

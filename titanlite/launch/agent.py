@@ -1,10 +1,10 @@
-"""The workers of one node: started, stopped, started again after a crash, and never left alone.
+"""Starts and stops the workers of one node, and starts them again after a crash.
 
-With one node the workers meet by a file in the run's private folder, and all their sockets are on the loopback
-interface, so that no other machine can reach anything. With several, the host says who is there.
+With one node the workers meet through a file in the run's private folder. All their sockets are on the loopback
+interface, so that no other machine can reach them. With several nodes, the host tells which nodes are there.
 
-Invariant: a signal reaches each worker once, and the worker takes the time that it needs to save. No worker outlives
-the launcher: it is killed on the way out of here, and stops by itself when the launcher was killed.
+Invariant: a signal reaches each worker once, and the worker has the time that it needs to save. No worker outlives the
+launcher: this module kills the workers before it returns, and they stop by themselves if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from titanlite.runtime.logging import LOG_FILE, note_end
 from titanlite.runtime.network import address_towards, interface_of, loopback_interface
 from titanlite.runtime.process import STOP_SIGNALS, STORE
 
-# Seconds for the other ranks, once one has ended. After a crash they wait in vain, at best until a collective fails.
+# Seconds that the other ranks have after one has crashed. They wait for it until a collective fails or times out.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
-ROLL_CALL_SECONDS = 30.0  # to learn whether a node was lost: a little more than the host needs to miss one
+ROLL_CALL_SECONDS = 30.0  # to learn whether a node was lost; a little more than the host needs to notice it
 MEET_SECONDS = 900.0  # for all nodes to come, also for lost ones to come back
-SAY_AFTER = 10.0  # seconds of waiting for nodes
+SAY_AFTER = 10.0  # seconds of waiting for nodes before a line says so
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run: `workers` on each of `nodes`. Without `node_rank` the nodes number themselves."""
+    """The processes of a run: `workers` on each of `nodes`. Without `node_rank` the host numbers the nodes."""
 
     workers: int
     nodes: int = 1
@@ -48,19 +48,19 @@ class World:
     master_addr: str = "localhost"
     master_port: int = 29500
     shown_ranks: tuple[int, ...] = (0,)
-    stop_seconds: float = 3600.0  # for the workers to save, once a signal has reached them
-    max_restarts: int = 0  # after crashes, from the newest checkpoint
-    min_nodes: int | None = None  # with so many the run goes on when machines are lost; None: with all
+    stop_seconds: float = 3600.0  # seconds that the workers have to save after a signal
+    max_restarts: int = 0  # number of restarts after crashes, from the newest checkpoint
+    min_nodes: int | None = None  # the run goes on with this many if machines are lost; None: with all only
     meet_seconds: float = MEET_SECONDS
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a person, or a scheduler, has to know of a run that ended early.
+    """What a user or a scheduler must know about a run that ended early.
 
     Attributes:
-        exists: whether there is a checkpoint to go on from.
-        how_to_go_on: the last lines after the end of workers that could say none themselves.
+        exists: whether there is a checkpoint to continue from.
+        how_to_go_on: the last lines of the output, if the workers ended without printing them.
     """
 
     exists: Callable[[], bool] = lambda: False
@@ -68,9 +68,9 @@ class Saved:
 
 
 def run_workers(command: Sequence[str], world: World, saved: Saved | None = None) -> int:
-    """Run `python -u COMMAND` once for each worker of this node, print why it ended, and return the exit code.
+    """Run `python -u COMMAND` for each worker of this node, print why the run ended, and return the exit code.
 
-    The program must call `titanlite.runtime.process.begin` first: it starts with all signals blocked.
+    The program must first call `titanlite.runtime.process.begin`, because it starts with all signals blocked.
 
     Raises:
         UserError: the nodes did not find each other.
@@ -81,7 +81,7 @@ def run_workers(command: Sequence[str], world: World, saved: Saved | None = None
 
 
 class _Over(Exception):
-    """The run has ended while no worker was there: its exit code, and what to say."""
+    """The run has ended while there were no workers. Has its exit code and the reason to print."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(reason)
@@ -89,10 +89,10 @@ class _Over(Exception):
 
 
 class Agent:
-    """Looks after the workers of this node until the run ends.
+    """Starts and watches the workers of this node until the run ends.
 
     Args:
-        folder: of this run alone, where `workers` leave the reason of their end.
+        folder: private folder of this run, in which the workers write why they ended.
     """
 
     def __init__(self, workers: Workers, world: World, saved: Saved, folder: Path) -> None:
@@ -102,13 +102,13 @@ class Agent:
         if world.nodes > 1:
             self._node = Node(world.master_addr, world.master_port, world.node_rank, least, world.nodes, world.workers)
         self._generation = 0
-        self._restarts = world.max_restarts  # that are left
-        self._signal: int | None = None  # the first one that asked for the end
-        self._at_once = False  # a second Ctrl-C
-        self._news = News()  # of other nodes
+        self._restarts = world.max_restarts  # number that is left
+        self._signal: int | None = None  # the first signal that stops the run
+        self._at_once = False  # after a second Ctrl-C
+        self._news = News()  # from other nodes
 
     def run(self) -> int:
-        """Start the workers, again after each crash that allows another attempt; returns the exit code.
+        """Start the workers, and start them again after each crash if restarts are left. Returns the exit code.
 
         Raises:
             UserError: the nodes cannot meet.
@@ -133,7 +133,7 @@ class Agent:
         return code
 
     def _run_generation(self) -> int | None:
-        """Meet, start, watch; the exit code of the run, or None if it is to start anew."""
+        """Meet the other nodes, start the workers and watch them. Returns the exit code, or None to start again."""
         self._start(self._meet())
         self._generation += 1
         makes_room = False
@@ -153,8 +153,8 @@ class Agent:
         """Wait for the nodes of a generation.
 
         Raises:
-            UserError: they never met, or do not belong together.
-            _Over: a signal came, another node has ended the run, or one is lost for good.
+            UserError: the nodes did not meet in time, or do not belong to one run.
+            _Over: a signal came, another node has ended the run, or a node is lost and does not come back.
         """
         node, self._news.started, self._news.spare = self._node, None, False
         began, joined, said, why = time.monotonic(), False, False, "too few have come"
@@ -162,12 +162,12 @@ class Agent:
             return Start(node=0, nodes=1, port=0)
         while self._signal is None:
             if not node.connected and self._generation == 0:
-                if self._news.spare:  # the run is over, or its first node will be started again
+                if self._news.spare:  # the run has ended, or its first node will be started again
                     self._news.spare, began = False, time.monotonic()
-                joined = False  # also where the host was lost before the run began
+                joined = False  # also if the host was lost before the run began
                 try:
                     node.connect()
-                except OSError as error:  # it starts later, or its name is not known yet
+                except OSError as error:  # the host starts later, or its name cannot be resolved yet
                     why = error.strerror or str(error)
             if node.connected and not joined:
                 joined, why = True, "too few have come"
@@ -190,7 +190,7 @@ class Agent:
         raise self._end_by_signal()
 
     def _missing(self, why: str) -> Exception:
-        """What to raise when nodes have not come in time."""
+        """The exception for nodes that did not come in time."""
         assert self._node is not None
         if self._generation > 0:
             return self._end_of_lost()
@@ -200,25 +200,25 @@ class Agent:
         )
 
     def _end_of_lost(self) -> _Over:
-        """The run cannot go on without a node that is gone."""
+        """The end of a run that cannot go on because a node is lost."""
         return self._end_between(f"Lost: {', '.join(self._news.lost) or 'a node that did not come back'}.", 1)
 
     def _end_by_signal(self) -> _Over:
-        """A signal came while there was no worker."""
+        """The end by a signal that came while there were no workers."""
         assert self._signal is not None
         again = " again" if self._generation > 0 else ""
         reason = f"Stopped by {signal.Signals(self._signal).name} before the workers were started{again}."
         return self._end_between(reason, 128 + self._signal)
 
     def _end_between(self, reason: str, code: int) -> _Over:
-        """The end after an attempt that failed: a later start can go on where there is a checkpoint."""
+        """The end after an attempt that failed. If there is a checkpoint, a later start can continue."""
         if self._generation == 0:
             return _Over(code, reason)
         code = StoppedBySignal.exit_code if self._saved.exists() else code
         return _Over(code, _lines(reason, self._saved.how_to_go_on()))
 
     def _end_elsewhere(self, closed: Closed) -> Exception:
-        """What to raise when another node has ended the run before this one could start its workers."""
+        """The exception if another node has ended the run before this one could start its workers."""
         if closed.reason:
             return UserError(f"The nodes do not belong together: {closed.reason}.")
         if closed.code == 0 and self._generation == 0:
@@ -226,12 +226,12 @@ class Agent:
         return _Over(closed.code or 1, _ended_by(closed))
 
     def _hear(self) -> None:
-        """Note what other nodes have said since the last call."""
+        """Read the messages of other nodes since the last call."""
         if self._node is not None:
             self._news.note(self._node.hear())
 
     def _learn_of_losses(self) -> None:
-        """Wait until every node has answered, or is known to be lost, or has ended the run."""
+        """Wait until every node has answered, or is known to be lost, or the run was ended."""
         if self._node is None:
             return
         self._news.all_present = False
@@ -264,7 +264,7 @@ class Agent:
         listener = self._node.listener if self._node is not None else None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
         try:
-            if self._signal is not None:  # there was no worker yet that it could be passed on to
+            if self._signal is not None:  # it came when there were no workers yet to forward it to
                 raise self._end_by_signal()
             ranks = range(start.node * count, (start.node + 1) * count)
             self._workers.start(ranks, environment, None if listener is None else listener.fileno())
@@ -274,9 +274,9 @@ class Agent:
             self._node.close_listener()  # the first worker has its own copy
 
     def _meeting_place(self, start: Start) -> dict[str, str]:
-        """Variables that tell the workers where they meet, and on which interface."""
+        """Environment variables that tell the workers where they meet, and on which interface."""
         if self._node is None:
-            loopback = loopback_interface()  # whatever is set for runs on many machines
+            loopback = loopback_interface()  # it replaces a value that was set for runs on several machines
             interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
             file = self._folder / f"store-{self._generation}"
             return {STORE: str(file), **interfaces}
@@ -285,18 +285,20 @@ class Agent:
         own_address = address_towards(address, start.port)
         interface = interface_of(own_address) if own_address is not None else None
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            place["GLOO_SOCKET_IFNAME"] = interface  # gloo would take the address of this machine's name
+            place["GLOO_SOCKET_IFNAME"] = (
+                interface  # otherwise gloo takes the address that belongs to this machine's name
+            )
         return place
 
     def _end_the_late(self) -> None:
-        """Kill the workers that have not ended within the time that the end of the first one leaves them."""
+        """Kill the workers that have not ended in time after the first one ended."""
         bad = set(self._workers.codes.values()) - {0}
         elsewhere = self._news.closed.code if self._news.closed is not None else 0
         stopping = (
             self._signal is not None or self._news.another_joined or StoppedBySignal.exit_code in {*bad, elsewhere}
         )
         patience = float("inf")
-        if bad.intersection(UNSAVED_STOPS) and stopping:  # what is left of the ranks cannot save
+        if bad.intersection(UNSAVED_STOPS) and stopping:  # the other ranks cannot save without those that ended
             patience = CRASH_PATIENCE
         elif bad.difference(KNOWN_EXITS) and stopping:
             patience = KNOWN_EXIT_PATIENCE
@@ -314,7 +316,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _judge(self) -> int | None:
-        """The exit code of the run whose workers have ended, or None to start again. Says what there is to say."""
+        """The exit code of a run whose workers have ended, or None to start again. Prints why they ended."""
         ends = self._workers.failures()
         if not ends:
             return 0
@@ -325,7 +327,7 @@ class Agent:
         text, code = explain(ends, self._signal, self._workers.killed)
         report = explain_hang(self._workers.hangs(), self._workers.killed)
         said = any(end.rank == 0 and end.message and end.message == ends[0].message for end in ends)
-        if known or self._signal is not None:  # it would end in the same way again
+        if known or self._signal is not None:  # a restart would end in the same way
             self._say_end(text, report, self._closing(ends) if text or report else "", by_rank0=said)
             return code
         if self._news.regroup is not None and not self._news.regroup.joined:
@@ -345,26 +347,27 @@ class Agent:
         return code
 
     def _closing(self, ends: Sequence[End]) -> str:
-        """How to go on, as a worker said it; in its stead, where it had opened the run's folder and then crashed."""
+        """How to continue the run, as a worker reported it. If the worker crashed after opening the run's folder, the
+        launcher says it."""
         closing = next((end.closing for end in ends if end.closing), "")
         if not closing and ends[0].code not in KNOWN_EXITS and (self._folder / LOG_FILE).exists():
             closing = self._saved.how_to_go_on()
         return closing
 
     def _say_end(self, *texts: str, by_rank0: bool = False) -> None:
-        """Why the workers ended: on the terminal, and in train.log, unless rank 0 has written it there itself."""
+        """Print why the workers ended, and write it to train.log, unless rank 0 has written it there."""
         text = _lines(*texts)
         _say(text)
         if text and not by_rank0:
-            with contextlib.suppress(OSError):  # no worker of this node had opened it
+            with contextlib.suppress(OSError):  # no worker of this node has opened train.log
                 note_end(text, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
 
     # ------------------------------------------------------------------------------------------------------- signals
 
     def _take_signals(self) -> dict[int, Any]:
-        """Install our handlers; returns those that were there."""
+        """Install the signal handlers. Returns the earlier ones."""
         before: dict[int, Any] = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR2)}
-        if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup; workers inherit it
+        if before[signal.SIGHUP] == signal.SIG_IGN:  # started by nohup; workers inherit it
             del before[signal.SIGHUP]
         for number in before:
             signal.signal(number, self._receive)
@@ -378,10 +381,10 @@ class Agent:
             self._signal = number
             if self._workers.running():
                 self._workers.send(number)
-                with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+                with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
                     os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
-        elif number == signal.SIGINT:  # a second SIGTERM is a scheduler's impatience: it has SIGKILL for that
-            self._at_once = True  # to kill here could wait for a lock that the interrupted code holds
+        elif number == signal.SIGINT:  # a second SIGTERM changes nothing, because schedulers repeat it and have SIGKILL
+            self._at_once = True  # not killed here, because the interrupted code may hold a lock that killing needs
 
 
 def _ended_by(closed: Closed) -> str:
@@ -389,7 +392,7 @@ def _ended_by(closed: Closed) -> str:
 
 
 def _lines(*texts: str) -> str:
-    return printable("\n".join(text for text in texts if text))  # errors quote what stands in files
+    return printable("\n".join(text for text in texts if text))  # because errors quote the content of files
 
 
 def _say(*texts: str) -> None:

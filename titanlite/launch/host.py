@@ -1,10 +1,11 @@
-"""How the launchers of several machines meet, and how they hear of one another's end.
+"""How the launchers of several machines meet, and how they learn that one of them has ended.
 
-The launcher that can listen at MASTER_ADDR is the host. It numbers the nodes, says when a generation of workers starts
-and when it must be started anew, and which node is gone. All launchers, the host's own among them, talk to it by TCP.
+The launcher that can listen at MASTER_ADDR is the host. It numbers the nodes. It tells them when a generation of
+workers starts, when it must be started again, and which node is lost. All launchers talk to it by TCP, including the
+one that runs it.
 
-Invariant: the host listens on one address, that of MASTER_ADDR. A line that is not understood ends its connection and
-nothing else. Strangers can neither use up its descriptors nor keep the nodes from meeting.
+Invariant: the host listens on one address only, that of MASTER_ADDR. A line that is no message ends its connection and
+changes nothing else. Strangers can neither use up the host's descriptors nor keep the nodes from meeting.
 """
 
 from __future__ import annotations
@@ -34,26 +35,28 @@ from titanlite.launch.messages import (
 )
 from titanlite.runtime.network import LOST_AFTER, watch_connection
 
-LAST_CALL = 15.0  # seconds for more nodes to come, once the fewest that are allowed are there
-GOODBYE = 5.0  # seconds to tell the others of an end
-SPARES = 64  # nodes, and connections that have not joined, beyond those that a run needs
-OTHER_FILES = 128  # descriptors that the rest of a launcher needs, at the most
-UNREAD = 64 * LONGEST_LINE  # bytes that wait for a node which reads nothing, at the most
+LAST_CALL = 15.0  # seconds to wait for more nodes after the fewest that are allowed have come
+GOODBYE = 5.0  # seconds to tell the others that the run has ended
+SPARES = 64  # limit of nodes beyond those that a run needs, and of connections that have not joined
+OTHER_FILES = 128  # limit of the descriptors that the rest of a launcher needs
+UNREAD = 64 * LONGEST_LINE  # limit of the bytes that wait for a node which does not read
 
 
 def listen(address: str, port: int, must: bool) -> socket.socket | None:
-    """A socket that listens at this address alone; None where it is another machine's, or taken by a node of this one.
+    """A socket that listens at this address only.
+
+    None if the address belongs to another machine, or if another node of this machine listens there already.
 
     Args:
-        must: The node is the first one, so that it has to be the host.
+        must: This is the first node, so it must be the host.
 
     Raises:
-        OSError: nothing is known of this name, now.
+        OSError: the name cannot be resolved now.
         UserError: the first node cannot listen there, or the others could not reach it.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     server = socket.socket(family, kind, protocol)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may not be closed yet
     try:
         server.bind(where)
         server.listen(1024)
@@ -75,7 +78,7 @@ def listen(address: str, port: int, must: bool) -> socket.socket | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether the nodes are meant to be on one machine."""
+    """Whether the address is a loopback address, so that all nodes are on one machine."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -90,7 +93,7 @@ class _Member:
         self.writer = writer
         self.waiting = True  # to start workers
         self.started = False  # workers, at least once
-        self.present, self.asks = True, False  # has answered the last roll call; wants to know about the others
+        self.present, self.asks = True, False  # has answered the last roll call; waits for the result of one
 
     def send(self, message: Message) -> None:
         if self.writer.transport.get_write_buffer_size() > UNREAD:
@@ -100,11 +103,12 @@ class _Member:
 
 
 class Host:
-    """Numbers the nodes and says when they start; in a thread of its own.
+    """Numbers the nodes and tells them when to start. It runs in its own thread.
 
     Args:
-        server: listens already; it is closed when the host ends.
-        least: nodes with which the run can start; most: more are kept as spares.
+        server: a listening socket, which is closed when the host ends.
+        least: number of nodes with which the run can start.
+        most: number of nodes that the run uses; further ones are spares.
 
     Raises:
         UserError: the system does not allow as many connections as there are nodes.
@@ -112,10 +116,10 @@ class Host:
 
     def __init__(self, server: socket.socket, least: int, most: int) -> None:
         self._server, self._least, self._most = server, least, most
-        self._room = most + SPARES  # for members, and as much for connections that are none
+        self._room = most + SPARES  # for members, and the same number for other connections
         _allow_files(2 * self._room + OTHER_FILES, most)
         self._members: list[_Member] = []
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections that are no member's, the oldest first
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections that have not joined, the oldest first
         self._closed: Closed | None = None
         self._last_call: asyncio.TimerHandle | None = None
         self._told_to_regroup = False
@@ -125,7 +129,7 @@ class Host:
     # ------------------------------------------------------------------------------------------------- connections
 
     async def _serve(self) -> None:
-        """Accept connections, one at a time: asyncio's own server takes a hundred before one of them is read."""
+        """Accept connections one at a time, because asyncio's own server accepts a hundred before it reads from one."""
         loop, tasks = asyncio.get_running_loop(), set()
         self._server.setblocking(False)
         while True:
@@ -133,11 +137,13 @@ class Host:
                 connection, _ = await loop.sock_accept(self._server)
                 watch_connection(connection)
                 reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
-            except OSError:  # it is gone already, or this machine is short of something
+            except OSError:  # the connection is gone already, or this machine lacks memory or descriptors
                 await asyncio.sleep(0.1)
                 continue
             self._strangers[writer] = None
-            if len(self._strangers) > self._room:  # a node joins at once: the oldest is none, or it will come again
+            if (
+                len(self._strangers) > self._room
+            ):  # a node joins at once, so the oldest is no node, or it will try again
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 oldest.transport.abort()
@@ -148,9 +154,9 @@ class Host:
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
         member, ended = None, False
-        with contextlib.suppress(OSError, ValueError):  # the connection broke, or it was a stranger
+        with contextlib.suppress(OSError, ValueError):  # the connection broke, or its peer is no launcher
             while not ended:
-                # What is no member must not hold a descriptor of the launcher for long.
+                # A connection that has not joined must not hold a descriptor for long.
                 patience = LOST_AFTER if member not in self._members else None
                 line = await asyncio.wait_for(reader.readline(), patience)
                 if not line:
@@ -164,14 +170,14 @@ class Host:
         writer.close()
         with contextlib.suppress(OSError):
             await asyncio.wait_for(writer.wait_closed(), GOODBYE)
-        writer.transport.abort()  # what was not read by now never will be
+        writer.transport.abort()  # data that the peer has not read by now would never be read
         self._strangers.pop(writer, None)
 
     def _welcome(self, message: Message, writer: asyncio.StreamWriter) -> _Member:
-        """The member that joins by the first line of a connection; one that is refused is told so, and is none.
+        """The member that joins with the first line of a connection. One that is refused is told why.
 
         Raises:
-            ValueError: a stranger, or a connection that had to make room.
+            ValueError: the peer is no launcher, is refused, or its connection was closed to make room.
         """
         if not isinstance(message, Join) or writer not in self._strangers:
             raise ValueError
@@ -179,7 +185,9 @@ class Host:
         if wrong := self._refusal(message):
             member.send(Closed(name=message.name, code=UserError.exit_code, reason=wrong))
             return member
-        for other in self._with_rank_of(message):  # it was started again before its connection was missed
+        for other in self._with_rank_of(
+            message
+        ):  # the node was started again before its old connection was found to be lost
             self._members.remove(other)
             other.writer.close()
             self._tell(Lost(name=other.join.name))
@@ -204,12 +212,12 @@ class Host:
         return [other for other in self._members if join.rank is not None and other.join.rank == join.rank]
 
     def _obey(self, message: Message, member: _Member) -> bool:
-        """Do what a node says; whether it has ended."""
+        """Handle the message of a node. Returns whether the node has ended."""
         if isinstance(message, Join):
             self._join(member, message)
         elif isinstance(message, Closed):
-            # A node that is refused ends the others before they train, so that the mistake is seen at once. A run under
-            # way goes on: a spare, or a launcher that was started by mistake, is no part of it.
+            # Before training starts, a node that is refused ends the run, so that the mistake is seen at once. A run in
+            # progress goes on, because a spare, or a launcher that was started by mistake, is no part of it.
             started = [other for other in self._members if other.started]
             if member in started or not started:
                 self._closed = self._closed or message
@@ -290,7 +298,7 @@ class Host:
         self._answer_roll()
 
     def _answer_roll(self) -> None:
-        """Once every node has answered, or is known to be lost."""
+        """Send the result of the roll call, if every node has answered or is known to be lost."""
         if all(member.present for member in self._members):
             for member in self._members:
                 if member.asks:
@@ -304,7 +312,7 @@ class Host:
 
 
 def _allow_files(count: int, nodes: int) -> None:
-    """Let this process have so many open files.
+    """Allow this process to have `count` open files.
 
     Raises:
         UserError: the system does not allow it.

@@ -1,7 +1,7 @@
 """What ./run_train.sh starts: checks the job and the environment, then starts the workers of this node.
 
-Invariant: a wrong job or variable ends here, in a fraction of a second, before a process is started. The launcher never
-imports torch: it is small, and stays so while the workers train.
+Invariant: a wrong job or variable is reported in a fraction of a second, before a process is started. The launcher
+never imports torch, so that it needs little memory while the workers train.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from titanlite.config.errors import UserError, one_line
 
 EXPLAINED = {
-    "NGPU": "processes on this machine, one for each GPU",
-    "NNODES": "machines, or the least and the most of them as in 1:2",
-    "MAX_RESTARTS": "times that a crashed run is started again",
+    "NGPU": "number of processes on this machine, one per GPU",
+    "NNODES": "number of machines, or the least and the most as in 1:2",
+    "MAX_RESTARTS": "how many times a crashed run is started again",
     "NODE_RANK": "number of this machine, from 0",
     "MASTER_PORT": "a port of MASTER_ADDR that is free",
 }
 LARGEST = {"MASTER_PORT": 65535, "NNODES": 100_000}
-LONGEST_NAME = 255  # of a machine, in characters
-WORKER_BYTES = 200 << 20  # of memory that a process with torch needs for itself, at the least
-CROWDED = 4  # processes a core
+LONGEST_NAME = 255  # of a machine's name, in characters
+WORKER_BYTES = 200 << 20  # the least memory that a process with torch needs
+CROWDED = 4  # processes per core
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,16 +69,16 @@ def launch(argv: Sequence[str]) -> int:
     shown_ranks = logged_ranks(workers * nodes)
     run = load_run(argv, workers * nodes)
     if least < nodes:
-        load_run(argv, workers * least)  # the run must be able to go on there
+        load_run(argv, workers * least)  # the run must also work on the fewest nodes
 
-    # Threads of all processes together use each core once; more only gets in each other's way.
+    # The threads of all processes together use each core once. More threads would slow each other down.
     threads = run.job.training.num_threads or max(1, _cores() // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a Python stack where native code crashes
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash of native code shows the Python stack
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is soon forgotten
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is often emptied
     if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory lost to fragments
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory is lost by fragmentation
 
     from titanlite.checkpoint.go_on import COMMAND, how_to_go_on, is_saved
     from titanlite.launch.agent import Saved, World, run_workers
@@ -100,13 +100,13 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _on_this_node(command: str, nodes: int) -> str:
-    """`command` with the variables that it needs to start again on this node."""
+    """`command` with the environment variables that it needs to be started again on this node."""
     names = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS") if nodes > 1 else ("NGPU",)
     return " ".join([*(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)), command])
 
 
 def count_gpus() -> int:
-    """GPUs that a process started here would see, found without torch. 0 where there is no NVIDIA driver."""
+    """Number of GPUs that a process of this machine sees, found without torch. 0 if there is no NVIDIA driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
@@ -121,7 +121,7 @@ def count_gpus() -> int:
 
 
 def _nodes() -> tuple[int, int]:
-    """NNODES: the least and the most machines."""
+    """NNODES: the least and the most number of machines."""
     least, colon, most = os.environ.get("NNODES", "").partition(":")
     if not colon:
         nodes = _number("NNODES", 1) or 1
@@ -133,7 +133,7 @@ def _nodes() -> tuple[int, int]:
 
 
 def _number(name: str, least: int) -> int | None:
-    """The environment variable as a number; None where it is not set."""
+    """The environment variable as a number. None if it is not set."""
     text, most = os.environ.get(name, ""), LARGEST.get(name, 10**15)
     if not text:
         return None
@@ -144,8 +144,8 @@ def _number(name: str, least: int) -> int | None:
 
 
 def _is_address(text: str) -> bool:
-    """Whether a machine can be asked for under this name."""
-    with contextlib.suppress(UnicodeError):  # a part that is empty or too long
+    """Whether `text` can be the name or the address of a machine."""
+    with contextlib.suppress(UnicodeError):  # a part of the name is empty or too long
         is_name = len(text) <= LONGEST_NAME and re.fullmatch(r"[\w.:%-]+", text, re.ASCII)
         return bool(is_name and text.encode("idna"))
     return False
@@ -156,7 +156,7 @@ def _is_number(text: str, least: int, most: int) -> bool:
 
 
 def _check_processes(workers: int) -> None:
-    """On a CPU: what memory cannot hold is refused, what the cores can hardly carry is said."""
+    """On a CPU: refuse more processes than fit into memory, and warn about more than the cores can handle."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if workers * WORKER_BYTES > memory:
         raise UserError(

@@ -1,7 +1,7 @@
-"""What launchers say to one another: one line of JSON a message.
+"""The messages between launchers. Each is one line of JSON.
 
-Invariant: what arrives is a line of bounded length whose fields are checked. Nothing is unpickled, and no text can
-command a terminal.
+Invariant: a received line has a limited length, and its fields are checked. Nothing is unpickled, and no text contains
+control characters of a terminal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titanlite.config.errors import one_line
 LONGEST_LINE = 4096  # bytes
 
 Name = Annotated[str, Field(max_length=300), AfterValidator(one_line)]  # of a node, for messages
-Reason = Annotated[str, Field(max_length=2000), AfterValidator(one_line)]  # names four of them
+Reason = Annotated[str, Field(max_length=2000), AfterValidator(one_line)]  # it names up to four nodes
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -24,8 +24,11 @@ class _Message(BaseModel):
 
 
 class Join(_Message):
-    """A node that is ready to start workers. `rank` is its NODE_RANK; `port`, above 0 on the host's node alone, is
-    where its first worker listens for those of the others. Nodes whose `world` differs do not belong together."""
+    """A node is ready to start workers.
+
+    `rank` is its NODE_RANK. `port` is above 0 on the host's node only: its first worker listens there for the others.
+    Nodes with different `world` do not belong to one run.
+    """
 
     kind: Literal["join"] = "join"
     rank: Count | None
@@ -35,13 +38,14 @@ class Join(_Message):
 
 
 class Spare(_Message):
-    """The run has all its nodes: this one waits until another one is lost."""
+    """The run has all its nodes. This one waits until another one is lost."""
 
     kind: Literal["spare"] = "spare"
 
 
 class Start(_Message):
-    """A generation of workers starts: here on node `node` of `nodes`, whose first worker listens at `port`."""
+    """A generation of workers starts. The receiver is node `node` of `nodes`, and the first worker listens at
+    `port`."""
 
     kind: Literal["start"] = "start"
     node: Count
@@ -50,14 +54,14 @@ class Start(_Message):
 
 
 class Regroup(_Message):
-    """Stop the workers and join again: another node has `joined`, or the workers of one have failed."""
+    """Stop the workers and join again, because another node has `joined`, or the workers of a node have failed."""
 
     kind: Literal["regroup"] = "regroup"
     joined: bool
 
 
 class Lost(_Message):
-    """A node of this generation is gone without a word."""
+    """A node of this generation is lost: it left without a message."""
 
     kind: Literal["lost"] = "lost"
     name: Name
@@ -73,19 +77,19 @@ class Closed(_Message):
 
 
 class Failed(_Message):
-    """The workers of this node failed: are all other nodes there, or was one lost?"""
+    """The workers of this node failed. It asks whether all other nodes are there."""
 
     kind: Literal["failed"] = "failed"
 
 
 class RollCall(_Message):
-    """The host wants to know whether this node is there."""
+    """The host asks whether this node is there."""
 
     kind: Literal["roll call"] = "roll call"
 
 
 class Present(_Message):
-    """It is. From the host: all are."""
+    """From a node: it is there. From the host: all nodes are there."""
 
     kind: Literal["present"] = "present"
 

@@ -1,6 +1,6 @@
 """A launcher's connection with the host of its run.
 
-Invariant: it never waits for the host, but for a second to reach it and five to take leave.
+Invariant: it waits for the host at most a second to connect and five seconds to leave, and never otherwise.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from titanlite.runtime.network import watch_connection
 
 @dataclass
 class News:
-    """What the other nodes have said, as far as it still counts.
+    """What the other nodes have sent, as far as it is still valid.
 
     Attributes:
-        started: A generation starts, in which this node has a place.
-        spare: This node has none, because the run has all its nodes.
-        regroup: Others want to start anew.
-        closed: One has ended the run.
-        lost: Names of those that are gone.
+        started: A generation starts, and this node is part of it.
+        spare: This node has no place, because the run has all its nodes.
+        regroup: Other nodes want to start again.
+        closed: Another node has ended the run.
+        lost: Names of the nodes that are lost.
         all_present: The answer to `Failed`: no node is lost.
     """
 
@@ -52,7 +52,7 @@ class News:
     all_present: bool = False
 
     def note(self, messages: Sequence[Message]) -> None:
-        """Take in what was said, in its order: what comes after a start concerns the generation that it starts."""
+        """Process messages in their order. Those after a `Start` are about the generation that it starts."""
         for message in messages:
             if isinstance(message, Start):
                 self.started, self.regroup, self.lost = message, None, []
@@ -69,25 +69,25 @@ class News:
 
     @property
     def another_joined(self) -> bool:
-        """Whether the workers are to save and stop, so that all start again with another node."""
+        """Whether the workers must save and stop, so that all nodes start again together with a new one."""
         return self.regroup is not None and self.regroup.joined
 
     @property
     def ended_elsewhere(self) -> bool:
-        """Whether another node has ended the run before it was done, so that nobody would come to a new start."""
+        """Whether another node has ended the run before it was finished, so that a restart would wait in vain."""
         return self.closed is not None and self.closed.code != 0
 
 
 class Node:
-    """This launcher's connection with the host, and the host itself if it is to be here.
+    """This launcher's connection with the host, and the host itself if it runs on this node.
 
     Args:
-        rank: NODE_RANK, or None where the nodes number themselves: then whoever can listen at the address is the host.
-        least: nodes with which the run can start, of `most`.
+        rank: NODE_RANK. None if the host numbers the nodes; then the host is the node that can listen at the address.
+        least: number of nodes with which the run can start, at most `most`.
 
     Attributes:
-        listener: where the first worker of the run can listen, at the host's address; None on other nodes. Whoever
-            starts that worker closes it then.
+        listener: socket at the host's address, on which the first worker of the run can listen. None on other nodes.
+            The caller closes it after starting that worker.
     """
 
     def __init__(self, address: str, port: int, rank: int | None, least: int, most: int, workers: int) -> None:
@@ -100,18 +100,18 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The meeting place, for messages."""
+        """The address of the host, for messages."""
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self._port}"
 
     def connect(self) -> None:
-        """Try to reach the host, once.
+        """Try once to connect to the host.
 
         Raises:
-            OSError: it is not there yet.
-            UserError: it cannot be here, but has to; or the address is that of no machine.
+            OSError: the host does not listen yet.
+            UserError: this node must be the host and cannot listen there, or the address belongs to no machine.
         """
         where = socket.getaddrinfo(self.address, self._port, type=socket.SOCK_STREAM)[0][4][0]
-        if ipaddress.ip_address(where).is_unspecified:  # to listen there is to listen on every interface
+        if ipaddress.ip_address(where).is_unspecified:  # a socket there would listen on every interface
             raise UserError(
                 f"MASTER_ADDR={self.address} is no machine's address. Set it on all machines to the one that the "
                 "others use for the first machine."
@@ -128,11 +128,11 @@ class Node:
 
     @property
     def connected(self) -> bool:
-        """Whether the host has been reached and is still there."""
+        """Whether there is a connection with the host."""
         return self._connection is not None
 
     def join(self) -> None:
-        """Say that this node is ready; a `Start` will be heard."""
+        """Tell the host that this node is ready. A `Start` follows."""
         assert self._connection is not None
         if self.hosts and self.listener is None:
             family, where = self._connection.family, self._connection.getpeername()
@@ -145,22 +145,22 @@ class Node:
         self.say(Join(rank=self._rank, name=name, port=port, world=self._world))
 
     def close_listener(self) -> None:
-        """The first worker has its own copy, or there will be none."""
+        """Close the listener. The first worker has its own copy, or will not be started."""
         if self.listener is not None:
             self.listener.close()
             self.listener = None
 
     def say(self, message: Message) -> None:
-        """Send to the host; where it is gone, `hear` will tell."""
+        """Send a message to the host. If the host is lost, `hear` reports it."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.sendall(encode(message))
 
     def hear(self) -> list[Message]:
-        """What the host has said since the last call; that it is lost, once.
+        """The messages of the host since the last call. The loss of the host is reported once.
 
         Raises:
-            UserError: something else than a launcher answers there.
+            UserError: the program that answers there is no launcher.
         """
         if self._connection is None:
             return []
@@ -182,8 +182,8 @@ class Node:
         except ValueError:
             self._disconnect()
             raise UserError(
-                f"{self.where}: what answers there is no launcher of this titanlite. Choose a port that is free on the "
-                "first machine, and the same titanlite on all."
+                f"{self.where}: the program that answers there is no launcher of this titanlite. Choose a port "
+                "that is free on the first machine, and the same titanlite on all."
             ) from None
         if RollCall() in messages:
             self.say(Present())
@@ -193,7 +193,7 @@ class Node:
         return messages
 
     def leave(self, code: int, reason: str = "") -> None:
-        """Tell the others that this node has ended the run, and let the host tell them if it is here."""
+        """Tell the other nodes that this node has ended the run. If the host is here, wait until it has told them."""
         self.close_listener()
         if self._connection is None:
             return

@@ -1,7 +1,7 @@
-"""A folder in the place for temporary files that belongs to one run.
+"""A temporary folder that belongs to one run.
 
-Invariant: only this user can enter it. It is in use as long as one process of the run lives, because all of them hold
-its lock; what a killed launcher leaves is removed by the next start.
+Invariant: only this user can enter it. It is in use as long as one process of the run lives, because all processes hold
+its lock. The next start removes the folder of a launcher that was killed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from titanlite.config.errors import UserError
 from titanlite.runtime.logging import LOG_FILE
 
 PREFIX = "titanlite-run-"
-OF_A_RUN = ("*.json", "store-*", LOG_FILE)  # what stands in it; anything else stays where it is
+OF_A_RUN = ("*.json", "store-*", LOG_FILE)  # the files in it; any other file is left alone
 
 
 @contextmanager
 def private_folder() -> Iterator[tuple[Path, int]]:
-    """A new folder, and the descriptor that locks it. Removes what runs have left that were killed.
+    """A new folder, and the descriptor that locks it. Removes the folders of runs that were killed.
 
     Raises:
-        UserError: the system refuses it.
+        UserError: the folder cannot be made.
     """
     try:
         place = Path(tempfile.gettempdir())
     except OSError as error:
         raise _no_folder("The folder for temporary files", error) from None
     for left in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or another launcher is removing it
+        with contextlib.suppress(OSError):  # it belongs to another user, is in use, or another launcher removes it
             _remove_leftover(left)
     folder, lock = _locked_folder(place)
     try:
@@ -63,9 +63,9 @@ def _locked_folder(place: Path) -> tuple[Path, int]:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (FileNotFoundError, BlockingIOError):  # another launcher took it for a leftover before it was locked
+        except (FileNotFoundError, BlockingIOError):  # another launcher removed it before it was locked
             continue
-        except OSError as error:  # such as a file system without locks
+        except OSError as error:  # for example a file system without locks
             folder.rmdir()
             raise _no_folder(str(place), error) from None
         if folder.exists():

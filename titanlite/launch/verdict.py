@@ -1,7 +1,7 @@
-"""What is said about the end of the workers, and the exit code that follows from it.
+"""The message about the end of the workers, and the exit code that follows from it.
 
-Invariant: a worker that stopped for a known reason (an exit code of `titanlite.config.errors`) gives the launcher the
-same code, without a traceback. Of a crash the root cause is said first, and once.
+Invariant: if a worker stopped for a known reason (an exit code of `titanlite.config.errors`), the launcher has the same
+exit code and shows no traceback. After a crash, the root cause is printed first and once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from titanlite.config.errors import CheckpointError, GuardError, StoppedBySignal
 from titanlite.runtime.process import STOP_SIGNALS
 
 KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
-# A stop before there was anything to save: the worker's own exit code, or the signal that killed it.
+# Codes of a stop before there was anything to save: the worker's own exit code, or minus the signal that killed it.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
 
 
 @dataclass(frozen=True)
 class End:
-    """How a worker ended: its exit code (minus the signal's number if one killed it), when, what it reported, and what
-    it said last: how to go on."""
+    """How a worker ended.
+
+    It has the exit code (minus the signal's number if a signal killed the worker), the time, the message of the worker,
+    and its closing lines, which say how to continue.
+    """
 
     rank: int
     code: int
@@ -32,11 +35,11 @@ class End:
 
 
 def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
-    """Which rank was late, and in what the others waited for it.
+    """Which rank was late, and in which collective the others waited for it.
 
     Args:
-        hangs: What `titanlite.runtime.hang_report.HangWatch` wrote for each rank of this machine.
-        killed: Ranks that did not end by themselves.
+        hangs: The content of the files that `titanlite.runtime.hang_report.HangWatch` wrote, one per rank.
+        killed: Ranks that the launcher killed.
     """
     if not hangs:
         return ""
@@ -64,19 +67,19 @@ def explain_hang(hangs: Sequence[dict[str, Any]], killed: set[int]) -> str:
             number, name = last[0]
             waiting.append(f"{who}waits in {name} number {number}, at {hang['line']}")
     if not lines and elsewhere:
-        lines = [f"No rank of this machine is late. Gone, or late: rank {', '.join(elsewhere)}."]
+        lines = [f"No rank of this machine is late. Lost or late on other machines: rank {', '.join(elsewhere)}."]
     return "\n".join(lines + waiting)
 
 
 def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tuple[str, int]:
-    """What to print about ended workers, and the exit code of the launcher.
+    """What to print about the end of the workers, and the exit code of the launcher.
 
     Args:
-        ends: Those that did not end with 0, in order of time, at least one.
-        stopped_by: Number of the signal that was forwarded to them, if one was.
+        ends: The workers that did not end with 0, in order of time. There is at least one.
+        stopped_by: Number of the signal that was forwarded to the workers, if any.
         killed: Ranks that the launcher killed.
     """
-    # A worker that says why it stopped without a save is as known as one that saved.
+    # A worker that stopped without a save, but said why, also stopped for a known reason.
     known = [end for end in ends if end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.message)]
     if known:
         code = known[0].code
@@ -86,7 +89,7 @@ def explain(ends: Sequence[End], stopped_by: int | None, killed: set[int]) -> tu
                 texts.setdefault(end.message, []).append(end.rank)
         lines = list(texts) if len(texts) == 1 else [f"[{_ranks(ranks)}] {text}" for text, ranks in texts.items()]
         return "\n".join([*lines, *(_short(end, killed) for end in ends if end not in known)]), code
-    # Before there was anything to save: what other ranks say after that follows from it.
+    # The stop came before there was anything to save. What other ranks report after it is a consequence.
     if stopped_by is not None and (ends[0].code in UNSAVED_STOPS or all(end.rank in killed for end in ends)):
         late = [end.rank for end in ends if end.rank in killed]
         why = f"without a save: {_ranks(late)} had to be killed" if late else "before there was anything to save"

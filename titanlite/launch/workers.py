@@ -1,7 +1,7 @@
-"""The workers of this node as processes: started, signalled, killed, and what they leave about their end.
+"""The worker processes of this node: starts, signals and kills them, and reads why they ended.
 
-Invariant: a worker is noted before any signal can arrive, so that none is forgotten. Its descriptors are the standard
-ones, the lock of the run's folder, and on the first worker the socket where the others find it.
+Invariant: a worker is recorded before any signal can arrive, so that none is forgotten. Its open descriptors are the
+standard ones, the lock of the run's folder, and for the first worker the socket on which it listens for the others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from titanlite.config.errors import ERROR_FOLDER, UserError
 from titanlite.launch.verdict import End
 from titanlite.runtime.process import LAUNCHER, LISTENER
 
-POLL_SECONDS = 0.1  # between two looks at the workers
+POLL_SECONDS = 0.1  # between two checks of the workers
 
 
 class Workers:
-    """The workers of one generation after the other.
+    """The workers, one generation after the other.
 
     Args:
         command: the program and its arguments, for Python.
-        shown_ranks: ranks whose standard output is ours.
-        folder: of the run alone; workers leave the reason of their end there.
+        shown_ranks: ranks that share the standard output of the launcher.
+        folder: private folder of the run, in which workers write why they ended.
         lock: a descriptor that workers keep open, because the folder is in use as long as one of them lives.
 
     Attributes:
-        codes: exit codes of those that have ended, by rank; in the order of their ends.
-        killed: ranks that we killed.
+        codes: exit codes of the workers that have ended, by rank, in the order in which they ended.
+        killed: ranks that were killed here.
     """
 
     def __init__(self, command: Sequence[str], shown_ranks: Sequence[int], folder: Path, lock: int) -> None:
@@ -66,9 +66,11 @@ class Workers:
                 self._processes[rank] = subprocess.Popen(
                     [sys.executable, "-u", *self._command],
                     env=common | own,
-                    stdout=None if rank in self._shown_ranks else subprocess.DEVNULL,  # no pipe: a terminal stays one
+                    stdout=None
+                    if rank in self._shown_ranks
+                    else subprocess.DEVNULL,  # not a pipe, so that a terminal stays a terminal
                     pass_fds=descriptors,
-                    start_new_session=True,  # Ctrl-C reaches the workers through us alone
+                    start_new_session=True,  # only the launcher sends Ctrl-C to the workers
                 )
             except OSError as error:
                 raise UserError(
@@ -77,7 +79,7 @@ class Workers:
                 ) from None
 
     def running(self) -> dict[int, subprocess.Popen[bytes]]:
-        """Those that have not ended, by rank; notes the ends."""
+        """The workers that have not ended, by rank. Records those that have."""
         running = {}
         for rank, process in self._processes.items():
             code = process.poll()
@@ -88,12 +90,12 @@ class Workers:
         return running
 
     def send(self, number: int) -> None:
-        """Send a signal to those that run."""
+        """Send a signal to the workers that still run."""
         for process in self.running().values():
             process.send_signal(number)
 
     def kill(self) -> None:
-        """End those that run at once, with all that they have started."""
+        """Kill the workers that still run, together with the processes that they have started."""
         running = self.running()
         for rank, process in running.items():
             self.killed.add(rank)
@@ -102,17 +104,17 @@ class Workers:
             process.wait()
 
     def failures(self) -> list[End]:
-        """Those that did not end with 0, the first one first."""
+        """The workers that did not end with 0, in the order in which they ended."""
         ends = []
         for rank, code in self.codes.items():
             try:
                 record = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):  # it said nothing, or had no space to; seen up to two polls late
+            except (OSError, ValueError):  # it wrote no report, or the disk was full
                 record = {"time": self._seen[rank] - 2 * POLL_SECONDS, "message": None, "closing": ""}
             if code != 0:
                 ends.append(End(rank, code, record["time"], record["message"], record["closing"]))
         return sorted(ends, key=lambda end: (end.rank in self.killed, end.time))
 
     def hangs(self) -> list[dict[str, Any]]:
-        """Where ranks stood that took too long, by `titanlite.runtime.hang_report`."""
+        """The reports of `titanlite.runtime.hang_report` about ranks that took too long."""
         return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._folder.glob("*.hang.json"))]

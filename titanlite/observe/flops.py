@@ -1,7 +1,7 @@
-"""Arithmetic of the Llama architecture: parameters, FLOPs a token, and the peak rate of known accelerators.
+"""Parameters and FLOPs per token of a Llama, and the peak FLOP/s of known accelerators.
 
-Invariant: everything is counted analytically from an `Architecture`. Nothing is built, and no profiler is asked:
-`FlopCounterMode` does not see every attention kernel. May import `titanlite.config.flavors` and the standard library.
+Invariant: everything is computed from an `Architecture`. No model is built and no profiler is used, because
+`FlopCounterMode` does not see every attention kernel.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 
 from titanlite.config.flavors import Architecture
 
-# Dense bfloat16 FLOP/s with float32 accumulation, from the makers' data sheets (which print the doubled number for
-# 2:4 sparsity on NVIDIA's newer parts). The first entry whose words all stand in the device's name wins, so that
-# variants with a lower clock stand before the plain name.
+# Dense bfloat16 FLOP/s with float32 accumulation, from the data sheets. For NVIDIA's newer devices these print twice
+# the number, for 2:4 sparsity. The first entry whose words are all in the device's name is taken, so variants with a
+# lower clock must be listed before the plain name.
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB300", 2500e12),
     ("B300", 2250e12),

@@ -1,7 +1,7 @@
 """Guards that stop a run which cannot recover by itself.
 
-Invariant: a guard looks at numbers that the host has read anyway (on a log step), so it costs nothing, and every
-rank, seeing the same reduced numbers, comes to the same verdict.
+Invariant: a guard uses numbers that the host has read for the log, so it costs nothing. All ranks have the same reduced
+numbers, so they decide the same.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from titanlite.config.errors import GuardError
 def check_finite(loss: float, grad_norm: float, step: int) -> None:
     """Stop if the loss or the gradient norm of `step` is NaN or infinite.
 
-    One non-finite gradient makes every weight NaN through clipping and the optimizer; no later step mends that.
+    One non-finite gradient makes every weight NaN through clipping and the optimizer. No later step can repair that.
 
     Raises:
-        GuardError: naming the step, what was non-finite, and what to do.
+        GuardError: names the step, what was not finite, and what to do.
     """
     wrong = [
         f"{name} is {value}" for name, value in (("loss", loss), ("grad_norm", grad_norm)) if not math.isfinite(value)

@@ -1,7 +1,7 @@
 """What a run measures: metrics.jsonl, TensorBoard, and the console line of a logged step.
 
-Invariant (no host sync in the step): `record` keeps device tensors and never reads them; only `log`, on a log step,
-does, all of them in one transfer. Only rank 0 writes files.
+Invariant (no host sync in the step): `record` keeps device tensors and never reads them. Only `log` reads them, on a
+log step and with one transfer. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Curve:
 class LoggedStep:
     """A line of metrics.jsonl: one JSON object with these keys.
 
-    Rates and times are over the steps since the previous line, in wall-clock time (saving and all else included).
-    JSON has no NaN or infinity: such a value is null there and stands in one more key, {"nonfinite": {"loss": "nan"}}.
+    Rates and times are means over the steps since the previous line, in wall-clock time, including saves. JSON has no
+    NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}.
     """
 
     step: int
@@ -62,8 +62,8 @@ class LoggedStep:
         float | None,
         Curve(
             "3_speed/3_mfu",
-            "Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices; there is none where "
-            "that is unknown, as on a CPU.",
+            "Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices. Missing if the peak is "
+            "unknown, as on a CPU.",
         ),
     ]
     memory: Annotated[
@@ -91,8 +91,7 @@ class LoggedStep:
         float,
         Curve(
             "6_progress/utilization",
-            "Share (0 to 1) of the positions of all rows so far that a loss was computed for; packing and masks leave "
-            "some out.",
+            "Share (0 to 1) of the positions of all rows so far that have a loss; packing and masks leave some out.",
         ),
     ] = 1.0
     skipped_records: Annotated[
@@ -191,16 +190,18 @@ class MetricsRecorder:
         self._eta = timedelta()
 
     def is_log_step(self, step: int) -> bool:
-        """Every `metrics.log_freq` steps, the first step after a start, and the last of the run."""
+        """Whether to log: every `metrics.log_freq` steps, the first step after a start, and the last step of the
+        run."""
         return step % self._run.job.metrics.log_freq == 0 or step in (self._first_step, self._total_steps)
 
     def record(self, loss: Tensor, grad_norm: Tensor, num_tokens: int | Tensor, data_time: float) -> None:
-        """Note one step; nothing is read from the device.
+        """Record one step. Nothing is read from the device.
 
         Args:
-            loss: scalar, the token-weighted mean of the global batch (already reduced over the ranks).
+            loss: scalar, the mean over the valid tokens of the global batch, summed over the ranks if the step is
+                logged.
             grad_norm: scalar, a plain tensor.
-            num_tokens: tokens of the global batch; an integer tensor if only the device knows.
+            num_tokens: number of tokens of the global batch, or an integer tensor if it is on the device.
             data_time: seconds that the step waited for its data.
         """
         self._loss = loss.detach()
@@ -211,9 +212,9 @@ class MetricsRecorder:
     def log(self, step: int, lr: float, **counters: Any) -> str:
         """Read the recorded tensors, write metrics.jsonl and TensorBoard, and return the console line.
 
-        `counters` are fields of `LoggedStep` that others count: utilization, skipped_records, failed_saves, save_waits.
+        `counters` are fields of `LoggedStep` from other parts: utilization, skipped_records, failed_saves, save_waits.
 
-        The numbers stay in `latest` (host floats, NaN and infinity as they are), for the guards.
+        The numbers stay in `latest` for the guards, as host floats that can be NaN or infinite.
         """
         assert self._loss is not None, "log() before any record()"
         assert self._grad_norm is not None
@@ -251,13 +252,13 @@ class MetricsRecorder:
         return self._line(self.latest)
 
     def validated(self, step: int, score: dict[str, float]) -> None:
-        """Note a validation after `step`: a line of validation.jsonl, and TensorBoard's validation/... ."""
+        """Write the score of a validation after `step` to validation.jsonl and to TensorBoard."""
         finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False)
         self._write(self._validation_file, line, VALIDATION_CURVES, score, step)
 
     def add_texts(self, texts: Mapping[str, str]) -> None:
-        """Show texts in TensorBoard, by name, as they are written."""
+        """Show texts in TensorBoard by name, without formatting."""
         if self._tensorboard is not None:
             with self._tolerating_a_full_disk():
                 for name, text in texts.items():
@@ -270,7 +271,7 @@ class MetricsRecorder:
         return f"loss {self.latest.loss:.4f}  {self.latest.tps:,.0f} tokens/s  eta {self._eta}"
 
     def tokens_so_far(self) -> int:
-        """Tokens trained on since step 1, to be saved with a checkpoint; reads the device if it did the counting."""
+        """Number of tokens trained on since step 1, for a checkpoint. Waits for the device if the number is there."""
         return self._tokens_before + int(self._window_tokens)
 
     def close(self) -> None:
@@ -289,9 +290,9 @@ class MetricsRecorder:
         step: int,
     ) -> None:
         if file is not None:
-            with self._tolerating_a_full_disk():  # what did not fit stays in the buffer, for the next try
+            with self._tolerating_a_full_disk():  # a line that was not written stays in the buffer for the next try
                 file.write(line + "\n")
-                file.flush()  # whoever follows the file sees the line now, and a killed run keeps it
+                file.flush()  # so that readers see the line now, and a killed run keeps it
         if self._tensorboard is not None:
             points = [_point(curve, value) for name, curve in curves.items() if (value := values[name]) is not None]
             with self._tolerating_a_full_disk():
@@ -299,7 +300,7 @@ class MetricsRecorder:
                 assert board.file_writer is not None
                 for point in points:
                     board.file_writer.add_summary(point, step)
-                self._tensorboard = board  # not after a failure: its thread is dead
+                self._tensorboard = board  # stays None after a failure, because its thread is dead
 
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
@@ -311,7 +312,7 @@ class MetricsRecorder:
             self._failed_writes += 1
 
     def _time_left(self, entry: LoggedStep, now: float) -> timedelta:
-        """At the mean pace since the first line, as that one held compilation and warm-up."""
+        """The time left at the mean pace since the first line, whose steps include compilation and warm-up."""
         if self._warm is None:
             self._warm = (entry.step, now)
         warm_step, warm_time = self._warm
@@ -328,24 +329,24 @@ class MetricsRecorder:
 
 
 def _point(curve: Curve, value: float) -> Any:
-    """A point of a curve with its description, for which `SummaryWriter.add_scalar` has no place."""
+    """A point of a curve with its description, which `SummaryWriter.add_scalar` cannot write."""
     from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
     from tensorboard.plugins.scalar.metadata import create_summary_metadata
 
     metadata = create_summary_metadata(curve.tag, curve.description)
-    metadata.data_class = DATA_CLASS_SCALAR  # or TensorBoard's server ignores the rest of it
+    metadata.data_class = DATA_CLASS_SCALAR  # otherwise TensorBoard ignores the rest of the metadata
     return Summary(value=[Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)])
 
 
 def _memory_gib(device: torch.device) -> tuple[float, float]:
-    """The "memory" and "memory_peak" of the table above; on a GPU the peaks start anew."""
+    """The fields `memory` and `memory_peak` of `LoggedStep`. On a GPU, this resets the peaks."""
     if device.type == "cuda":
         reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return reserved / GIB, allocated / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     statm = Path("/proc/self/statm")
-    if not statm.exists():  # outside Linux only the peak is to be had
+    if not statm.exists():  # outside of Linux only the peak is known
         return peak / GIB, peak / GIB
     resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident / GIB, max(peak, resident) / GIB  # the kernel updates its peak a little late
+    return resident / GIB, max(peak, resident) / GIB  # because the kernel updates its peak a little late

@@ -1,7 +1,7 @@
-"""What a run leaves in its output folder beside its checkpoints, and what becomes of it at the next start.
+"""The files of a run in its output folder, apart from checkpoints, and what the next start does with them.
 
-What must always hold: no start deletes or overwrites what a run has measured. A resumed run continues the files. What
-a start does not continue is renamed to `NAME.superseded`, all of it together, with a number from the second time on.
+Invariant: no start deletes or overwrites what a run has measured. A resumed run continues the files. A start that does
+not continue them renames all of them to `NAME.superseded`, with a number from the second time on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanlite.runtime.logging import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 CURVES = ("validation.jsonl", "metrics.jsonl")
-# Renamed in this order: if a start is cut short, what tells the next one to rename the rest is still there.
+# They are renamed in this order. If a start is interrupted, the files that remain let the next start rename the rest.
 FILES = ("config.toml", "environment.json", LOG_FILE, "tb", *CURVES)
 
 
@@ -33,10 +33,10 @@ def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) 
     """The content of environment.json: with what, where, and on how many ranks a run trains.
 
     Args:
-        run: The identity of the run, which its checkpoints hold, too.
+        run: The identity of the run, which its checkpoints contain, too.
         layout: Parallel degrees by name.
     """
-    import torch  # here, because a job file is checked with the names above, without torch
+    import torch  # not at the top, because the check of a job uses this module without torch
     import torch.distributed as dist
 
     return {
@@ -56,19 +56,19 @@ class OutputFolder:
     """The files of one output folder, on rank 0. Create it before this start writes a line to train.log.
 
     Args:
-        log: Called with one line of text for each event that a person should know.
+        log: Is called with one line of text for each event that the user should know.
     """
 
     folder: Path
     log: Callable[[str], None]
-    _log_start: int = field(init=False)  # bytes of train.log that earlier starts have written
+    _log_start: int = field(init=False)  # size of train.log when this start began, in bytes
 
     def __post_init__(self) -> None:
         file = self.folder / LOG_FILE
         self._log_start = file.stat().st_size if file.exists() else 0
 
     def start(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Continue the files, or set them aside; then write config.toml, which reloads to `job`, and environment.json.
+        """Continue the files or rename them. Then write config.toml, which loads to `job`, and environment.json.
 
         Args:
             environment: What `describe_environment` returns.
@@ -93,17 +93,17 @@ class OutputFolder:
                 (self.folder / name).write_text(content, encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{self.folder}: the files of this run cannot be written: {error}. Free some space, mend the "
+                f"{self.folder}: the files of this run cannot be written: {error}. Free some space, correct the "
                 "permissions, or choose another job.dump_folder."
             ) from None
 
     def _archive_of(self, run: str) -> str | None:
-        """The newest suffix of the files of `run`, which are set aside if another run was made here since."""
+        """The newest suffix of the files of `run`. They were renamed if another run used this folder since."""
         suffixes = [_suffix(number) for number in range(self._last_number(), 0, -1)]
         return next((s for s in suffixes if _run_of(self.folder / f"environment.json{s}") == run), None)
 
     def _rename(self, old: str, new: str) -> None:
-        """Exchange one suffix of all files by another. What this start has logged stays in train.log."""
+        """Replace one suffix of all files by another. The log of this start stays in train.log."""
         log = self.folder / LOG_FILE
         started_here = b""
         if log.exists():
@@ -124,14 +124,15 @@ class OutputFolder:
             self.log(f"{self.folder}: {_listed(names)} of this run, set aside as ...{old}, have their names again")
 
     def _set_later_aside(self, step: int, went_back: bool, contents: Mapping[str, str]) -> None:
-        """What a resume from `step` does not continue: later entries, and a configuration that is another one now."""
+        """Copy or move what a resume from `step` does not continue: later entries, and a configuration that has
+        changed."""
         suffix, names = self._suffix(), []
         for name in CURVES:
-            last = step if name == "metrics.jsonl" else step or -1  # a run of step 0 validates once more
+            last = step if name == "metrics.jsonl" else step or -1  # a run that resumes from step 0 validates again
             if count := _move_entries_after(self.folder / name, last, self.folder / f"{name}{suffix}"):
                 names.append(f"{count} entries of {name}")
         if names and went_back and (self.folder / "tb").exists():
-            # TensorBoard hides in one folder what was trained again; the old curve stays to be compared with.
+            # In one folder TensorBoard hides steps that are trained again. The copy keeps the old curve for comparison.
             shutil.copytree(self.folder / "tb", self.folder / f"tb{suffix}")
             names.append("a copy of tb")
         for name, content in contents.items():
@@ -146,13 +147,13 @@ class OutputFolder:
             )
 
     def _last_number(self) -> int:
-        """The highest number of a superseded file; 0 if there is none."""
+        """The highest number of a superseded file. 0 if there is none."""
         pattern = re.compile(rf"(?:{'|'.join(map(re.escape, FILES))})\.superseded(?:-(\d+))?")
         found = [match for path in self.folder.iterdir() if (match := pattern.fullmatch(path.name))]
         return max((int(match[1] or 1) for match in found), default=0)
 
     def _suffix(self) -> str:
-        """One that no file has."""
+        """A suffix that no file has."""
         return _suffix(self._last_number() + 1)
 
 

@@ -1,6 +1,6 @@
-"""A progress bar for a person at a terminal.
+"""A progress bar for a user at a terminal.
 
-Invariant: it shows what the trainer tells it and never reads a tensor.
+Invariant: it shows what the trainer passes to it and never reads a tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProgressBar:
             self._progress.stop()
 
     def update(self, step: int, status: str | None = None) -> None:
-        """Move to `step`; `status` (`MetricsRecorder.status()`, on log steps) stays until the next one."""
+        """Move to `step`. `status` (`MetricsRecorder.status()`, on log steps) is shown until the next one."""
         if self._progress is None:
             return
         if status is None:
