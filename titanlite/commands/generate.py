@@ -189,7 +189,7 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
     trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
     if not tokenizer.is_known_as(trained_with) or tokenizer.vocab_size > model.arch.vocab_size:
         raise CheckpointError(
-            f"{step_folder} was trained with a tokenizer that {job.tokenizer.path} is no longer: its tokens would "
+            f"{step_folder} was trained with another tokenizer than {job.tokenizer.path} is now: its tokens would "
             "give other text. Put the original file back."
         )
     return model
