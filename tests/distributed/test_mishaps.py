@@ -35,8 +35,8 @@ def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path
 @pytest.mark.parametrize(
     ("mishap", "step", "waits_in", "file", "function", "seconds"),
     [
-        pytest.param("hang1", 1, "gloo:all_gather", "train.py", "stuck_or_killed", 30, marks=pytest.mark.long),
-        ("hang5", 5, "gloo:all_gather", "train.py", "stuck_or_killed", 8),
+        pytest.param("hang1", 1, "gloo:all_gather", "loop.py", "stuck_or_killed", 30, marks=pytest.mark.long),
+        ("hang5", 5, "gloo:all_gather", "loop.py", "stuck_or_killed", 8),
         ("hang_save", 5, "gloo:all_gather", "writer.py", "mishap_run.py", 6),
     ],
 )
