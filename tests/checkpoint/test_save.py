@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import os
 import resource
 import shutil
@@ -103,6 +104,7 @@ def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
 @contextlib.contextmanager
 def no_files_left() -> Iterator[None]:
     """This process can open no further file."""
+    importlib.import_module("tracemalloc")  # pytest reports exceptions in destructors with it
     limits, filled = resource.getrlimit(resource.RLIMIT_NOFILE), []
     try:
         highest = max(int(number) for number in os.listdir("/proc/self/fd"))
