@@ -47,6 +47,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return run_quietly(lambda: _dispatch(words))
+
+
+def _dispatch(words: list[str]) -> object:
+    """Call the subcommand that `words` begin with; returns what it returns, or an exit code."""
     if not words or words in (["-h"], ["--help"], ["help"]):
         print(usage())
         return 0 if words else 2
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, function = COMMANDS[name][1].split(":")
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run_quietly(lambda: getattr(importlib.import_module(module), function)(rest))
+    return getattr(importlib.import_module(module), function)(rest)
 
 
 def usage() -> str:
