@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # as in typing, which is not imported because that takes 
 if TYPE_CHECKING:
     from typing import Any
 
-    from titanlite.commands.generate import LoadedCheckpoint, generate, load_checkpoint
+    from titanlite.completion import LoadedCheckpoint, generate, load_checkpoint
     from titanlite.config.errors import UserError
     from titanlite.config.flavors import FLAVORS, Architecture
     from titanlite.config.load import load_job
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "titanlite.commands.generate": ("LoadedCheckpoint", "generate", "load_checkpoint"),
+    "titanlite.completion": ("LoadedCheckpoint", "generate", "load_checkpoint"),
     "titanlite.config.errors": ("UserError",),
     "titanlite.config.load": ("load_job",),
     "titanlite.config.schema": ("JobConfig",),

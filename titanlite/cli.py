@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "titanlite.commands.tokenizer:main",
     ),
     "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.commands.data:main"),
-    "verify": ("Read checkpoints and say which ones are good.", "titanlite.checkpoint.verify:main"),
+    "verify": ("Read checkpoints and say which ones are good.", "titanlite.commands.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),

@@ -14,8 +14,9 @@ from test_index import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.export import CheckpointTensors, import_weights, load_hf_weights
+from titanlite.checkpoint.export import CheckpointTensors
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
+from titanlite.checkpoint.import_weights import import_weights, load_hf_weights
 from titanlite.checkpoint.load_weights import load_model_weights
 from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.cli import main
@@ -305,6 +306,7 @@ from pathlib import Path
 import torch
 from titanlite.checkpoint.export import *
 from titanlite.checkpoint.huggingface import *
+from titanlite.checkpoint.import_weights import *
 from titanlite.config.flavors import Architecture
 arch = Architecture(512, 16, 8, 8, 2048, vocab_size=4096)  # 285 MB in fp32, largest tensor 8 MB
 class Zeros:

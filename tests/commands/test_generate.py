@@ -8,21 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite import cli
+from titanlite import cli, completion
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.save import Saver
 from titanlite.commands import generate as command
-from titanlite.commands.generate import (
-    TextStream,
-    choose,
-    encode_prompt,
-    generate_tokens,
-    next_logits,
-    write,
-)
+from titanlite.commands.generate import write
+from titanlite.completion import TextStream, choose, encode_prompt, generate_tokens, next_logits
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture, architecture
 from titanlite.config.load import PACKAGE, dump_config
@@ -112,7 +106,7 @@ def test_greedy_tokens_with_cache_equal_those_without(length):
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_logits_with_cache_equal_those_without(monkeypatch, chunk):
     """1e-5 of the largest: attention over the cache takes another kernel, which sums in another order."""
-    monkeypatch.setattr(command, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(completion, "PREFILL_CHUNK", chunk)
     model = random_model(ARCH)
     ids = torch.randint(ARCH.vocab_size, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     cache = [LayerCache((1, 2, 40, 8), torch.float32, torch.device("cpu")) for _ in range(2)]
@@ -314,11 +308,11 @@ def test_a_configuration_of_another_model_is_refused(run):
 
 def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
     same = load_tokenizer(TOKENIZER.with_name("tokenizer.json"))
-    monkeypatch.setattr(command, "load_tokenizer", lambda path: same)
+    monkeypatch.setattr(completion, "load_tokenizer", lambda path: same)
     command.main(["--checkpoint", str(run), "--max-new-tokens", "1"])  # another file, and the same ids
     (tmp_path / "tokenizer.model").write_bytes(b"".join(TOKENIZER.read_bytes().splitlines(keepends=True)[:-1]))
     other = load_tokenizer(tmp_path / "tokenizer.model")
-    monkeypatch.setattr(command, "load_tokenizer", lambda path: other)
+    monkeypatch.setattr(completion, "load_tokenizer", lambda path: other)
     with pytest.raises(CheckpointError, match="another tokenizer"):
         command.main(["--checkpoint", str(run)])
 

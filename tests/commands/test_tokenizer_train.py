@@ -14,7 +14,7 @@ from ranks import titanlite
 from small_runs import losses
 
 from titanlite.cli import main
-from titanlite.commands.generate import load_checkpoint
+from titanlite.completion import load_checkpoint
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Tokenizer
 from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer

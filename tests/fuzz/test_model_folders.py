@@ -9,8 +9,8 @@ import pytest
 import torch
 from mutants import ALL, SAMPLE, ends_well, mutant
 
-from titanlite.checkpoint.export import load_hf_weights
 from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
+from titanlite.checkpoint.import_weights import load_hf_weights
 from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import parameter_shapes

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import SafeReader, load_tensors
-from titanlite.checkpoint.export import load_hf_weights
 from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.import_weights import load_hf_weights
 from titanlite.checkpoint.index import Index
 from titanlite.checkpoint.job_diff import DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState

@@ -6,17 +6,17 @@ Invariant: the exported model computes the same as the trained one. If it would 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from titanlite.config.errors import UserError, printable
+from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
+from titanlite.runtime.logging import note
 
 
 class Export(Options):
@@ -36,19 +36,11 @@ class Export(Options):
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite export --checkpoint CKPT --out DIR`: makes a folder that transformers loads without titanlite.
-
-    Raises:
-        UserError: the folder exists, no tokenizer is known, or there is no good checkpoint (CheckpointError).
-    """
+    """Run the subcommand. Raises as `export`."""
     options = parse(Export, argv, "export")
-    from titanlite.checkpoint.find import use_newest
     from titanlite.checkpoint.step_folders import folder_size
 
-    def note(line: str) -> None:
-        print(printable(line), file=sys.stderr)
-
-    path = use_newest(options.checkpoint, lambda path: _export(path, options), log=note)
+    path = export(options.checkpoint, options.out, options.dtype, options.tokenizer)
     size = folder_size(options.out)
     report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
     if options.as_json:
@@ -58,17 +50,34 @@ def main(argv: Sequence[str]) -> None:
         print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')
 
 
-def _export(path: Path, options: Export) -> Path:
+def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path | None = None) -> Path:
+    """Make a folder that transformers loads without titanlite. The arguments are those of `Export`.
+
+    Returns:
+        The step folder that the weights are from.
+
+    Raises:
+        UserError: the folder exists or cannot be made, or no tokenizer is known.
+        CheckpointError: there is no good checkpoint.
+    """
+    from titanlite.checkpoint.find import use_newest
+
+    return use_newest(checkpoint, lambda step_folder: _export(step_folder, out, dtype, tokenizer), log=note)
+
+
+def _export(step_folder: Path, out: Path, dtype: str, tokenizer: Path | None) -> Path:
     from titanlite.checkpoint.export import CheckpointTensors, export_hf
     from titanlite.checkpoint.find import saved_job
     from titanlite.data.tokenizer_export import write_tokenizer
 
-    source = CheckpointTensors(path)
-    job = None if options.tokenizer else saved_job(path)
-    tokenizer = options.tokenizer or (resolve_path(job.tokenizer.path) if job else None)
+    source = CheckpointTensors(step_folder)
     if tokenizer is None:
-        raise UserError(f"{path} does not say which tokenizer it was trained with. Name it: --tokenizer FILE.")
-    length = source.arch.max_seq_len
-    make_folder(options.out.parent)
-    export_hf(source, options.out, options.dtype, lambda folder: write_tokenizer(tokenizer, folder, length))
-    return path
+        job = saved_job(step_folder)
+        if job is None:
+            raise UserError(
+                f"{step_folder} does not say which tokenizer it was trained with. Name it: --tokenizer FILE."
+            )
+        tokenizer = resolve_path(job.tokenizer.path)
+    make_folder(out.parent)
+    export_hf(source, out, dtype, lambda folder: write_tokenizer(tokenizer, folder, source.arch.max_seq_len))
+    return step_folder

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> None:
         UserError: the folder has no Llama that this model computes exactly.
     """
     options = parse(Import, argv, "import")
-    from titanlite.checkpoint.export import import_weights
     from titanlite.checkpoint.huggingface import HuggingFaceReader
+    from titanlite.checkpoint.import_weights import import_weights
     from titanlite.checkpoint.meta_llama import MetaReader
     from titanlite.model.formats import parameter_shapes
 

@@ -141,6 +141,11 @@ def note_end(message: str, log_file: Path | None = None) -> None:
         handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, message, None, None))
 
 
+def note(line: str) -> None:
+    """Print a line on standard error, for a person who reads while a command works."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
 def _file_handler(log_file: Path, prefix: str) -> logging.Handler:
     """A handler that continues in a new file if the old one is renamed."""
     handler = logging.handlers.WatchedFileHandler(log_file, encoding="utf-8")
