@@ -42,6 +42,9 @@ def materialize(model: Llama, device: torch.device, seed: int, offload: bool) ->
     """Allocate the shards of a model on the meta device, and draw its initial weights.
 
     The weights are drawn on `device`. The shards lie there, too, or on the CPU with `offload`. The values are the same.
+    If `device` is the meta device, the model stays as it is: without memory.
     """
+    if device.type == "meta":
+        return
     model.to_empty(device="cpu" if offload else device)
     model.init_weights(seed, keep_shard, device)

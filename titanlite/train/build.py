@@ -1,4 +1,4 @@
-"""Builds the parts of a trainer that belong to no other room: folder and log, loss, checkpoints and metrics.
+"""Builds the parts of a trainer that belong to no other room: folder and log, checkpoints and metrics.
 
 Invariant: a part takes what it needs from the run and from parts that were built before it. Nothing here trains.
 """
@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,6 @@ from titanlite.data.tokenizer_export import write_tokenizer
 from titanlite.observe.flops import num_params, peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
-from titanlite.optim.loss import linear_cross_entropy_sum
-from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.step import LossFunction
-from titanlite.parallel.tensor import vocab_parallel
 from titanlite.runtime.logging import LOG_FILE, setup_logging
 
 Log = Callable[[str], None]
@@ -93,12 +88,6 @@ def describe(
         yield "Data:\n" + loader.table(training.steps)
     if validation is not None:
         yield f"Validation on {validation.describe()}"
-
-
-def loss_function(run: Run, mesh: Mesh) -> LossFunction:
-    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
-    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
-    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
 
 
 def open_checkpoints(

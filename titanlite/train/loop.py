@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 
 from titanlite.checkpoint.go_on import how_to_go_on
 from titanlite.checkpoint.live_tensors import LiveState
@@ -42,20 +41,17 @@ from titanlite.observe.flops import num_params
 from titanlite.observe.guards import check_finite
 from titanlite.observe.metrics import LoggedStep, MetricsRecorder
 from titanlite.observe.progress import ProgressBar
-from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import build_step
 from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
-from titanlite.train.build import describe, loss_function, open_checkpoints, open_folder, start_metrics
+from titanlite.train.build import describe, open_checkpoints, open_folder, start_metrics
 from titanlite.train.evaluate import Score, evaluate
+from titanlite.train.update import Update
 
 
 def train(run: Run, argv: Sequence[str] = ()) -> None:
@@ -143,10 +139,8 @@ class Trainer:
             self.log(line)
         self.loader.start()  # its processes start while the model is built; a resume restarts them
         sharded = build_model(run, self.mesh, device, self.log)
-        self.model = sharded.whole
-        self.forward_backward = build_step(sharded, self.mesh, loss_function(run, self.mesh), run, device)
-        self.optimizer = build_optimizer(self.model, self.job.optimizer, run.compiles("optimizer"))
-        self.compiles_clip = run.compiles("clip")
+        self.update = Update(run, self.mesh, sharded, device)
+        self.model, self.optimizer = self.update.model, self.update.optimizer
         self.steps_done = 0
         self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
@@ -157,8 +151,7 @@ class Trainer:
             self.saver, resumer = open_checkpoints(run, live, tokenizer, self.loader, self.log, opened)
             state = self.resume(resumer.load())
             self.saver.loaded_step = state["step"] if state else None
-        if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_scales(self.model)
+        self.update.precompute_scales()
         self.loader.start()
         self.metrics: MetricsRecorder = start_metrics(run, device, self.run_id, outputs, state)
         opened.callback(self.metrics.close)
@@ -254,18 +247,8 @@ class Trainer:
         batch = self.loader.next_global_batch()
         data_time, self.data_time = self.data_time + time.perf_counter() - waited_from, 0.0
         self.steps_done += 1
-        num_valid_tokens = torch.full((), batch.num_valid_tokens, dtype=torch.int64, device=self.device)
-        # The loss waits for this sum, which has arrived long before.
-        num_valid_tokens = collectives.all_reduce(num_valid_tokens, "sum", self.mesh.data_group)
-        loss = self.forward_backward(batch.microbatches, num_valid_tokens)
-        self.grad_norm = clip_grad_norm_(self.model.parameters(), self.job.training.max_norm, self.compiles_clip)
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.job.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_scales(self.model)
+        loss, self.grad_norm, num_valid_tokens = self.update(batch.microbatches, batch.num_valid_tokens, lr)
         if self.metrics.is_log_step(self.steps_done):
             self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
             saves = self.saver.stats() if self.saver else {}
@@ -306,7 +289,8 @@ class Trainer:
         """Compute the loss on held-out data, if the job has any, log it and return it."""
         if self.validation is None:
             return None
-        score = evaluate(self.validation, self.forward_backward.evaluate, self.mesh.data_group, self.mesh.loss_group)
+        evaluation = self.update.forward_backward.evaluate
+        score = evaluate(self.validation, evaluation, self.mesh.data_group, self.mesh.loss_group)
         self.metrics.validated(self.steps_done, asdict(score))
         self.log(f"validation after step {self.steps_done}: {score}")
         return score

@@ -1,0 +1,75 @@
+"""One optimizer step on the device: from the rows of a global batch to new weights.
+
+Invariant: it is the same code in training and in a plan, which runs it on fake tensors. It reads nothing from the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from titanlite.config.run import Run
+from titanlite.optim.clip import clip_grad_norm_
+from titanlite.optim.loss import linear_cross_entropy_sum
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.float8 import precompute_scales
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import ShardedModel
+from titanlite.parallel.step import LossFunction, Microbatch, build_step
+from titanlite.parallel.tensor import vocab_parallel
+
+
+class Updated(NamedTuple):
+    """What an optimizer step tells, on the device.
+
+    Attributes:
+        loss: This rank's share of the loss: see `Step.__call__`.
+        grad_norm: Norm of the whole gradient before clipping.
+        num_valid_tokens: Tokens of the global batch that have a label.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid_tokens: Tensor
+
+
+class Update:
+    """Forward and backward passes, clipping and the optimizer, over a model that is built and sharded."""
+
+    def __init__(self, run: Run, mesh: Mesh, sharded: ShardedModel, device: torch.device) -> None:
+        self._job, self._mesh, self._device = run.job, mesh, device
+        self.model = sharded.whole
+        self.forward_backward = build_step(sharded, mesh, _loss_function(run, mesh), run, device)
+        self.optimizer = build_optimizer(self.model, self._job.optimizer, run.compiles("optimizer"))
+        self._compiles_clip = run.compiles("clip")
+
+    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: int, lr: float) -> Updated:
+        """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`."""
+        total = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
+        # The loss waits for this sum, which has arrived long before.
+        total = collectives.all_reduce(total, "sum", self._mesh.data_group)
+        loss = self.forward_backward(microbatches, total)
+        grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.precompute_scales()
+        return Updated(loss, grad_norm, total)
+
+    def precompute_scales(self) -> None:
+        """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
+        if self._job.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_scales(self.model)
+
+
+def _loss_function(run: Run, mesh: Mesh) -> LossFunction:
+    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
+    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
+    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
