@@ -7,7 +7,7 @@ import torch
 
 from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.model.llama import Llama
-from titanlite.observe.flops import flops_per_token, num_params, peak_flops
+from titanlite.observe.flops import flops_per_token, num_params
 
 TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50)
 
@@ -35,30 +35,3 @@ def test_counts_the_parameters_that_the_model_has(flavor):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert num_params(FLAVORS[flavor]) == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("AMD Instinct MI300X", 1307),
-    ],
-)
-def test_peak_of_known_devices(name, tera):
-    assert peak_flops(name) == tera * 1e12
-
-
-@pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H1000"])
-def test_peak_of_unknown_devices_is_none(name):
-    assert peak_flops(name) is None

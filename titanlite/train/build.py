@@ -32,7 +32,8 @@ from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_export import write_tokenizer
-from titanlite.observe.flops import num_params, peak_flops
+from titanlite.observe.flops import num_params
+from titanlite.observe.gpus import peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.runtime.logging import LOG_FILE, setup_logging

@@ -1,0 +1,175 @@
+"""Accelerators: memory, rates and links, from data sheets (gpus.toml) or measured (`titanlite plan --measure`).
+
+Invariant: this is the only table of devices. The planner and MFU read the same numbers. It does not use torch, because
+the launcher reads it, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import tomli
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from titanlite.config.errors import UserError
+from titanlite.config.files import FileModel, explain, read_file
+
+_TABLE = Path(__file__).with_name("gpus.toml")
+_MOST_BYTES = 1 << 22
+
+Listed = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+
+
+class Matmul(FileModel):
+    """A measured product of (m, k) and (k, n)."""
+
+    dtype: str
+    """Of the inputs: "bfloat16", "float32", "float8_e4m3fn"."""
+    shape: Listed
+    """m, k, n."""
+    seconds: PositiveFloat
+
+
+class Attention(FileModel):
+    """Measured causal attention."""
+
+    phase: str
+    """"forward" or "backward"."""
+    dtype: str
+    shape: Listed
+    """Batch, heads, queries, keys, width of a head."""
+    seconds: PositiveFloat
+
+
+class Kernel(FileModel):
+    """A measured operator whose time depends on how many bytes it reads and writes."""
+
+    op: str
+    """Name without the overload: "aten.add"."""
+    dtype: str
+    bytes: PositiveInt
+    seconds: PositiveFloat
+
+
+class Rates(FileModel):
+    """What was measured while so many ranks ran on the machine at once."""
+
+    ranks: PositiveInt
+    launch_us: NonNegativeFloat
+    """Microseconds that a kernel takes beside its own work: Python, autograd and the dispatcher."""
+    matmul: Annotated[tuple[Matmul, ...], Field(strict=False, min_length=1)]
+    attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
+    kernel: Annotated[tuple[Kernel, ...], Field(strict=False)] = ()
+
+
+class Gpu(FileModel):
+    """An accelerator, or a machine whose processes compute on its CPU cores."""
+
+    name: str
+    cpu: bool = False
+    """The ranks of a machine share its memory and its cores."""
+    memory_gib: PositiveFloat
+    """Memory of one device; of the whole machine if `cpu`."""
+    bf16: PositiveFloat
+    """Peak dense bfloat16, TFLOP/s. All rates here are for one device, or for the machine if `cpu`."""
+    fp8: NonNegativeFloat = 0.0
+    """Peak dense FP8, TFLOP/s. 0: no FP8."""
+    fp32: PositiveFloat
+    """Peak fp32 of a matmul, TFLOP/s."""
+    bandwidth: PositiveFloat
+    """Of the memory, GB/s."""
+    link: PositiveFloat
+    """To other devices of the machine, in one direction, GB/s."""
+    network: PositiveFloat
+    """To other machines, in one direction, GB/s for each device."""
+    host: PositiveFloat
+    """To host memory, in one direction, GB/s."""
+    latency_us: PositiveFloat = 10.0
+    """Least time of a collective, microseconds."""
+    machine: PositiveInt
+    """Devices of a machine; cores if `cpu`."""
+    measured: str = ""
+    """When and how the rates were measured; empty if they are those of a data sheet."""
+    rates: Annotated[tuple[Rates, ...], Field(strict=False)] = ()
+    """What was measured, for some numbers of ranks on the machine."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one device, or of the machine if `cpu`."""
+        return int(self.memory_gib * 2**30)
+
+
+@cache
+def known_gpus() -> tuple[Gpu, ...]:
+    """The devices of the table, variants before plain names."""
+    rows = tomli.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]
+    return tuple(Gpu.model_validate(_with_floats(row)) for row in rows)
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The device with a name as `torch.cuda.get_device_name()` gives it.
+
+    None if it is not in the table, and for a MIG slice, whose share of the chip the name does not tell exactly.
+    """
+    words = _words(device_name)
+    return None if "MIG" in words else next((gpu for gpu in known_gpus() if _words(gpu.name) <= words), None)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of a device by its name. None as for `gpu_of_device`."""
+    gpu = gpu_of_device(device_name)
+    return None if gpu is None else gpu.bf16 * 1e12
+
+
+def find_gpu(name: str) -> Gpu:
+    """The device that a user names: a name of the table (H100, H100-PCIe, A100-80GB) or a TOML file.
+
+    Raises:
+        UserError: there is no such name or file, or the file's content is wrong.
+    """
+    if name.endswith(".toml"):
+        return read_gpu(Path(name).expanduser())
+    for gpu in known_gpus():
+        if _words(gpu.name) == _words(name):
+            return gpu
+    names = [gpu.name.replace(" ", "-") for gpu in known_gpus()]
+    near = difflib.get_close_matches(name.upper(), [known.upper() for known in names], n=1)
+    hint = f" Did you mean {next(known for known in names if known.upper() == near[0])}?" if near else ""
+    raise UserError(
+        f"--gpu {name}: unknown.{hint} Known are {', '.join(sorted(names))}, cpu, and TOML files, such as the one that "
+        "`titanlite plan --measure --out my_machine.toml` writes."
+    )
+
+
+def read_gpu(path: Path) -> Gpu:
+    """The device in a TOML file.
+
+    Raises:
+        UserError: the file cannot be read, or a value is missing, unknown or not allowed.
+    """
+    try:
+        values = tomli.loads(read_file(path, _MOST_BYTES).decode("utf-8-sig"))
+        return Gpu.model_validate(_with_floats(values))
+    except UnicodeDecodeError:
+        raise UserError(f"--gpu {path}: a TOML file in UTF-8 is needed.") from None
+    except ValidationError as failure:
+        raise UserError(
+            f"--gpu {path}: {explain(failure)}. docs/planning.md lists the keys; `titanlite plan --measure` writes "
+            "such a file."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
+
+
+def _with_floats(values: dict[str, object]) -> dict[str, object]:
+    """`values` with a float for each whole number that stands for one: `bandwidth = 3350` is as good as 3350.0."""
+    floats = {name for name, field in Gpu.model_fields.items() if field.annotation is float}
+    return {key: float(v) if key in floats and type(v) is int else v for key, v in values.items()}
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[\s\-_]+", name.upper()))
