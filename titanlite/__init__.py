@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.model.llama import Llama
     from titanlite.train.loop import Trainer
+    from titanlite.train.score_text import TextScore, evaluate_text
 
 __version__ = "0.2.0"
 __all__ = [
@@ -30,8 +31,10 @@ __all__ = [
     "Llama",
     "LoadedCheckpoint",
     "Loader",
+    "TextScore",
     "Trainer",
     "UserError",
+    "evaluate_text",
     "generate",
     "load_checkpoint",
     "load_job",
@@ -48,6 +51,7 @@ _HOMES = {
     "titanlite.config.flavors": ("FLAVORS", "Architecture"),
     "titanlite.model.llama": ("Llama",),
     "titanlite.train.loop": ("Trainer",),
+    "titanlite.train.score_text": ("TextScore", "evaluate_text"),
 }
 
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),
+    "eval": ("Score a checkpoint on texts: perplexity and bits per byte.", "titanlite.commands.eval:main"),
 }
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.checkpoint.dcp import SafeReader
-from titanlite.checkpoint.find import saved_job, use_newest
-from titanlite.checkpoint.load_weights import load_checked_weights
+from titanlite.checkpoint.find import job_of, use_newest
+from titanlite.checkpoint.load_weights import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.options import OptionPath, Options
 from titanlite.config.run import Run
@@ -81,12 +81,7 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
 
 
 def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
-    job = saved_job(step_folder)
-    if job is None:
-        raise CheckpointError(
-            f"{step_folder} does not say which model it has, and {step_folder.parents[1]} has no config.toml. "
-            "Copy the config.toml of the run there."
-        )
+    job = job_of(step_folder)
     tokenizer = load_tokenizer(Run(job).tokenizer_path)
     return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
 
@@ -148,12 +143,7 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
         model.to(getattr(torch, job.training.mixed_precision_param))
     model.to_empty(device=device)
     info = load_checked_weights(step_folder, model)
-    trained_with = (info["train_state"].get("data") or {}).get("tokenizer", tokenizer.fingerprint)
-    if not tokenizer.is_known_as(trained_with) or tokenizer.vocab_size > model.arch.vocab_size:
-        raise CheckpointError(
-            f"{step_folder} was trained with another tokenizer than {job.tokenizer.path} is now: its tokens would "
-            "give other text. Put the original file back."
-        )
+    check_tokenizer(step_folder, info, tokenizer, job.tokenizer.path, arch.vocab_size)
     return model
 
 

@@ -101,6 +101,27 @@ def use_newest(
     raise CheckpointError("\n".join(found))
 
 
+def known_job(path: Path) -> JobConfig:
+    """`job_of` the newest of `checkpoints_at(path)` whose manifest can be read. No other file is looked at.
+
+    Raises:
+        UserError: there is no such folder.
+        CheckpointError: no checkpoint is there, or none that says which model it has.
+    """
+    return use_newest(path, job_of, check=lambda step_folder: None)
+
+
+def job_of(step_folder: Path) -> JobConfig:
+    """`saved_job`, which raises CheckpointError if there is none."""
+    job = saved_job(step_folder)
+    if job is None:
+        raise CheckpointError(
+            f"{step_folder} does not say which model it has, and {step_folder.parents[1]} has no config.toml. "
+            "Copy the config.toml of the run there."
+        )
+    return job
+
+
 def saved_job(step_folder: Path) -> JobConfig | None:
     """The job that trained a checkpoint: from its manifest, else from the config.toml of its run; None if it is in
     neither, as in imported weights.

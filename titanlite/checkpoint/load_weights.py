@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.index import Index
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.rank_agreement import Ranks
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, UserError
 
 
 def load_model_weights(
@@ -65,6 +65,33 @@ def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = Non
     check_fit(path, tensors, index, ranks)
     load_tensors(reader, tensors, None if ranks is None else ranks.group)
     return info
+
+
+class Ids(Protocol):
+    """What a tokenizer is to a checkpoint."""
+
+    vocab_size: int
+
+    def is_known_as(self, fingerprint: str) -> bool: ...
+
+
+def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Ids, name: object, rows: int) -> None:
+    """Refuse a tokenizer with other ids than the one that the checkpoint at `path` was trained with.
+
+    Args:
+        info: What `load_checked_weights` returned.
+        name: What to call the tokenizer.
+        rows: Those of the embedding.
+
+    Raises:
+        CheckpointError: it has other ids, or more than the embedding has rows.
+    """
+    known = (info["train_state"].get("data") or {}).get("tokenizer")
+    if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
+        raise CheckpointError(
+            f"{path} was trained with another tokenizer than {name} is now: its tokens would stand for other text. "
+            "Put the original file back."
+        )
 
 
 def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks | None) -> None:

@@ -58,9 +58,12 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
     return tyro.cli(options, args=list(argv), prog=f"titanlite {command}", config=_STYLE)
 
 
-def parse_beside_job(options: type[AnyOptions], argv: Sequence[str], command: str) -> tuple[AnyOptions, list[str]]:
-    """As `parse`, for a command that also takes the keys of a job. Returns its own options, and all other words."""
-    described = f"{options.__doc__}\n\n{JOB_KEYS}"
+def parse_beside_job(
+    options: type[AnyOptions], argv: Sequence[str], command: str, keys: str = JOB_KEYS
+) -> tuple[AnyOptions, list[str]]:
+    """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
+    other words."""
+    described = f"{options.__doc__}\n\n{keys}"
     name = f"titanlite {command}"
     own, words = tyro.cli(
         options, args=list(argv), prog=name, description=described, config=_STYLE, return_unknown_args=True

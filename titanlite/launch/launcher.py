@@ -47,12 +47,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.load_run import load_run
     from titanlite.runtime.logging import logged_ranks
 
-    wanted, gpus = _number("NGPU", 1), count_gpus()
-    if wanted and 0 < gpus < wanted:
-        raise UserError(f"NGPU={wanted}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
-    workers = wanted or gpus or 1
-    if not gpus:
-        _check_processes(workers)
+    workers, gpus = _workers()
     least, nodes = _nodes()
     node_rank = _number("NODE_RANK", 0)
     if node_rank is not None and node_rank >= nodes:
@@ -71,14 +66,7 @@ def launch(argv: Sequence[str]) -> int:
     if least < nodes:
         load_run(argv, workers * least)  # the run must also work on the fewest nodes
 
-    # The threads of all processes together use each core once. More threads would slow each other down.
-    threads = run.job.training.num_threads or max(1, _cores() // workers)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash of native code shows the Python stack
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is often emptied
-    if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory is lost by fragmentation
+    _set_variables(workers, gpus, run.job.training.num_threads)
 
     from titanlite.checkpoint.go_on import COMMAND, how_to_go_on, is_saved
     from titanlite.launch.agent import Saved, World, run_workers
@@ -97,6 +85,43 @@ def launch(argv: Sequence[str]) -> int:
     )
     saved = Saved(lambda: is_saved(run), lambda: how_to_go_on(run, argv))
     return run_workers(["-P", "-m", "titanlite", "train", *argv], world, saved)
+
+
+def launch_command(words: Sequence[str]) -> int:
+    """Start `titanlite WORDS` on NGPU processes of this machine; returns the exit code. Raises UserError: NGPU is
+    wrong."""
+    from titanlite.launch.agent import World, run_workers
+
+    workers, gpus = _workers()
+    _set_variables(workers, gpus, 0)
+    return run_workers(["-P", "-m", "titanlite", *words], World(workers))
+
+
+def _workers() -> tuple[int, int]:
+    """The number of processes on this machine, and of its GPUs.
+
+    Raises:
+        UserError: NGPU is wrong, or the machine is too small for so many.
+    """
+    wanted, gpus = _number("NGPU", 1), count_gpus()
+    if wanted and 0 < gpus < wanted:
+        raise UserError(f"NGPU={wanted}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
+    workers = wanted or gpus or 1
+    if not gpus:
+        _check_processes(workers)
+    return workers, gpus
+
+
+def _set_variables(workers: int, gpus: int, num_threads: int) -> None:
+    """Set the environment variables of the workers that the user has not set."""
+    # The threads of all processes together use each core once. More threads would slow each other down.
+    threads = num_threads or max(1, _cores() // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash of native code shows the Python stack
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))  # /tmp is often emptied
+    if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory is lost by fragmentation
 
 
 def _on_this_node(command: str, nodes: int) -> str:

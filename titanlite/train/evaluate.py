@@ -48,7 +48,11 @@ def evaluate(
     counts = loss.new_tensor([rows.num_tokens, rows.num_bytes])
     dist.all_reduce(loss, group=loss_group)
     dist.all_reduce(counts, group=data_group)
-    total, (tokens, num_bytes) = loss.item(), counts.tolist()
+    return make_score(loss.item(), *counts.tolist())
+
+
+def make_score(total: float, tokens: float, num_bytes: float) -> Score:
+    """The score of `total` nats over so many tokens, which stand for so many bytes."""
     mean = total / tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
     return Score(mean, perplexity, total / num_bytes / math.log(2))

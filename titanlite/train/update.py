@@ -45,7 +45,7 @@ class Update:
     def __init__(self, run: Run, mesh: Mesh, sharded: ShardedModel, device: torch.device) -> None:
         self._job, self._mesh, self._device = run.job, mesh, device
         self.model = sharded.whole
-        self.forward_backward = build_step(sharded, mesh, _loss_function(run, mesh), run, device)
+        self.forward_backward = build_step(sharded, mesh, loss_function(run, mesh), run, device)
         self.optimizer = build_optimizer(self.model, self._job.optimizer, run.compiles("optimizer"))
         self._compiles_clip = run.compiles("clip")
 
@@ -69,7 +69,7 @@ class Update:
             precompute_scales(self.model)
 
 
-def _loss_function(run: Run, mesh: Mesh) -> LossFunction:
+def loss_function(run: Run, mesh: Mesh) -> LossFunction:
     """The output projection with its cross entropy, over the ranks that share the vocabulary."""
     loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
     return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)

@@ -1,0 +1,276 @@
+"""`titanlite eval`: the loss of a text is that of transformers, in every layout, with each token scored once."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import World, run_ranks, titanlite
+
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.save import Saver
+from titanlite.config.flavors import architecture
+from titanlite.config.load import PACKAGE, dump_config
+from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.windows import TextWindows, open_files, sliding_windows, window_batches
+from titanlite.model.llama import Llama
+from titanlite.runtime.process import STORE
+from titanlite.train.score_text import TextScore, evaluate_text
+
+TOKENIZER = load_tokenizer(PACKAGE / "assets" / "tokenizer" / "tokenizer.model")
+MODEL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 64}
+JOB = JobConfig.model_validate(
+    {"job": {"dump_folder": "unused"}, "model": {**MODEL, "vocab_size": 4096}, "training": {"seq_len": 48}}
+)
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "import os", "", "größer 数 = 3\n" * 15, "a = [1, 2]\n" * 40]
+
+
+def save_random_weights(folder: Path, scale: float = 1.0) -> None:
+    """What a run leaves: config.toml, and a checkpoint. Its logits are far from equal."""
+    (folder / "config.toml").write_text(dump_config(JOB))
+    model, generator = Llama(architecture(JOB.model)), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                deviation = scale / math.sqrt(parameter.shape[-1])
+                parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
+    checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", lambda line: None)
+    data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
+    Saver(checkpoints, LiveState(model)).save(5, {"step": 5, "tokens": 0, "data": data})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(1, save_random_weights, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All of TEXTS: the first in a text file, the others as JSON lines."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text(TEXTS[0])
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
+    return [folder / "a.txt", folder / "b.jsonl"]
+
+
+def evaluated(checkpoint: Path, files: list[Path], *words: object, ranks: int = 1) -> dict:
+    """The JSON object that the command prints."""
+    said = titanlite("eval", "--checkpoint", checkpoint, "--data", *files, "--json", *words, ranks=ranks)
+    (line,) = re.findall(r"^\{.*\}$", said, flags=re.MULTILINE)
+    return json.loads(line)
+
+
+# ---------------------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "stride"), [(1, 4, 2), (2, 4, 2), (4, 4, 3), (5, 4, 3), (50, 8, 1), (50, 8, 7)]
+)
+def test_each_token_is_scored_once_with_the_context_that_was_asked_for(count: int, length: int, stride: int) -> None:
+    scored = []
+    for window in sliding_windows(np.arange(count), length, stride):
+        assert len(window.tokens) <= length
+        for token in window.tokens[len(window.tokens) - window.scored :].tolist():
+            scored.append(token)
+            context = token - window.tokens[0]
+            assert context >= min(token, length - stride)
+    assert scored == list(range(1, count))
+
+
+@pytest.mark.parametrize("fixed_length", [None, 64])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_rows_of_all_ranks_hold_each_label_once_and_have_one_shape(ranks: int, fixed_length: int | None) -> None:
+    documents = [np.arange(start, start + 17 * start + 2) for start in range(1, 12)]
+    windows = [w for document in documents for w in sliding_windows(document, 48, 20)]
+    found, shapes = [], []
+    for rank in range(ranks):
+        device = torch.device("cpu")
+        batches = [
+            batch
+            for chunk in window_batches(iter(windows), 3, (rank, ranks), device, fixed_length=fixed_length)
+            for batch in chunk
+        ]
+        shapes.append([tuple(batch.input_ids.shape) for batch in batches])
+        for batch in batches:
+            valid = batch.labels >= 0
+            assert torch.equal(batch.input_ids[valid] + 1, batch.labels[valid])  # each predicts its neighbour
+            found += batch.labels[valid].tolist()
+    assert sorted(found) == sorted(token for document in documents for token in document[1:].tolist())
+    assert all(shape == shapes[0] for shape in shapes)
+
+
+def test_documents_are_counted_in_tokens_and_utf8_bytes(files: list[Path]) -> None:
+    windows = TextWindows(open_files(files, "text"), TOKENIZER, 48, 24)
+    scored = sum(window.scored for window in windows)
+    assert scored == windows.tokens == sum(len(TOKENIZER.encode(text)) for text in TEXTS)
+    assert (windows.documents, windows.num_bytes) == (5, sum(len(text.encode()) for text in TEXTS))
+
+
+# ------------------------------------------------------------------------------------------------------------ scores
+
+
+def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float, int]:
+    """Nats and tokens of TEXTS, by the loop of transformers' guide on perplexity."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for text in TEXTS:
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+        reached = 0
+        for begin in range(0, ids.shape[1], stride):
+            end = min(begin + length, ids.shape[1])
+            input_ids, labels = ids[:, begin:end], ids[:, begin:end].clone()
+            labels[:, : reached - end] = -100  # what earlier windows have scored
+            if reached == 0:
+                labels[:, 0] = -100
+            valid = int((labels[:, 1:] != -100).sum())
+            if valid:
+                with torch.no_grad():
+                    total += model(input_ids, labels=labels).loss.double().item() * valid
+                count += valid
+            reached = end
+            if end == ids.shape[1]:
+                break
+    return total, count
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_transformers_on_the_exported_model(
+    trained: Path, files: list[Path], tmp_path: Path
+) -> None:
+    titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
+    for words, length, stride in (([], 48, 24), (["--window", 33, "--stride", 5], 33, 5)):
+        ours = evaluated(trained, files, *words)
+        total, tokens = score_by_transformers(tmp_path / "hf", length, stride)
+        assert ours["tokens"] == tokens
+        # fp32 sums in another order
+        assert ours["loss"] == pytest.approx(total / tokens, rel=1e-5)
+        assert ours["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+        num_bytes = sum(len(text.encode()) for text in TEXTS)
+        assert ours["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, rel=1e-5)
+
+
+LAYOUTS = {
+    "sharded": (2, {}),
+    "whole": (2, {"data_parallel_replicate_degree": 2}),
+    "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "interleaved": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "sharded tensor": (4, {"tensor_parallel_degree": 2}),
+}
+
+
+def scores_of_layouts(trained: Path, files: list[Path], layouts: list[dict], store: Path) -> list[TextScore]:
+    """Each evaluation has a world of its own."""
+    scores = []
+    for number, layout in enumerate(layouts):
+        os.environ[STORE] = f"{store}-{number}"
+        parallelism = Parallelism.model_validate(layout)
+        scores.append(evaluate_text(trained, files, window=37, stride=10, batch_size=3, parallelism=parallelism))
+    return scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_layout_gives_the_score_of_one_process(trained: Path, files: list[Path], count: int) -> None:
+    layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == count]
+    alone = TextScore(**evaluated(trained, files, "--window", 37, "--stride", 10))
+    world = World(count, scores_of_layouts, trained, files, layouts)
+    world.ends_with(0)
+    for of_rank in world.results():
+        assert len(of_rank) == len(layouts)
+        for score in of_rank:
+            assert score.loss == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
+            assert (score.tokens, score.bytes, score.documents) == (alone.tokens, alone.bytes, alone.documents)
+            assert score.checkpoint == str(trained / "checkpoint" / "step-00000005")
+
+
+@pytest.mark.slow
+def test_ngpu_starts_the_ranks_and_json_stands_alone_on_standard_output(trained: Path, files: list[Path]) -> None:
+    command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data", *map(str, files)]
+    done = subprocess.run(
+        [*command, "--json", "--parallelism.tensor_parallel_degree", "2"],
+        env={**os.environ, "NGPU": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "float32 on 2 x cpu" in done.stderr
+    alone = evaluated(trained, files)
+    assert json.loads(done.stdout)["loss"] == pytest.approx(alone["loss"], rel=1e-6)  # fp32 sums in another order
+
+
+def test_a_person_gets_the_score_in_words(trained: Path, files: list[Path]) -> None:
+    score, said = evaluated(trained, files), titanlite("eval", "--checkpoint", trained, "--data", *files)
+    assert f"5 documents, {score['tokens']:,} tokens, {score['bytes']:,} bytes" in said
+    assert f"loss {score['loss']:.4f}  perplexity {score['perplexity']:,.2f}" in said
+
+
+# ------------------------------------------------------------------------------------------------------- wrong inputs
+
+
+def refused(*words: object, code: int = 2) -> str:
+    """What the command says when it ends with `code`."""
+    said = titanlite("eval", *words, code=code)
+    assert "Traceback" not in said
+    return " ".join(said.split())
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, files: list[Path]) -> None:
+    assert "does not exist" in refused("--checkpoint", tmp_path / "none", "--data", files[0])
+    assert "no checkpoint here" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.txt", None, "none.txt: there is no such file"),
+        ("text.pdf", b"%PDF", "must end in .txt, .jsonl"),
+        ("empty.txt", b"", "is empty"),
+        ("other.jsonl", b'{"body": "x"}\n', "no field 'text' (--text-column); there are: 'body'"),
+        ("torn.jsonl", b'{"text": "x"\n', "not valid JSON"),
+        ("latin.txt", b"gr\xf6\xdfer", "not valid UTF-8"),
+        ("blank.jsonl", b'{"text": ""}\n', "there is no text to score"),
+    ],
+)
+def test_a_file_that_cannot_be_scored(
+    trained: Path, tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert said in refused("--checkpoint", trained, "--data", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--window", "1"], "--window 1"),
+        (["--window", "65"], "--window 65: the model has 64 positions"),
+        (["--stride", "48"], "--stride 48: must be less than the window of 48 tokens"),
+        (["--stride", "0"], "--stride 0"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--training.steps", "5"], "--training.steps: unknown option of `titanlite eval`"),
+        (["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree = 2 must divide"),
+        (["--parallelism.tensor", "2"], "--parallelism.tensor unknown key"),
+    ],
+)
+def test_wrong_options(trained: Path, files: list[Path], words: list[str], said: str) -> None:
+    assert said in refused("--checkpoint", trained, "--data", files[0], *words)
+
+
+def test_weights_that_are_no_numbers_are_said_so(tmp_path: Path, files: list[Path]) -> None:
+    run_ranks(1, save_random_weights, tmp_path, math.nan)
+    assert "output is not finite" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)

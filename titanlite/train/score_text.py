@@ -1,0 +1,208 @@
+"""The loss of a checkpoint on any text: what `titanlite eval` and `titanlite.evaluate_text` call.
+
+Invariant: the score is that of the exported model under transformers. Every layout of ranks scores the same tokens with
+the same tokens before them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from pydantic import Field, PositiveInt
+
+from titanlite.checkpoint.find import known_job, use_newest
+from titanlite.checkpoint.load_weights import check_tokenizer, load_checked_weights
+from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.config.degrees import degrees, sequence_divisor
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.mistakes import report
+from titanlite.config.options import OptionPath, Options
+from titanlite.config.parallelism_rules import fills_world, layout_problems
+from titanlite.config.rules import Context
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.windows import TextWindows, open_files, window_batches
+from titanlite.load_run import world_size
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.parallel.step import build_step
+from titanlite.runtime.world import process_group
+from titanlite.train.evaluate import make_score
+from titanlite.train.update import loss_function
+
+_SAY_EVERY = 30.0  # seconds
+
+
+class Eval(Options):
+    """Score a checkpoint on texts: perplexity, and bits per byte. Start several ranks with NGPU=N or with torchrun."""
+
+    checkpoint: OptionPath
+    """The folder of one step (.../step-00000100), the folder of all steps, the output folder of a run, or .../best. Of
+    several steps, the newest good one is used."""
+    data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
+    """Files of text: .txt, .jsonl (also .gz and .zst) or .parquet."""
+    window: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that the model sees at once. Left out: training.seq_len of its job."""
+    stride: PositiveInt | None = None
+    """Tokens from the beginning of one window to that of the next, less than a window. A token has at least window -
+    stride tokens before it. Left out: half a window."""
+    batch_size: PositiveInt = 8
+    """Windows per forward pass of a rank."""
+    text_column: str = "text"
+    """Name of the field that holds the text, in .jsonl and .parquet."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """How well a checkpoint predicts a text."""
+
+    checkpoint: str
+    """The step folder that the weights were read from."""
+    loss: float
+    """Mean cross entropy, in nats per token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float
+    """Cross entropy in bits per UTF-8 byte of text, which is comparable between tokenizers."""
+    documents: int
+    tokens: int
+    """Tokens that were scored: all of each document. The token that begins a document is not among them."""
+    bytes: int
+    """UTF-8 bytes of the documents."""
+    window: int
+    stride: int
+
+
+def evaluate_text(
+    checkpoint: str | os.PathLike[str],
+    data: Sequence[str | os.PathLike[str]],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    text_column: str = "text",
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    parallelism: Parallelism | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> TextScore:
+    """Score a checkpoint on files of text. Under torchrun all ranks call it, and all get the score.
+
+    It starts the world of ranks and ends it. The arguments are those of `Eval`.
+
+    Args:
+        parallelism: The layout of the ranks. None: the weights are sharded over all of them.
+        log: Is called with a line of text now and then.
+
+    Raises:
+        UserError: a value is not allowed, a file is missing, or a record cannot be read.
+        CheckpointError: there is no good checkpoint, or the model's output is not finite.
+    """
+    files = tuple(Path(file) for file in data)
+    asked = {"window": window, "stride": stride, "batch_size": batch_size, "text_column": text_column, "dtype": dtype}
+    options = Eval(checkpoint=Path(checkpoint), data=files, **asked)  # pyright: ignore[reportArgumentType]
+
+    sources = open_files(options.data, text_column)
+    saved = known_job(options.checkpoint)
+    run = _run_for(saved, options, parallelism or Parallelism(), world_size())
+    length = options.window or saved.training.seq_len
+    step = options.stride or max(1, length // 2)
+    if step >= length:
+        raise UserError(f"--stride {step}: must be less than the window of {length} tokens, or some are not scored.")
+    texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), length, step)
+
+    folder, total = _score(run, options.checkpoint, texts, log)
+    if not texts.tokens:
+        raise UserError(f"--data {files[0]}: there is no text to score.")
+    if not math.isfinite(total):
+        raise CheckpointError(
+            f"{folder}: the model's output is not finite: its weights are useless. Take an older one."
+        )
+    score = asdict(make_score(total, texts.tokens, texts.num_bytes))
+    counts = {"documents": texts.documents, "tokens": texts.tokens, "bytes": texts.num_bytes}
+    return TextScore(str(folder), **score, **counts, window=length, stride=step)
+
+
+def _run_for(saved: JobConfig, options: Eval, parallelism: Parallelism, world_size: int) -> Run:
+    """The run that scores: the saved model on these ranks, without what only training needs.
+
+    Raises:
+        UserError: the window is longer than the model has positions, or the layout does not fit.
+    """
+    most, window = Run(saved).arch.max_seq_len, options.window or saved.training.seq_len
+    if window > most:
+        raise UserError(f"--window {window}: the model has {most} positions (model.max_seq_len). Name a smaller one.")
+    own = saved.training.mixed_precision_param if torch.cuda.is_available() else "float32"
+    dtype, layout = options.dtype or own, degrees(parallelism, world_size)
+    unit = sequence_divisor(layout)
+    training = {
+        "seq_len": -(-window // unit) * unit,
+        "local_batch_size": options.batch_size,
+        "global_batch_size": options.batch_size * layout.data * layout.pipeline,
+        "mixed_precision_param": dtype,
+        "dtype": dtype,
+        "num_threads": saved.training.num_threads,
+    }
+    job = saved.model_dump(include={"job", "model", "tokenizer", "comm"})
+    job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
+    run = Run(JobConfig.model_validate(job), world_size)
+    problems = list(fills_world(run)) or list(layout_problems(run))
+    if problems:
+        origins = {f"parallelism.{key}": "command line" for key in parallelism.model_fields_set}
+        raise UserError(report([Context(run, origins).wrong(*problem) for problem in problems]))
+    return run
+
+
+def _score(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], None]) -> tuple[Path, float]:
+    """The step folder that was scored, and its cross entropy summed over all tokens of `texts`, in nats. All ranks call
+    it together, and each gets the sum. It starts the world of ranks and ends it.
+
+    Args:
+        run: The model and the layout of the ranks. Its rows have at least the length of a window.
+
+    Raises:
+        UserError: no such folder, or a record that cannot be read.
+        CheckpointError: no good checkpoint, or one of another model or tokenizer.
+    """
+    with process_group(run.job) as device:
+        mesh = build_mesh(run.degrees, device.type)
+        sharded = build_model(run, mesh, device, log)
+        step = build_step(sharded, mesh, loss_function(run, mesh), run, device)
+        ranks = Ranks(run.job.checkpoint.timeout_seconds)
+
+        def load(step_folder: Path) -> Path:
+            info = load_checked_weights(step_folder, sharded.whole, ranks)
+            check_tokenizer(step_folder, info, texts.tokenizer, run.job.tokenizer.path, run.arch.vocab_size)
+            return step_folder
+
+        folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)
+        log(f"{folder}: {run.job.model.flavor}, {run.job.training.dtype} on {run.world_size} x {device.type}")
+        training, total, said = run.job.training, torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
+        for batches in window_batches(
+            iter(texts),
+            training.local_batch_size,
+            (mesh.data_rank, mesh.data_degree),
+            device,
+            unit=sequence_divisor(run.degrees),
+            fixed_length=None if mesh.pipeline is None else training.seq_len,  # a pipeline has declared its shapes
+        ):
+            total += step.evaluate(batches).double()
+            if time.monotonic() - said > _SAY_EVERY:
+                said = time.monotonic()
+                log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")
+        dist.all_reduce(total, group=mesh.loss_group)
+        ranks.close()
+        return folder, total.item()
