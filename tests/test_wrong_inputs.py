@@ -286,6 +286,7 @@ COMMAND_LINES = [
     Case("line: a dropped key", "check --validation.prefetch 3", "no longer a key"),
     Case("line: no such choice", "check --dataset.source csv", 'dataset.source = "csv" | "jsonl"'),
     Case("line: no ranks", "check --world-size 0", "--world-size 0 | greater than 0"),
+    Case("line: ranks without end", "check --world-size 1000000000000", "--world-size 1000000000000 | at most 1000000"),
     Case("line: ranks in words", "check --world-size four", "--world-size"),
     Case("line: a mistyped option of the command", "check --world-sise 4", "did you mean --world-size?"),
     Case("line: batch for other ranks", "check --world-size 3 --training.global_batch_size 8", "must be a multiple"),
@@ -377,6 +378,8 @@ ENVIRONMENTS = [
     Case("env: WORLD_SIZE in words", "check", 'WORLD_SIZE "two"', env={"WORLD_SIZE": "two"}),
     Case("env: WORLD_SIZE 0", "train", 'WORLD_SIZE "0"', env={"WORLD_SIZE": "0"}),
     Case("env: WORLD_SIZE in other digits", "check", "WORLD_SIZE", env={"WORLD_SIZE": "²"}),
+    Case("env: WORLD_SIZE without end", "check", "at most 1000000", env={"WORLD_SIZE": "1000000000000"}),
+    Case("env: RANK of thousands of digits", "check", "RANK", env={"RANK": "9" * 5000}),
     Case("env: NGPU in words", "launch", "NGPU=all | a whole number", env={"NGPU": "all"}),
     Case("env: NGPU 0", "launch", "NGPU=0 | at least 1", env={"NGPU": "0"}),
     Case("env: NGPU below 0", "launch", "NGPU=-2", env={"NGPU": "-2"}),
@@ -497,6 +500,11 @@ DATA = [
     Case("data: prepare into a full folder", f"prepare --out run --workers 1 {ROWS} text.jsonl", "run is not empty"),
     Case("data: prepare into a file", f"prepare --out text.jsonl --workers 1 {ROWS} text.jsonl", "text.jsonl"),
     Case("data: prepare under a file", f"prepare --out text.jsonl/x --workers 1 {ROWS} text.jsonl", "text.jsonl"),
+    Case(
+        "data: prepare into a checkpoint",
+        f"prepare --out run/checkpoint/step-00000010/x --workers 1 {ROWS} text.jsonl",
+        "step-00000010 is a checkpoint",
+    ),
     Case("data: prepare into /proc", f"prepare --out /proc/x --workers 1 {ROWS} text.jsonl", "/proc/x"),
     Case(
         "data: prepare a bad record",
@@ -654,6 +662,11 @@ CHECKPOINTS = [
     Case("checkpoint: export onto a folder", "export --checkpoint run/checkpoint --out run", "run"),
     Case("checkpoint: export onto a file", "export --checkpoint run/checkpoint --out job.toml", "job.toml"),
     Case("checkpoint: export under a file", "export --checkpoint run/checkpoint --out job.toml/x", "cannot be made"),
+    Case(
+        "checkpoint: export into a checkpoint",
+        "export --checkpoint run/checkpoint --out run/checkpoint/step-00000010/a/b",
+        "step-00000010 is a checkpoint | Name another folder",
+    ),
     Case("checkpoint: export into /proc", "export --checkpoint run/checkpoint --out /proc/x", "/proc cannot be made"),
     Case(
         "checkpoint: export with no tokenizer",
@@ -703,6 +716,11 @@ CHECKPOINTS = [
 
 FOLDERS = [
     Case("folder: /proc", "train --job.dump_folder /proc/out", "job.dump_folder | cannot be written to"),
+    Case(
+        "folder: a checkpoint",
+        "train --job.dump_folder run/checkpoint/step-00000010/x",
+        "step-00000010 is a checkpoint",
+    ),
     Case("folder: /sys", "check --job.dump_folder /sys/out", "job.dump_folder | cannot be written to"),
     Case("folder: /dev/null", "train --job.dump_folder /dev/null", "/dev/null is a file"),
     Case("folder: a file", "train --job.dump_folder job.toml", "job.toml is a file"),

@@ -8,12 +8,14 @@ keys.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from titanlite.config.errors import UserError
+from titanlite.config.degrees import MOST_RANKS
+from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import fit_vocabulary
 from titanlite.config.load import COMMAND_LINE, read_job, with_folder
@@ -61,7 +63,7 @@ def world_size() -> int:
     Raises:
         UserError: WORLD_SIZE, or the rank of this process, is not a valid number.
     """
-    size = _variable("WORLD_SIZE", 1)
+    size = _variable("WORLD_SIZE", 1, MOST_RANKS)
     local_size = _variable("LOCAL_WORLD_SIZE", 1, size)
     _variable("RANK", 0, size - 1)
     _variable("LOCAL_RANK", 0, local_size - 1)
@@ -71,10 +73,12 @@ def world_size() -> int:
 def _variable(name: str, least: int, most: int | None = None) -> int:
     """The number in an environment variable that launchers set. `least` if it is not set."""
     text = os.environ.get(name, str(least))
-    if not (text.isdecimal() and text.isascii() and least <= int(text) <= (int(text) if most is None else most)):
+    number = int(text) if re.fullmatch(r"[0-9]{1,16}", text) else -1
+    if number < least or (most is not None and number > most):
         upper = "" if most is None else f" and at most {most}"
-        raise UserError(f'{name} "{text}": a whole number of at least {least}{upper} is allowed. A launcher sets it.')
-    return int(text)
+        wrong = f'{name} "{one_line(text[:40])}"'
+        raise UserError(f"{wrong}: a whole number of at least {least}{upper} is allowed. A launcher sets it.")
+    return number
 
 
 def _complete(job: JobConfig) -> JobConfig:

@@ -113,6 +113,10 @@ def compressed(path: Path) -> None:
 def test_a_file_whose_checksum_fits_but_which_holds_no_such_tensors_is_damage(two_saved, alter):
     folder, run = two_saved
     alter(folder / "step-00000004")
+    [good, damaged] = verify(folder)["checkpoints"]
+    assert good["state"] == "good"
+    assert damaged["state"] == "damaged"
+    assert damaged["damage"][0].startswith("__0_0.distcp: ")
     expected = TinyRun()
     expected.manager(folder, load_step=2).load()
     (folder / "step-00000004.superseded").rename(folder / "step-00000004")

@@ -1,5 +1,6 @@
 """Invariant 5: a checkpoint exists or it does not."""
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -30,11 +31,18 @@ INFO = {
 }
 
 
-def index_of(files: dict[str, bytes]) -> bytes:
+def archive(values: bytes) -> bytes:
+    """What torch writes of a tensor of bytes."""
+    buffer = io.BytesIO()
+    torch.save(torch.frombuffer(bytearray(values), dtype=torch.uint8), buffer)
+    return buffer.getvalue()
+
+
+def index_of(files: dict[str, bytes], sizes: dict[str, int]) -> bytes:
     """DCP's index of a tensor of bytes in each of `files`."""
     tensors, places = {}, {}
     for name, content in files.items():
-        size = torch.Size([len(content)])
+        size = torch.Size([sizes[name]])
         chunk = ChunkStorageMetadata(torch.Size([0]), size)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=torch.uint8), size, [chunk])
         places[MetadataIndex(name, [0])] = _StorageInfo(name, 0, len(content))
@@ -42,11 +50,16 @@ def index_of(files: dict[str, bytes]) -> bytes:
 
 
 def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
-    files = files or {"a.bin": b"weights" * 100, "b.bin": b"more"}
+    """A published checkpoint of two small tensors; or of `files` with any bytes, which are no tensors."""
+    values = files or {"a.bin": b"weights" * 100, "b.bin": b"more"}
+    files = files or {name: archive(content) for name, content in values.items()}
     unfinished = folder / step_folders.unfinished_name(step, "token")
     unfinished.mkdir(parents=True)
     digests = []
-    for name, content in {**files, ".metadata": index_of(files)}.items():
+    for name, content in {
+        **files,
+        ".metadata": index_of(files, {name: len(content) for name, content in values.items()}),
+    }.items():
         file = step_folders.HashingFile(unfinished / name)
         for start in range(0, len(content), 7):
             file.write(content[start : start + 7])
@@ -212,11 +225,11 @@ def test_manifest_and_index_name_the_same_files(tmp_path, key):
     del body["files"][key]
     reseal(path, body)
     expected = {
-        "a.bin": ".metadata: a.bin holds 700 bytes by the index, nothing by the manifest",
+        "a.bin": f".metadata: a.bin holds {len(archive(b'weights' * 100))} bytes by the index, nothing by the manifest",
         ".metadata": "manifest.json: does not list .metadata",
     }
     assert step_folders.verify_folder(path) == [expected[key]]
     body["files"]["a.bin"] = {"size": 3, "xxh3_128": "0" * 32}
     body["files"]["more.bin"] = {"size": 3, "xxh3_128": "0" * 32}
-    reseal(path, body, index_of({"b.bin": b"more"}))
+    reseal(path, body, index_of({"b.bin": b"more"}, {"b.bin": 4}))
     assert ".metadata: a.bin holds nothing by the index, 3 bytes by the manifest" in step_folders.verify_folder(path)

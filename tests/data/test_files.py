@@ -55,7 +55,7 @@ def test_python_stdlib_leaves_out_empty_files_and_dangling_links(tmp_path, monke
 
 
 def test_jsonl_gives_the_texts_of_all_files_in_order(tmp_path):
-    first = ["one", "zwei\n\u2028", "\U0001f600 \ud83d", ""]
+    first = ["one", "zwei\n\u2028", "\U0001f600", ""]
     write_jsonl(tmp_path / "a.jsonl", first)
     (tmp_path / "b.jsonl").write_bytes(b'\n  \n{"text": "three"}\r\n\n{"text": "four"}')
     source = open_source(Dataset(source="jsonl", path=str(tmp_path / "*.jsonl")))
@@ -96,6 +96,7 @@ def test_jsonl_takes_the_named_column(tmp_path):
         (b'{"text": null}', "line 4: field 'text' must be a string, it is null"),
         (b'{"text": 5}', "line 4: field 'text' must be a string, it is int"),
         (b'{"text": "\xff"}', r"line 4, byte 11: not valid UTF-8 \(0xff\)"),
+        (rb'{"text": "x\ud83d"}', r"line 4: field 'text' is not valid Unicode: character 2 is \\ud83d, half of a"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_line(tmp_path, line, message):

@@ -5,9 +5,7 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along, a
 
 from __future__ import annotations
 
-import io
 import warnings
-import zipfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.archive import FilePart, stored_entries
 from titanlite.checkpoint.index import Index, read_index
 from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import CheckpointError, Damage
@@ -156,13 +155,9 @@ class SafeReader(FileSystemReader):
         place, entry = self.storage_data[item.storage_index], self.read_index()[item.storage_index.fqn]
         offsets = tuple(item.storage_index.offset or ())
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
-        part = _FilePart(file, place.offset, place.length)
+        part = FilePart(file, place.offset, place.length)
         try:
-            with zipfile.ZipFile(
-                part
-            ) as archive:  # torch would unpack compressed parts into memory, whatever their size
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise ValueError("its parts are compressed")
+            stored_entries(part)
             part.seek(0)
             tensor = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
         except Exception as error:  # torch's reader raises any kind of error for damaged bytes
@@ -211,35 +206,6 @@ def alone() -> Generator[None, None, None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-class _FilePart(io.RawIOBase):
-    """Some bytes of a file, as a file of their own."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self.error: OSError | None = None  # of the disk; the readers of archives raise another one in its place
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer)[: max(0, self._length - self._at)]
-        try:
-            self._file.seek(self._start + self._at)
-            count = cast(io.BufferedReader, self._file).readinto(room)
-        except OSError as error:
-            self.error = error
-            raise
-        self._at += count
-        return count
 
 
 class _HashingFileSystem(FileSystem):

@@ -18,10 +18,9 @@ from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, PositiveInt, V
 from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.open_files import read_file
 from titanlite.config.errors import CheckpointError, Damage
-from titanlite.config.files import FileModel, explain
+from titanlite.config.files import MANIFEST, FileModel, explain
 from titanlite.config.flavors import Architecture
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 DATA_VERSION = 2
 _MOST_BYTES = 1 << 25  # a rank's file takes 120 bytes: enough for 250,000 ranks

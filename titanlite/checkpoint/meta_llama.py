@@ -6,12 +6,12 @@ Invariant: nothing in the files is executed, and about one tensor is held in mem
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.archive import stored_entries
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file, short
 from titanlite.model.formats import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
@@ -94,11 +94,9 @@ def _load(path: Path) -> dict[str, Tensor]:
         UserError: it is damaged or holds anything else than plain tensors.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch would unpack compressed parts into memory, whatever their size
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("its parts are compressed")
-            if any(e.filename.endswith("data.pkl") and e.file_size > _MOST_PICKLE for e in archive.infolist()):
-                raise ValueError("its list of tensors is too long")
+        entries = stored_entries(path)
+        if any(entry.filename.endswith("data.pkl") and entry.file_size > _MOST_PICKLE for entry in entries):
+            raise ValueError("its list of tensors is too long")
         loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # torch's reader raises any kind of error for damaged bytes
         reason = next(iter(str(error).splitlines()), repr(error))

@@ -21,14 +21,15 @@ from typing import IO, Any
 import xxhash
 
 from titanlite.checkpoint.index import INDEX, file_sizes, read_index
-from titanlite.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titanlite.checkpoint.manifest import read_manifest, write_manifest
 from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import Damage, UserError
+from titanlite.config.files import MANIFEST, STEP_FOLDER
 
 UNFINISHED = ".tmp-"
 PROBE = f"{UNFINISHED}probe-"
 
-_STEP_NAME = re.compile(r"step-(\d{8,})")
+_SET_ASIDE = re.compile(rf"{STEP_FOLDER.pattern}\.damaged(-\d+)?")
 _CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
 
 
@@ -93,7 +94,7 @@ def unfinished_name(step: int, token: str) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step of a published folder, or None for any other name."""
-    match = _STEP_NAME.fullmatch(path.name)
+    match = STEP_FOLDER.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
@@ -109,7 +110,7 @@ def list_set_aside(folder: Path) -> list[Path]:
     """Folders that `set_aside` renamed because they were damaged."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}\.damaged(-\d+)?", path.name))
+    return sorted(path for path in folder.iterdir() if _SET_ASIDE.fullmatch(path.name))
 
 
 def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[str, Any]) -> Path:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.archive import check_archives
 from titanlite.checkpoint.find import checkpoints_at
-from titanlite.config.errors import CheckpointError
+from titanlite.checkpoint.index import read_index
+from titanlite.config.errors import CheckpointError, Damage
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def verify(folder: Path) -> dict[str, Any]:
     rows = []
     for path in paths:
         try:
-            damage = step_folders.verify_folder(path)
+            damage = step_folders.verify_folder(path) or _damaged_archives(path)
             state = "damaged" if damage else "good"
         except CheckpointError as error:
             damage, state = [str(error)], "unreadable"
@@ -46,3 +48,12 @@ def verify(folder: Path) -> dict[str, Any]:
         "unfinished": [path.name for parent in folders for path in step_folders.list_unfinished(parent)],
         "set_aside": [path.name for parent in folders for path in step_folders.list_set_aside(parent)],
     }
+
+
+def _damaged_archives(path: Path) -> list[str]:
+    """A line if a file does not hold the tensors of the index, although its checksum is right."""
+    try:
+        check_archives(path, read_index(path))
+    except Damage as damage:
+        return [str(damage)]
+    return []

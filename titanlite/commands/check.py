@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import PositiveInt
-
 from titanlite.config.flavors import unused_rows
-from titanlite.config.options import Options, parse_beside_job
+from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.data.tokenizer import read_vocab_size
 from titanlite.load_run import load_run, world_size
 
@@ -15,7 +13,7 @@ from titanlite.load_run import load_run, world_size
 class Check(Options):
     """Check a job and print OK or all of its mistakes, without starting anything."""
 
-    world_size: PositiveInt | None = None
+    world_size: OptionRanks | None = None
     """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
     without it."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.options import Options, parse_beside_job
+from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.load_run import load_run
 
 
@@ -18,7 +18,7 @@ class Show(Options):
     """Number of the global batch; the first one is 1."""
     row: NonNegativeInt | None = None
     """Number of one row of the batch, counted from 0. Left out: all rows."""
-    world_size: PositiveInt = 1
+    world_size: OptionRanks = 1
     """Number of ranks of the run. It decides the global batch size if training.global_batch_size is -1."""
 
 

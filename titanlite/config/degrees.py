@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from titanlite.config import schema
 
+MOST_RANKS = 1_000_000
+"""More ranks than any machine has. A larger number is a mistake."""
+
 
 @dataclass(frozen=True)
 class Degrees:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -16,6 +17,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from titanlite.config.errors import UserError
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+"""Name of a checkpoint's folder."""
+MANIFEST = "manifest.json"
+"""The file that makes such a folder a checkpoint."""
 
 _SHOWN_ERRORS, _SHOWN_CHARS = 10, 160
 
@@ -57,6 +63,10 @@ def not_writable(folder: Path) -> str | None:
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not nearest.is_dir():
         return f"{nearest} is a file; a folder is needed there."
+    real = nearest.resolve()
+    for parent in (real, *real.parents):
+        if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
+            return f"{parent} is a checkpoint, and nothing is written into one. Name another folder."
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".titanlite-", dir=nearest))
     except OSError as error:

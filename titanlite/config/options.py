@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
 
+from titanlite.config.degrees import MOST_RANKS
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import explain, shown
 from titanlite.config.schema import Section, usable_path
@@ -22,6 +23,9 @@ JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` expla
 
 # A file or a folder. A leading ~ is expanded, and a name that the system does not accept is refused.
 OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(usable_path(str(path))))]
+
+# A number of ranks.
+OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
 
 class Options(Section):

@@ -254,7 +254,7 @@ class Dataset(TextSource):
     """What to do when a run is resumed and its data has changed. error: stop. warn: continue with the new data from the
     same position."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """What to do with a record that cannot be read, because it is not JSON, has no text or is not UTF-8. error: stop
+    """What to do with a record that cannot be read, because it is not JSON, has no text or is not Unicode. error: stop
     the run and save the steps before it. skip: leave the record out, name it once in the log and count it in the
     metrics."""
     num_workers: NonNegativeInt = 1

@@ -60,8 +60,8 @@ class Sample:
                 self.held_out.append(record)
                 continue
             self.documents += 1
-            self.num_bytes += len(record.encode(errors="replace"))
-            yield record.encode(errors="replace").decode()
+            self.num_bytes += len(record.encode())
+            yield record
             if self.num_bytes >= self.most_bytes:
                 return
 

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import make_folder
 from titanlite.config.run import Run
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import open_sources, source_specs
@@ -111,7 +112,7 @@ def _prepare_source(source: Source, folder: Path, tokenizer: Tokenizer, workers:
 
 def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Entries of the shards that are in `folder`; None if the folder is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name in ("manifest.json", "prepare.json"):
         if not (folder / name).is_file():
             continue

@@ -102,15 +102,20 @@ class Sequential(Source):
 def text_hash(text: str) -> int:
     """A number below 2**64 that depends on the text alone. It decides whether a document is held out for validation:
     another hash would let old runs train on what they held out."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def check_text(text: object, column: str, place: Callable[[], str]) -> str | BadRecord:
-    """`text` if it is a string; otherwise what it is instead. `place` is called for that message only."""
-    if isinstance(text, str):
-        return text
-    found = "null" if text is None else type(text).__name__
-    return BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
+    """`text` if it is a string of whole characters, or what is wrong. `place` is called for that message only."""
+    if not isinstance(text, str):
+        found = "null" if text is None else type(text).__name__
+        return BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an escape in JSON can be one half of a pair
+        half = f"character {error.start + 1} is \\u{ord(text[error.start]):04x}, half of a surrogate pair"
+        return BadRecord(f"{place()}: field {column!r} is not valid Unicode: {half}")
+    return text
 
 
 def no_column(column: str, columns: list[str]) -> str:
