@@ -2,8 +2,8 @@
 
     benchmarks/cpu.sh [--beside torchtitan] [--pairs 5] [--only NAME ...] [--steps N] [--out benchmarks/results]
 
-Each pair is one run of titanlite and one of the other, one right after the other, so that what else the machine does
-meets both; every other pair begins with the other. Where something is compiled, one more pair goes first: it fills each
+Each pair is one run of titanlite and one of the other, one right after the other, so that other work of the machine
+slows both. Every second pair begins with the other. If something is compiled, one more pair goes first: it fills each
 side's cache, and its times are kept as those of a cold start. Beside torchtitan, 0.2.2 and triton must be installed.
 """
 
@@ -60,26 +60,27 @@ BESIDE_TORCHTITAN = {name: work for name, work in CASES.items() if not work.fsdp
 }
 START_UP = {"titanlite --help": 0.5, "./run_train.sh (debug model, all defaults) to the end of step 1": 6.0}
 INTRO = """\
-`benchmarks/plain.py` is the yardstick: model and loop in under 150 lines of plain PyTorch, with fused AdamW, clipping
-and the same dtypes; its logits are materialised. Both train the debug model (dim 256, 6 layers; 2 layers with the large
-vocabulary) on 8 rows of 256 tokens a step, the tiny one (dim 64, 2 layers) on 4 rows of 64, from the same file of token
-ids, which titanlite reads through its whole data pipeline. titanlite runs as any user's run does, with metrics written
-each step (the tiny model: each 20 steps); checkpoints, TensorBoard and activation checkpointing, which the loop has
-not, are off; what makes it faster, such as its use of the heap ([training](training.md)), is on. One process has 2
-threads (the tiny model 1), each of 2 ranks (gloo) has 1. Ratio: titanlite over plain, the median of the ratios of
-{pairs} pairs. **Bold** misses its target.
+`benchmarks/plain.py` is the measure: model and loop in under 150 lines of plain PyTorch, with fused AdamW, clipping
+and the same dtypes. It materialises its logits. Both train the debug model (dim 256, 6 layers; 2 layers with the
+large vocabulary) on 8 rows of 256 tokens a step, or the tiny model (dim 64, 2 layers) on 4 rows of 64. Both read the
+same file of token ids, titanlite through its whole data pipeline. titanlite runs as any user's run does, and writes
+metrics each step (the tiny model: every 20 steps). Checkpoints, TensorBoard and activation checkpointing are off,
+because the loop has none of them. What makes titanlite faster, such as its use of the heap ([training](training.md)),
+is on. One process has 2 threads (the tiny model 1), and each of 2 ranks (gloo) has 1. Ratio: titanlite divided by
+plain, the median of the ratios of {pairs} pairs. **Bold** misses its target.
 """
 INTRO_TORCHTITAN = """\
-torchtitan 0.2.2 by its own trainer, told that its device is a CPU (`benchmarks/cpu_torchtitan.py`), and the same models
-and batches as above; both read the same JSON lines and tokenize them while they train. Activation checkpointing,
-checkpoints and TensorBoard are off, each side's other settings are its defaults, and compiled are blocks and loss. In
-bf16 torchtitan casts on one process by autocast, which keeps the residual stream in fp32; on two ranks FSDP2 casts on
-both sides. Ratio: titanlite over torchtitan, the median of the ratios of {pairs} pairs. **Bold** is behind torchtitan.
+torchtitan 0.2.2 trains by its own trainer, which is told that its device is a CPU (`benchmarks/cpu_torchtitan.py`).
+The models and batches are those above. Both read the same JSON lines and tokenize them while they train. Activation
+checkpointing, checkpoints and TensorBoard are off. Each side's other settings are its defaults. Blocks and loss are
+compiled where it says so. In bf16 on one process, torchtitan casts by autocast, which keeps the residual stream in
+fp32. On two ranks FSDP2 casts on both sides. Ratio: titanlite divided by torchtitan, the median of the ratios of
+{pairs} pairs. **Bold** is behind torchtitan.
 """
 NOTES = """\
-Tokens/s: median of the steps after the first 3. Memory: largest resident set of a training process; all processes:
-together with launcher and the process that reads the data ahead, shared pages counted once. First step: seconds from
-the command to the end of step 1, where something is compiled with a warm cache; cold: the first start of all.
+Tokens/s: median of the steps after the first 3. Memory: largest resident set of a training process. All processes: the
+sum with the launcher and the process that reads the data ahead, where shared pages count once. First step: seconds from
+the command to the end of step 1, with a warm cache if something is compiled. Cold: the very first start.
 """
 
 

@@ -39,33 +39,34 @@ SERIES = {
         {n: replace(BASE, seq_len=n, rows=8192 // n) for n in (512, 1024, 2048, 4096)},
         LINEAR,
         CONSTANT,
-        "8,192 tokens a step in rows of n: attention costs n for each token, all else the same; memory stays",
+        "8,192 tokens a step in rows of n. Attention costs n for each token, and all else costs the same. Memory stays",
     ),
     "layers": Series({n: replace(BASE, n_layers=n) for n in (2, 4, 8, 16)}, LINEAR, LINEAR, "both a + b n"),
     "vocabulary": Series(
         {n: replace(BASE, vocab_size=n, steps=7) for n in (8192, 16384, 65536, 131072)},
         LINEAR,
         LINEAR,
-        "both a + b n, as embedding and output matrix grow and the logits of a chunk do not",
+        "both a + b n, because embedding and output matrix grow, and the logits of a chunk do not",
     ),
     "accumulation": Series(
         {n: replace(BASE, rows=8 * n, accumulate=n) for n in (2, 4, 8, 16)},
         LINEAR,
         CONSTANT,
-        "n microbatches of 2,048 tokens: time a + b n, the optimizer's share being a; memory stays",
+        "n microbatches of 2,048 tokens. The time is a + b n, where a is that of the optimizer. Memory stays",
     ),
     "ranks": Series(
         {n: replace(BASE, n_layers=6, ranks=n, threads=1, rows=8 * n) for n in (1, 2)},
         CONSTANT,
         CONSTANT,
-        "2,048 tokens and one thread a rank: an ideal network costs no time; a rank's memory at most stays. "
-        "What is above it is FSDP2 over gloo, on the cores that compute: a plain loop on two ranks takes as long",
+        "2,048 tokens and one thread for each rank. An ideal network costs no time, and memory of a rank stays. "
+        "The time above that is FSDP2 over gloo, on the cores that compute. A plain loop on two ranks takes as long",
     ),
 }
 INTRO = """\
-One thing at a time is changed of a small model (dim 256, 2 layers; 6 for the ranks), fp32, 2,048 tokens a step unless
-the table says otherwise. Time: median step; memory: largest resident set of a training process, of {repeats} run(s).
-Expected: the law, fitted to all rows but the last, which it then predicts. **Bold**: more than 15% above it.
+Each table changes one thing of a small model (dim 256, 2 layers; 6 layers for the ranks). It computes in fp32, with
+2,048 tokens a step unless the table says otherwise. Time is the median step. Memory is the largest resident set of a
+training process, of {repeats} run(s). Expected is what the law says. It is fitted to all rows except the last one,
+which it then predicts. **Bold**: more than 15% above it.
 """
 
 

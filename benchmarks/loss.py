@@ -31,15 +31,20 @@ TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
 TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INTRO = """\
-Loss and both gradients at once, of {tokens:,} tokens, vocabulary {vocabulary:,}, by `linear_cross_entropy_sum` of
-titanlite/optim/loss.py, with materialised logits (`F.linear`, then `F.cross_entropy` in fp32), and by torch's
-`F.linear_cross_entropy` with `LinearCrossEntropyOptions()`; each variant in a process of its own. Seconds: median of up
-to 3 calls, the heap kept and in large pages as in training. Memory: peak beyond inputs, loss and both gradients, the
-heap not kept. Ratios are those to the materialised version of the same kind; targets: time at most 1.05, memory at most
-10%. Errors against float64 from the same inputs, of {errors:,} tokens: relative for the loss, norm of the difference
-over the norm for the gradients. **Bold** misses its target, or has more than 1.05 times the materialised version's
-error (and more than 2e-7, which is fp32's own). In bf16, what the fused version holds is the fp32 sum of the weight's
-gradient over the chunks, and little else.
+Each variant computes the loss and both gradients of {tokens:,} tokens with a vocabulary of {vocabulary:,}, in a
+process of its own. Fused is `linear_cross_entropy_sum` of titanlite/optim/loss.py. Materialised has all logits
+(`F.linear`, then `F.cross_entropy` in fp32). The third is torch's `F.linear_cross_entropy` with
+`LinearCrossEntropyOptions()`.
+
+- Seconds: median of up to 3 calls. The heap is kept and lies in large pages, as in training.
+- Memory: the peak beyond inputs, loss and both gradients. The heap is not kept.
+- Ratios: to the materialised version of the same kind. The targets are time at most 1.05 and memory at most 10%.
+- Errors: those of {errors:,} tokens, against float64 from the same inputs. That of the loss is relative. That of a
+  gradient is the norm of the difference divided by the norm.
+
+**Bold** misses its target, or has more than 1.05 times the error of the materialised version (and more than 2e-7,
+which is the error of fp32 itself). In bf16 the fused version holds the fp32 sum of the weight's gradient over the
+chunks, and little else.
 """
 
 

@@ -19,9 +19,9 @@ PAGE = ROOT / "docs" / "performance.md"
 INTRO = """\
 # Performance
 
-`python benchmarks/report.py` makes this page from the figures that the benchmarks leave in `benchmarks/results/`;
-nothing in it is written by hand. To measure anew, on a machine that does nothing else, run the command above each
-section; [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
+`python benchmarks/report.py` makes this page from the files that the benchmarks write into `benchmarks/results/`.
+Nothing in it is written by hand. To measure again, run the command at the head of a section, on a machine that does
+nothing else. [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
 """
 
 
@@ -35,7 +35,7 @@ MEASURED = ("rates", "attention, ms")
 
 
 def gpu_tables(cases: dict[str, Any]) -> list[str]:
-    """The numbers of each case of benchmarks/gpu.sh, and of a profile the parts of a step and the dearest kernels."""
+    """The numbers of each case of benchmarks/gpu.sh. A profile also has the parts of a step and the kernels."""
     lines: list[str] = []
     for case, result in cases.items():
         rows = [[label, f"{result['work'][name]}"] for name, label in WORK.items() if "work" in result]
