@@ -271,8 +271,10 @@ def test_shards_that_version_0_1_made_know_their_tokenizer_by_its_file(shards, t
     tokenizer = load_tokenizer(ROOT / "assets/tokenizer/tokenizer.model")
     dataset = copy(shards, tmp_path / "a")
     manifest = tmp_path / "a" / "manifest.json"
+    assert tokenizer.fingerprint in manifest.read_text()
     manifest.write_text(manifest.read_text().replace(tokenizer.fingerprint, tokenizer.file_fingerprint))
-    Ranks(dataset, 1, tokenizer=tokenizer)
+    now = Dataset(source="shards", path=str(shards))
+    assert torch.equal(Ranks(dataset, 1, tokenizer=tokenizer).batch(), Ranks(now, 1, tokenizer=tokenizer).batch())
 
 
 def test_bad_records_end_it_or_are_counted(tmp_path):
