@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.files import make_folder
 from titanlite.config.load import load_job, resolve_path
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse_beside_job
@@ -20,7 +17,7 @@ from titanlite.config.schema import DataSource, TextSource
 from titanlite.config.schema import Tokenizer as TokenizerKeys
 
 if TYPE_CHECKING:
-    from titanlite.data.bpe import Sample
+    from titanlite.data.bpe import Trained
 
 _LINES = dict.fromkeys((".jsonl", ".json", ".gz", ".zst"), "jsonl")
 _SUFFIXES = _LINES | {".txt": "text", ".parquet": "parquet"}
@@ -52,37 +49,17 @@ def main(argv: Sequence[str]) -> None:
         found = f"`titanlite tokenizer {words[0]}` is unknown. " if words else ""
         raise UserError(f"{found}Write `titanlite tokenizer train --vocab-size N --out DIR --data FILES`.")
     options, words = parse_beside_job(Train, [word for word in words if word != "train"], "tokenizer train")
-    specs = _specs(options, words)
-    files = [options.out / name for name in ("tokenizer.model", "tokenizer.json")]
-    if there := [file for file in files if os.path.lexists(file)]:
-        raise UserError(f"{there[0]} exists already. Choose another folder, or remove it.")
-    make_folder(options.out)
+    sources = _sources(options, words)
+    from titanlite.data.bpe import train_tokenizer
 
-    from titanlite.data.bpe import Sample, tiktoken_to_json, train_tokens, write_tiktoken
-    from titanlite.data.sources import open_source
-    from titanlite.data.tokenizer import llama3_special_tokens
-
-    total = sum(spec.weight for spec in specs)
-    if not total:
-        raise UserError("dataset.sources: each weight is 0, so there is nothing to read.")
-    shares = [int(options.max_bytes * spec.weight / total) for spec in specs]
-    samples = [Sample(open_source(s), share, options.holdout) for s, share in zip(specs, shares, strict=True) if share]
-    specials = len(llama3_special_tokens())
-    texts = chain.from_iterable(samples)
-    if (first := next(texts, None)) is None:
-        reasons = [f": {sample.first_skipped}" for sample in samples if sample.first_skipped]
-        raise UserError(f"There is no text to train on{''.join(reasons[:1]) or '.'}")
-    tokens = train_tokens(chain([first], texts), options.vocab_size - specials)
-    try:
-        write_tiktoken(tokens, files[0])
-        tiktoken_to_json(*files)
-    except OSError as error:
-        raise UserError(f"{options.out} cannot be written: {error.strerror}. Choose another folder.") from None
-    print(printable(_report(samples, files)))
-    print("\n".join(["A job that uses it needs\n", *_job_lines(files[1], options.vocab_size)]))
+    made = train_tokenizer(
+        sources, options.out, options.vocab_size, max_bytes=options.max_bytes, holdout=options.holdout
+    )
+    print(printable(_report(made)))
+    print("\n".join(["A job that uses it needs\n", *_job_lines(made.json, options.vocab_size)]))
 
 
-def _specs(options: Train, words: list[str]) -> list[DataSource]:
+def _sources(options: Train, words: list[str]) -> list[DataSource]:
     """The sources of the text: the files, or the data of the job."""
     if not options.data:
         dataset = load_job(words).dataset
@@ -100,27 +77,25 @@ def _specs(options: Train, words: list[str]) -> list[DataSource]:
     ]
 
 
-def _report(parts: Sequence[Sample], files: list[Path]) -> str:
-    """Report what was made and how it compares with the shipped tokenizer. Checks that both files give the same ids."""
+def _report(made: Trained) -> str:
+    """What was made, and how it compares with the shipped tokenizer."""
     from titanlite.data.bpe import tokens_per_byte
     from titanlite.data.tokenizer import load_tokenizer
 
-    ours, same, shipped = (load_tokenizer(file) for file in (*files, resolve_path(TokenizerKeys().path)))
-    held_out = list(chain.from_iterable(part.held_out for part in parts))
-    documents, size = sum(part.documents for part in parts), sum(part.num_bytes for part in parts)
-    made = f"{ours.vocab_size:,} ids, from {documents:,} documents ({size:,} bytes)"
-    lines = [f"Wrote {files[0]} and {files[1]}: {made}."]
-    if skipped := sum(part.skipped for part in parts):
+    ours, shipped = load_tokenizer(made.tiktoken), load_tokenizer(resolve_path(TokenizerKeys().path))
+    documents = sum(sample.documents for sample in made.samples)
+    size = sum(sample.num_bytes for sample in made.samples)
+    text = f"{ours.vocab_size:,} ids, from {documents:,} documents ({size:,} bytes)"
+    lines = [f"Wrote {made.tiktoken} and {made.json}: {text}."]
+    if skipped := sum(sample.skipped for sample in made.samples):
         lines.append(f"{skipped:,} records cannot be read and were left out.")
-    assert all(ours.encode(text) == same.encode(text) for text in held_out), "the two files give different ids"
-    if held_out:
-        lines.append(f"{len(held_out):,} documents were kept back. Tokens per byte of them:")
-        lines += [
-            f"  {tokens_per_byte(tokenizer, held_out):.4f}  {name} ({tokenizer.vocab_size:,} ids)"
-            for name, tokenizer in (("this tokenizer", ours), ("the shipped one", shipped))
-        ]
-    else:
-        lines.append("No document was kept back, so nothing is measured.")
+    if not made.held_out:
+        return "\n".join([*lines, "No document was kept back, so nothing is measured."])
+    lines.append(f"{len(made.held_out):,} documents were kept back. Tokens per byte of them:")
+    lines += [
+        f"  {tokens_per_byte(tokenizer, made.held_out):.4f}  {name} ({tokenizer.vocab_size:,} ids)"
+        for name, tokenizer in (("this tokenizer", ours), ("the shipped one", shipped))
+    ]
     return "\n".join(lines)
 
 

@@ -6,14 +6,19 @@ Invariant: both files give the same ids on any text, and the same texts give the
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import make_folder
+from titanlite.config.schema import DataSource
 from titanlite.data.order import Permutation
+from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source
 from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import (
@@ -22,6 +27,7 @@ from titanlite.data.tokenizer import (
     Tokenizer,
     byte_level_symbols,
     llama3_special_tokens,
+    load_tokenizer,
 )
 
 LONGEST_TOKEN = 256  # bytes: a longer one is a ruler of dashes, not a word
@@ -78,6 +84,63 @@ class Sample:
             record = self.source.record(int(order(np.array([number]))[0]))
             assert not isinstance(record, np.ndarray)
             yield record
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tokenizer that was made, and the text that it was made from."""
+
+    tiktoken: Path
+    """Its tokenizer.model."""
+    json: Path
+    """Its tokenizer.json, which gives the same ids."""
+    samples: list[Sample]
+    """What was read of each source."""
+
+    @property
+    def held_out(self) -> list[str]:
+        """The documents that were kept back."""
+        return [text for sample in self.samples for text in sample.held_out]
+
+
+def train_tokenizer(
+    sources: Sequence[DataSource], out: Path, vocab_size: int, *, max_bytes: int = 1_000_000_000, holdout: int = 50
+) -> Trained:
+    """Make a tokenizer in both file formats.
+
+    Args:
+        sources: where the text is. Each source is read by its weight.
+        out: a folder, which is made if it is not there.
+        vocab_size: number of ids, with Llama 3's 256 special tokens.
+        max_bytes: largest amount of text to read.
+        holdout: of this many documents one is held out; 0: none.
+
+    Raises:
+        UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
+    """
+    files = [out / name for name in ("tokenizer.model", "tokenizer.json")]
+    if there := [file for file in files if os.path.lexists(file)]:
+        raise UserError(f"{there[0]} exists already. Choose another folder, or remove it.")
+    make_folder(out)
+    total = sum(source.weight for source in sources)
+    if not total:
+        raise UserError("dataset.sources: each weight is 0, so there is nothing to read.")
+    shares = [int(max_bytes * source.weight / total) for source in sources]
+    samples = [Sample(open_source(s), share, holdout) for s, share in zip(sources, shares, strict=True) if share]
+    texts = chain.from_iterable(samples)
+    if (first := next(texts, None)) is None:
+        reasons = [f": {sample.first_skipped}" for sample in samples if sample.first_skipped]
+        raise UserError(f"There is no text to train on{''.join(reasons[:1]) or '.'}")
+    tokens = train_tokens(chain([first], texts), vocab_size - len(llama3_special_tokens()))
+    try:
+        write_tiktoken(tokens, files[0])
+        tiktoken_to_json(*files)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from None
+    made = Trained(files[0], files[1], samples)
+    ours, same = (load_tokenizer(file) for file in files)
+    assert all(ours.encode(text) == same.encode(text) for text in made.held_out), "the two files give different ids"
+    return made
 
 
 def train_tokens(texts: Iterator[str], size: int) -> list[bytes]:
