@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import _place, _rounded, _update
+from titanlite.optim.adamw import Constants, Place, Scalars, _place, _rounded, _update
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.init_weights import keep_shard
 
@@ -143,13 +143,13 @@ def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
     whole = [torch.randn(16, 32).bfloat16(), torch.randn(16, 32), torch.randn(16, 32), torch.rand(16, 32)]
     part = [tensor[4:8, 8:16].clone() for tensor in whole]
 
-    def update(tensors: list[torch.Tensor], *place: int) -> None:
-        scalars = (torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
+    def update(tensors: list[torch.Tensor], place: Place) -> None:
+        scalars = Scalars(torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
         w, g, m, v = (tensor.view(-1) for tensor in tensors)
-        _update(w, g, m, v, *scalars, 0, 0.9, 0.95, 1e-8, True, *place)  # pyright: ignore[reportCallIssue]
+        _update(w, g, m, v, scalars, Constants(0.9, 0.95, 1e-8, stochastic=True), place, 0)
 
-    update(whole, 32, 32, 0)
-    update(part, 8, 32, 4 * 32 + 8)
+    update(whole, Place(32, 32, 0))
+    update(part, Place(8, 32, 4 * 32 + 8))
     assert torch.equal(part[0], whole[0][4:8, 8:16])
 
 

@@ -47,8 +47,7 @@ class Loader:
         global_batch_size: rows of one optimizer step over all ranks; dp_size times local_batch_size divides it.
         dp_rank, dp_size: which of how many data-parallel ranks this one is.
         dp_group: the process group of these ranks; None if this is the only one.
-        holdout: share of the documents that is kept for validation.
-        held_out: read these documents only; otherwise all others.
+        holdout: share of the documents that is kept for validation, and left out here.
         gather: in place of an all-gather over dp_group, for tests.
 
     Raises:
@@ -69,7 +68,6 @@ class Loader:
         dp_group: dist.ProcessGroup | None,
         device: torch.device,
         holdout: float = 0.0,
-        held_out: bool = False,
         gather: Gather | None = None,
     ) -> None:
         if global_batch_size % (dp_size * local_batch_size):
@@ -82,7 +80,7 @@ class Loader:
         self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
         self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
         self._gather = gather or _gather_over(dp_group)
-        self._encoder = Encoder(tokenizer, holdout, held_out, dataset.on_bad_record == "skip")
+        self._encoder = Encoder(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
         self.sources = open_sources(dataset, self._encoder, seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
         self._cursors = start_cursors(dataset, self.sources, holdout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,41 @@ from torch.distributed.tensor import DTensor
 
 CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
+
+
+class Place(NamedTuple):
+    """Where a shard lies in its parameter."""
+
+    local_width: int
+    """Elements per row of the shard."""
+    width: int
+    """Elements per row of the whole parameter."""
+    first: int
+    """Number of the shard's first element in the whole parameter."""
+
+
+class Constants(NamedTuple):
+    """What stays the same during the run."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    stochastic: bool
+    """Whether values are rounded at random."""
+
+
+class Scalars(NamedTuple):
+    """What a step gives to all elements of a tensor. Each is a tensor on the CPU, so that a new value causes no new
+    compilation and no transfer."""
+
+    decay: Tensor
+    """Factor of the old value."""
+    rate: Tensor
+    """Learning rate, with the correction of the first moment."""
+    correction: Tensor
+    """Factor of the square root of the second moment."""
+    key: Tensor
+    """int64, a hash of step and parameter, for random bits."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -44,7 +79,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
-        self._places: dict[Tensor, tuple[int, int, int]] = {}
+        self._places: dict[Tensor, Place] = {}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
@@ -63,16 +98,18 @@ class AdamW(torch.optim.Optimizer):
                 if parameter not in self._places:
                     self._places[parameter] = _place(parameter)
                 step = state["step"].add_(1)
-                # Scalars that change are tensors on the CPU, so that they cause no new compilation and no transfer.
-                decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
-                correction = (1 - beta2**step).rsqrt()
-                key = _mix(_mix(step.to(torch.int64)) ^ self._keys[parameter])
+                scalars = Scalars(
+                    decay=1 - lr * group["weight_decay"],
+                    rate=lr / (1 - beta1**step),
+                    correction=(1 - beta2**step).rsqrt(),
+                    key=_mix(_mix(step.to(torch.int64)) ^ self._keys[parameter]),
+                )
                 tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                constants = (beta1, beta2, group["eps"], self._stochastic, *self._places[parameter])
+                constants, place = Constants(beta1, beta2, group["eps"], self._stochastic), self._places[parameter]
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
-                    self._update(*parts, decay, rate, correction, key, start, *constants)
+                    self._update(*parts, scalars, constants, place, start)
 
 
 def _update(
@@ -80,24 +117,14 @@ def _update(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    correction: Tensor,
-    key: Tensor,
+    scalars: Scalars,
+    constants: Constants,
+    place: Place,
     start: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    stochastic: bool,
-    local_width: int,
-    width: int,
-    first: int,
 ) -> None:
-    """Update a part of a flat shard in place, from the element `start` on.
-
-    A row of the shard has `local_width` of the `width` elements that a row of the whole parameter has. The first
-    element of the shard is number `first` of the whole parameter.
-    """
+    """Update a part of a flat shard in place, from the element `start` of the shard on."""
+    decay, rate, correction, key = scalars
+    beta1, beta2, eps, stochastic = constants
     gradient = gradient.float()
     mean = exp_avg.float().lerp(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -105,9 +132,9 @@ def _update(
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
-        if local_width != width:  # if they are equal, the divisions are left out, because they take long
-            index = index // local_width * width + index % local_width
-        bits = _mix(_mix(index + first & BITS) ^ key)
+        if place.local_width != place.width:  # if they are equal, the divisions are left out, because they take long
+            index = index // place.local_width * place.width + index % place.local_width
+        bits = _mix(_mix(index + place.first & BITS) ^ key)
     parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
     exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
     exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
@@ -135,13 +162,12 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_tensor", tensor)
 
 
-def _place(parameter: Tensor) -> tuple[int, int, int]:
-    """Elements per row of this rank's shard, elements per row of the whole parameter, and the number of the first
-    element."""
+def _place(parameter: Tensor) -> Place:
+    """Where this rank's shard lies in `parameter`."""
     if not isinstance(parameter, DTensor):
-        return parameter.shape[-1], parameter.shape[-1], 0
+        return Place(parameter.shape[-1], parameter.shape[-1], 0)
     (shard,) = parameter.__create_chunk_list__()
     shape, offset = shard.sizes, shard.offsets
     width = parameter.shape[-1]
     first = offset[0] if len(shape) == 1 else offset[0] * width + offset[1]
-    return max(1, shape[-1]), width, first
+    return Place(max(1, shape[-1]), width, first)
