@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,9 +70,11 @@ def test_saves_in_a_process_that_survives_failures_and_leaves_nothing(tmp_path, 
 
     os.kill(pid, signal.SIGTERM)  # as a scheduler sends it to all processes: the trainer alone obeys
     assert save(4).startswith("saved step 4")
-    os.kill(pid, signal.SIGSTOP)  # so that the save finds it alive
+    os.kill(pid, signal.SIGSTOP)  # so that the save finds it alive, and it has not written anything when it dies
+    connection: Any = writer._connection
+    send = connection.send
+    monkeypatch.setattr(connection, "send", lambda *task: (send(*task), os.kill(pid, signal.SIGKILL)))
     manager.save(5, run.train_state(5))
-    os.kill(pid, signal.SIGKILL)
     manager.saver.settle()
     assert "save of step 5 FAILED (OSError: the process that writes has died, exit code -9)" in lines
     assert save(6).startswith("saved step 6")
