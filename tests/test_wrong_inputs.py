@@ -750,7 +750,46 @@ FOLDERS = [
     ),
 ]
 
-CASES = [*JOB_FILES, *COMMAND_LINES, *ENVIRONMENTS, *DATA, *TOKENIZERS, *CHECKPOINTS, *FOLDERS]
+
+def old_job(name: str, content: str | bytes, said: str, options: str = "") -> Case:
+    """A job file of another program and what `migrate` says about it."""
+    return Case(f"migrate: {name}", f"migrate old.toml {options}", said, {"old.toml": content})
+
+
+MIGRATIONS = [
+    Case("migrate: nothing", "migrate", "required"),
+    Case("migrate: not there", "migrate nowhere.toml", "cannot read nowhere.toml"),
+    Case("migrate: a folder", "migrate run", "cannot read run: Is a directory"),
+    Case("migrate: a pipe", "migrate pipe", "pipe is a pipe; expected a file"),
+    Case("migrate: a device", "migrate /dev/zero", "/dev/zero is a device"),
+    Case("migrate: a link to nowhere", "migrate dangling", "cannot read dangling"),
+    Case("migrate: onto a file that is there", "migrate job.toml --out text.jsonl", "text.jsonl exists already"),
+    Case("migrate: onto itself", "migrate job.toml --out job.toml", "job.toml exists already | --overwrite"),
+    Case("migrate: onto a link to nowhere", "migrate job.toml --out dangling", "dangling exists already"),
+    Case("migrate: over a folder", "migrate job.toml --out run --overwrite", "run is a folder"),
+    Case("migrate: over a pipe", "migrate job.toml --out pipe --overwrite", "pipe is a pipe"),
+    Case("migrate: under a file", "migrate job.toml --out text.jsonl/new.toml", "text.jsonl is a file"),
+    Case("migrate: into /proc", "migrate job.toml --out /proc/new.toml", "/proc"),
+    Case("migrate: a version that there is not", "migrate job.toml --torchtitan 0.3", "0.3"),
+    old_job("not TOML", "steps : 5", "old.toml: not valid TOML"),
+    old_job("UTF-16", JOB.encode("utf-16"), "UTF-8"),
+    old_job("Latin-1", b'[job]\ndescription = "\xe9"', "UTF-8"),
+    old_job("NUL bytes", b"\0" * 100, "line 1 has control characters"),
+    old_job("control characters", b"# \x1b[2J", "line 1 has control characters"),
+    old_job("a file of 1 MB", b"#" * (1 << 20), "larger than"),
+    old_job("lists 2,000 deep", "[training]\nsteps = " + "[" * 2000 + "]" * 2000, "not valid TOML"),
+    old_job("tables 400 deep", "[" + ".".join("a" * 400) + "]\nb = 1", "old.toml: "),
+    old_job("another model", '[model]\nname = "llama4"', 'model.name = "llama4" | Llamas only'),
+    old_job("a wrong type", "[training]\nsteps = 5.5", "training.steps = 5.5 | a whole number"),
+    old_job("escapes", '[model]\nflavor = "\\u001b[2J"', "\\u001b[2J"),
+    old_job("ours", '[dataset]\nsource = "c4"', "[dataset] is a section of titanlite's"),
+    job(
+        "torchtitan's", '[model]\nname = "llama3"\nflavor = "8B"', "bad.toml looks like | `titanlite migrate bad.toml`"
+    ),
+    job("torchtitan's flavor", '[model]\nflavor = "8B"', "looks like a job file of torchtitan's | debugmodel, 150m"),
+]
+
+CASES = [*JOB_FILES, *COMMAND_LINES, *ENVIRONMENTS, *DATA, *TOKENIZERS, *CHECKPOINTS, *FOLDERS, *MIGRATIONS]
 
 
 @pytest.fixture(scope="module")
@@ -774,6 +813,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "text.jsonl").write_text(TEXT)
     (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOG_RANK", "MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)

@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.commands.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
+    "migrate": ("Turn a job file of torchtitan's into one of titanlite's.", "titanlite.commands.migrate:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),
     "eval": ("Score a checkpoint on texts: perplexity and bits per byte.", "titanlite.commands.eval:main"),
 }

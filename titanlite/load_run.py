@@ -38,7 +38,7 @@ def load_run(argv: Sequence[str], world_size: int) -> Run:
     run = Run(_complete(draft.job), world_size)
     errors = draft.errors + broken_rules(Context(run, draft.origins), draft.invalid)
     if errors:
-        raise UserError(report(errors))
+        raise UserError(report(errors, draft.advice))
     return run
 
 

@@ -21,6 +21,7 @@ from titanlite.config.files import read_file
 from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
 from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, unknown
 from titanlite.config.schema import JobConfig
+from titanlite.config.torchtitan import looks_like_torchtitan
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -41,12 +42,14 @@ class Draft:
         invalid: "section.key" of each value in `job` that differs from what the user wrote.
         origins: "section.key" -> where its value was set: the file or the command line. Keys with their default are
             absent.
+        advice: What to do about the mistakes of the file as a whole. Mostly empty.
     """
 
     job: JobConfig
     errors: list[str]
     invalid: frozenset[str]
     origins: dict[str, str]
+    advice: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,7 @@ def load_job(argv: Sequence[str]) -> JobConfig:
         raise UserError(f"{shown(argv)}: a list of words is needed, such as {shown(argv.split())}.")
     draft = read_job([str(word) for word in argv])  # a program may give numbers
     if draft.errors:
-        raise UserError(report(draft.errors))
+        raise UserError(report(draft.errors, draft.advice))
     return draft.job
 
 
@@ -84,6 +87,7 @@ def read_job(argv: Sequence[str]) -> Draft:
     chosen = [option.words for option in options if option.key == CONFIG_FILE]
     path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
     unreadable, raw = raw is None, raw or {}
+    advice = _advice(path, raw)
     tables = {section: table for section, table in raw.items() if isinstance(table, dict)}
     origins = {f"{section}.{key}": str(path) for section, table in tables.items() for key in table}
     if path is not None:
@@ -107,7 +111,7 @@ def read_job(argv: Sequence[str]) -> Draft:
         origins[key] = COMMAND_LINE
     job, wrong, schema_errors = _validate(raw, origins, str(path))
     invalid = frozenset(KEYS) - frozenset(values) if unreadable else invalid | wrong
-    return Draft(with_folder(job), errors + value_errors + schema_errors, invalid, origins)
+    return Draft(with_folder(job), errors + value_errors + schema_errors, invalid, origins, advice)
 
 
 def with_folder(job: JobConfig) -> JobConfig:
@@ -148,6 +152,13 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         return path, None, [block(str(path), "cannot be read", f"{reason}. A job file is a TOML file in UTF-8.")]
     except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, or lists 400 deep
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
+
+
+def _advice(path: Path | None, raw: dict[str, Any]) -> str:
+    """The advice about a file that is another program's. Empty if it is ours."""
+    if not looks_like_torchtitan(raw):
+        return ""
+    return f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it."
 
 
 # ----------------------------------------------------------------------------------------------------- the command line

@@ -48,10 +48,10 @@ class WrongJob(UserError):
         self.mistakes = mistakes
 
 
-def report(errors: Sequence[str]) -> str:
-    """All blocks under one heading."""
+def report(errors: Sequence[str], advice: str = "") -> str:
+    """All blocks under one heading, below a line of advice about all of them."""
     heading = "1 mistake in the job:" if len(errors) == 1 else f"{len(errors)} mistakes in the job:"
-    return "\n".join([heading, *errors, "`titanlite train --help` explains every key."])
+    return "\n".join([*filter(None, [advice]), heading, *errors, "`titanlite train --help` explains every key."])
 
 
 def block(origin: str, what: str, *sentences: str) -> str:

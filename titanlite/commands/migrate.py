@@ -1,0 +1,91 @@
+"""`titanlite migrate`: a job file of torchtitan's as one of ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titanlite.config.errors import UserError, printable
+from titanlite.config.files import check_regular, make_folder, read_file
+from titanlite.config.migrate import Migration, migrate
+from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.torchtitan import Version
+
+_MOST_BYTES = 1 << 16  # torchtitan's own have 2,000
+
+
+class Migrate(Options):
+    """Turn a job file of torchtitan 0.1 or 0.2, for a Llama, into one of titanlite's. Each key is carried over with its
+    comment, or named with the reason why it is not."""
+
+    file: Annotated[OptionPath, tyro.conf.Positional]
+    """torchtitan's job file (TOML)."""
+    out: OptionPath | None = None
+    """File to write. Left out: the new file is printed, and the report goes to standard error."""
+    overwrite: bool = False
+    """Replace the file --out if it exists."""
+    torchtitan: Version | None = None
+    """The version that the file is for. Left out: the keys tell it. Models of 0.2 scale their rotary frequencies, those
+    of 0.1 do not."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """`titanlite migrate OLD.toml [--out NEW.toml]`.
+
+    Raises:
+        UserError: the file is no job of torchtitan's for a Llama, it has values that titanlite does not have, or the
+            new one exists.
+    """
+    options = parse(Migrate, argv, "migrate")
+    if options.out is not None and os.path.lexists(options.out) and not options.overwrite:
+        raise UserError(f"{options.out} exists already. Name another file, or add --overwrite.")
+    try:
+        raw = read_file(options.file, _MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{options.file} cannot be read: {error}. A job file is a TOML file in UTF-8.") from None
+    result = migrate(raw, str(options.file), options.torchtitan)
+    if options.out is None:
+        print(result.text, end="")
+    else:
+        _write(options.out, result.text)
+    print(printable(_report(result, options)), file=sys.stderr if options.out is None else sys.stdout)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the file whole or not at all. Raises UserError: `path` is no file, or cannot be written."""
+    if os.path.lexists(path):
+        check_regular(path)
+    unfinished = make_folder(path.parent) / f".{path.name}.unfinished"
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
+
+
+def _report(result: Migration, options: Migrate) -> str:
+    """What became of each key."""
+    name = options.out or "NEW.toml"
+    where = f"Wrote {name}" if options.out else "This job"
+    scaled = "are scaled as in Llama 3.1" if result.version == "0.2" else "are not scaled"
+    lines = [
+        f"{where}: {result.carried} keys as they were. The old one is read as a job of torchtitan {result.version}, "
+        f"where rotary frequencies {scaled}."
+    ]
+    if result.renamed:
+        lines += ["", "Under another name:", *(f"  {old} -> {new}" for old, new in result.renamed.items())]
+    if result.added:
+        lines += ["", "Added, so that the run stays the same:"]
+        lines += [f"  {key}  ({why})" for key, why in result.added.items()]
+    if result.lost:
+        lines += ["", "Left out:"]
+        for reason, keys in result.lost.items():
+            lines += textwrap.wrap(", ".join(keys), 110, initial_indent="  ", subsequent_indent="  ")
+            lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join([*lines, "", f"Now: titanlite check --job.config_file {name} --world-size N"])
