@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train: sets up .venv where needed (without a network if python3 has all packages already), then launches one process
+# Train: set up .venv if it is needed (without a network if python3 has all packages already), then launch one process
 # for each GPU, or one on the CPU.
 #
 #   ./run_train.sh                                        the debug model, about two minutes on two CPU cores

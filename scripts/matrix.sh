@@ -3,8 +3,8 @@
 #
 #     scripts/matrix.sh FOLDER [--torch "2.11.0 2.13.0"] [--python "3.11 /opt/python3.13"] [PYTEST ARGUMENT ...]
 #
-# FOLDER gets an environment for each pair (4 to 6 GB with a CUDA build of torch) and the log of its tests; one that is
-# there is used again. A Python is a version, looked up as python3.11, or a path. Exit code 1: some pair failed.
+# FOLDER gets an environment for each pair (4 to 6 GB with a CUDA build of torch) and the log of its tests. An existing
+# environment is used again. A Python is a version, looked up as python3.11, or a path. Exit code 1: some pair failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder="${1:?usage: scripts/matrix.sh FOLDER [--torch VERSIONS] [--python VERSIONS] [PYTEST ARGUMENT ...]}"
@@ -18,7 +18,7 @@ mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 
 making=""
-trap '[[ -z "$making" ]] || rm -r "$making"' EXIT # a half made environment is none
+trap '[[ -z "$making" ]] || rm -r "$making"' EXIT # so that a half-made environment is not used
 make() { # where, Python, torch
     making="$1"
     "$2" -m venv "$1" && "$1/bin/python" -m pip install --quiet "torch==$3" --editable '.[dev]' || return

@@ -138,11 +138,9 @@ def count_gpus() -> int:
     except OSError:
         return 0
     gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
-    return (
-        gpus
-        if visible is None
-        else min(gpus, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-    )
+    if visible is None:
+        return gpus
+    return min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 def _nodes() -> tuple[int, int]:
