@@ -6,7 +6,7 @@ tokens of the global batch. One process is a world of size one and takes the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -78,7 +78,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[st
 
 
 def _compute_on_shards(
-    sharded: list[FSDPModule],
+    sharded: Sequence[FSDPModule],
     mesh: DeviceMesh,
     training: Training,
     policy: MixedPrecisionPolicy,
