@@ -78,7 +78,7 @@ def view(memory: mmap.mmap, place: Place) -> Tensor:
 
 
 class WriterProcess:
-    """Starts the process when there is something to write, and anew where it has died."""
+    """Starts the process when there is something to write, and starts another one if it has died."""
 
     def __init__(self) -> None:
         self._process: Any = None

@@ -14,8 +14,8 @@ import tyro
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
-from titanlite.config.load import resolve_path
 from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.run import Run
 from titanlite.runtime.logging import note
 
 
@@ -77,7 +77,7 @@ def _export(step_folder: Path, out: Path, dtype: str, tokenizer: Path | None) ->
             raise UserError(
                 f"{step_folder} does not say which tokenizer it was trained with. Name it: --tokenizer FILE."
             )
-        tokenizer = resolve_path(job.tokenizer.path)
+        tokenizer = Run(job).tokenizer_path
     make_folder(out.parent)
     export_hf(source, out, dtype, lambda folder: write_tokenizer(tokenizer, folder, source.arch.max_seq_len))
     return step_folder

@@ -39,7 +39,7 @@ def no_such_place(what: str) -> CheckpointError:
     same data."""
     return CheckpointError(
         f"The checkpoint's place in the data does not exist: {what}. Take an older checkpoint by checkpoint.load_step, "
-        'or begin the data anew by checkpoint.exclude_from_loading = ["data"].'
+        'or start the data afresh by checkpoint.exclude_from_loading = ["data"].'
     )
 
 

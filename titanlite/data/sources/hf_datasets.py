@@ -99,7 +99,7 @@ def open_datasets(name: str, spec: TextSource) -> Source:
                 loaded = loaded[spec.split]
         else:
             loaded = datasets.load_dataset(path, name=config, split=spec.split, streaming=streaming)
-    except Exception as error:  # the library raises whatever its parts do
+    except Exception as error:  # each part of the library raises errors of its own
         where = (
             f"the local folder {Path(path).resolve()}"
             if Path(path).exists()
