@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.observe.metrics import LoggedStep
+from titanlite.observe.logged_step import LoggedStep
 from titanlite.train.loop import Trainer
 
 

@@ -730,6 +730,7 @@ FOLDERS = [
         "folder: checkpoints in /proc", "train --checkpoint.folder /proc/x", "checkpoint.folder | cannot be written to"
     ),
     Case("folder: checkpoints in a file", "train --job.dump_folder out", "checkpoint.folder", {"out/checkpoint": "x"}),
+    Case("folder: events.jsonl is a folder", "train --job.dump_folder out", "events.jsonl", {"out/events.jsonl/x": ""}),
     Case("folder: train.log is a folder", "train --job.dump_folder out", "train.log", {"out/train.log/x": ""}),
     Case(
         "folder: metrics.jsonl is a folder", "train --job.dump_folder out", "metrics.jsonl", {"out/metrics.jsonl/x": ""}

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 
 # Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -125,7 +125,7 @@ def run_quietly(command: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         from titanlite.runtime.logging import note_end
 
-        note_end("Interrupted: ended at once, without a save.")
+        note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
     except BrokenPipeError:  # `titanlite train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -138,7 +138,8 @@ def run_quietly(command: Callable[[], object]) -> int:
 def _say_end(message: str, error: Exception) -> None:
     from titanlite.runtime.logging import say_end
 
-    say_end(message, "\n".join(getattr(error, "__notes__", ())))
+    kind = "stop" if isinstance(error, StoppedBySignal | StoppedUnsaved) else "failure"
+    say_end(message, "\n".join(getattr(error, "__notes__", ())), "guard" if isinstance(error, GuardError) else kind)
 
 
 def train(argv: Sequence[str]) -> None:

@@ -11,7 +11,8 @@ import torch
 from titanlite.config.run import Run
 from titanlite.config.schema import Job, JobConfig, Metrics, Training
 from titanlite.observe import metrics
-from titanlite.observe.metrics import LoggedStep, MetricsRecorder
+from titanlite.observe.logged_step import LoggedStep
+from titanlite.observe.metrics import MetricsRecorder
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_per_device", "mfu", "memory", "memory_peak"),

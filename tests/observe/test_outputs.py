@@ -8,6 +8,7 @@ import pytest
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Checkpoint, JobConfig, Training
 from titanlite.observe.outputs import OutputFolder
+from titanlite.runtime.events import Event
 from titanlite.runtime.logging import setup_logging
 
 
@@ -15,7 +16,7 @@ def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 
     """One start of a run, as the trainer does it; returns what it logged."""
     output = OutputFolder(folder, lambda line: lines.append(line))
     log, lines = setup_logging(0, folder / "train.log"), []
-    log.info(f"{run} begins")
+    log.info(Event(f"{run} begins", "start"))
     job = JobConfig(training=Training(steps=steps), checkpoint=Checkpoint(load_step=load_step))
     output.start(job, {"run": run}, resumed_step)
     log.info(f"{run} trains")
@@ -45,7 +46,7 @@ def names(folder: Path, ending: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(ending))
 
 
-ALL = ["config.toml", "environment.json", "metrics.jsonl", "tb", "train.log", "validation.jsonl"]
+ALL = ["config.toml", "environment.json", "events.jsonl", "metrics.jsonl", "tb", "train.log", "validation.jsonl"]
 
 
 def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_p
     assert "second begins" in log
     assert "second trains" in log
     assert "first" not in log
+    assert [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").open()] == ["second begins"]
 
 
 def test_a_third_run_gets_a_number_and_the_same_one_for_all_files(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_third_run_gets_a_number_and_the_same_one_for_all_files(tmp_path: Path
 def test_a_start_that_measured_nothing_leaves_nothing_to_set_aside(tmp_path: Path) -> None:
     start(tmp_path, "first")
     assert start(tmp_path, "second") == ""
-    assert names(tmp_path, "") == ["config.toml", "environment.json", "train.log"]
+    assert names(tmp_path, "") == ["config.toml", "environment.json", "events.jsonl", "train.log"]
     assert "first begins" in (tmp_path / "train.log").read_text()
 
 

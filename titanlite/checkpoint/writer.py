@@ -25,6 +25,7 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.staging import Stager
 from titanlite.checkpoint.writer_process import RemoteWriter, WriterProcess
 from titanlite.config import schema
+from titanlite.runtime.events import Event
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class CheckpointWriter:
     def _conclude(self, pending: _PendingSave, future: Future[Any]) -> None:
         """On rank 0, in whichever thread the save ended: say so, and clean up."""
         if error := future.exception():
-            self._log(f"save of step {pending.step} FAILED ({cause(error)})")
+            self._log(Event(f"save of step {pending.step} FAILED ({cause(error)})", "failed save", pending.step))
             self._unfinished.append(pending.writer.unfinished)
         self._remove_unfinished()
         if error:
@@ -157,7 +158,7 @@ class CheckpointWriter:
         took = f"{time.perf_counter() - pending.started:.1f} s"
         if self._stager is not None:
             took += f", of which training waited {pending.blocked:.2f} s"
-        self._log(f"saved step {pending.step} to {pending.writer.target} in {took}")
+        self._log(Event(f"saved step {pending.step} to {pending.writer.target} in {took}", "save", pending.step))
         if pending.writer.target.parent == self._folder:
             self.purge()
 

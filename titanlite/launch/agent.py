@@ -26,6 +26,7 @@ from titanlite.launch.node import News, Node
 from titanlite.launch.private_folder import private_folder
 from titanlite.launch.verdict import KNOWN_EXITS, UNSAVED_STOPS, End, explain, explain_hang
 from titanlite.launch.workers import POLL_SECONDS, Workers
+from titanlite.runtime.events import Kind
 from titanlite.runtime.logging import LOG_FILE, note_end
 from titanlite.runtime.network import address_towards, interface_of, loopback_interface
 from titanlite.runtime.process import STOP_SIGNALS, STORE
@@ -335,7 +336,9 @@ class Agent:
         if self._restarts > 0 and not self._news.ended_elsewhere:
             self._restarts -= 1
             self._say_end(text, report, by_rank0=said)
-            _say(f"Starting again from the newest checkpoint ({self._restarts} restarts left).")
+            again = f"Starting again from the newest checkpoint ({self._restarts} restarts left)."
+            _say(again)
+            self._note(again, "restart")
             return None
         self._learn_of_losses()
         if self._news.lost:
@@ -354,13 +357,17 @@ class Agent:
             closing = self._saved.how_to_go_on()
         return closing
 
-    def _say_end(self, *texts: str, by_rank0: bool = False) -> None:
-        """Print why the workers ended, and write it to train.log, unless rank 0 has written it there."""
-        text = _lines(*texts)
-        _say(text)
-        if text and not by_rank0:
-            with contextlib.suppress(OSError):  # no worker of this node has opened train.log
-                note_end(text, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
+    def _say_end(self, text: str, hang: str = "", closing: str = "", by_rank0: bool = False) -> None:
+        """Print why the workers ended, and write to train.log what rank 0 has not written there (`by_rank0`)."""
+        _say(text, hang, closing)
+        if hang:
+            self._note(hang, "hang")
+        if (text or closing) and not by_rank0:
+            self._note(_lines(text, closing), "failure" if self._signal is None else "stop")
+
+    def _note(self, text: str, kind: Kind) -> None:
+        with contextlib.suppress(OSError):  # no worker of this node has opened train.log
+            note_end(text, kind, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
 
     # ------------------------------------------------------------------------------------------------------- signals
 

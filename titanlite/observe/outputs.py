@@ -21,12 +21,14 @@ from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
+from titanlite.runtime.events import EVENTS_FILE
 from titanlite.runtime.logging import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 CURVES = ("validation.jsonl", "metrics.jsonl")
+LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
 # They are renamed in this order. If a start is interrupted, the files that remain let the next start rename the rest.
-FILES = ("config.toml", "environment.json", LOG_FILE, "tb", *CURVES)
+FILES = ("config.toml", "environment.json", *LOGS, "tb", *CURVES)
 
 
 def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) 
 
 @dataclass
 class OutputFolder:
-    """The files of one output folder, on rank 0. Create it before this start writes a line to train.log.
+    """The files of one output folder, on rank 0. Create it before this start writes a line to its log.
 
     Args:
         log: Is called with one line of text for each event that the user should know.
@@ -61,11 +63,10 @@ class OutputFolder:
 
     folder: Path
     log: Callable[[str], None]
-    _log_start: int = field(init=False)  # size of train.log when this start began, in bytes
+    _log_starts: dict[str, int] = field(init=False)  # bytes of each log when this start began
 
     def __post_init__(self) -> None:
-        file = self.folder / LOG_FILE
-        self._log_start = file.stat().st_size if file.exists() else 0
+        self._log_starts = {name: _size(self.folder / name) for name in LOGS}
 
     def start(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> None:
         """Continue the files or rename them. Then write config.toml, which loads to `job`, and environment.json.
@@ -103,20 +104,20 @@ class OutputFolder:
         return next((s for s in suffixes if _run_of(self.folder / f"environment.json{s}") == run), None)
 
     def _rename(self, old: str, new: str) -> None:
-        """Replace one suffix of all files by another. The log of this start stays in train.log."""
-        log = self.folder / LOG_FILE
-        started_here = b""
-        if log.exists():
-            started_here = log.read_bytes()[self._log_start :]
-            os.truncate(log, self._log_start)
+        """Replace one suffix of all files by another. What this start has logged stays in its files."""
+        logs = [self.folder / name for name in LOGS if (self.folder / name).exists()]
+        started_here = {log: log.read_bytes()[self._log_starts[log.name] :] for log in logs}
+        for log in logs:
+            os.truncate(log, self._log_starts[log.name])
         names = []
         for name in FILES:
             if _size(self.folder / f"{name}{old}"):
                 (self.folder / f"{name}{old}").replace(self.folder / f"{name}{new}")
                 names.append(name)
-        self._log_start = _size(log)
-        with log.open("ab") as file:
-            file.write(started_here)
+        for log, lines in started_here.items():
+            self._log_starts[log.name] = _size(log)
+            with log.open("ab") as file:
+                file.write(lines)
         if names and new:
             what = "of an earlier run, which this one does not continue"
             self.log(f"{self.folder}: {_listed(names)} {what}, renamed to ...{new}")

@@ -1,7 +1,7 @@
 """Logging of one rank: to the terminal and to train.log.
 
 Invariant: the terminal shows each line once, from the ranks that the user asked for (LOG_RANK), and errors of all
-ranks. Only rank 0 writes the file.
+ranks. Only rank 0 writes the file, and events.jsonl beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
+from titanlite.runtime.events import EVENTS_FILE, Event, EventsHandler, Kind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,18 +78,18 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     """Set up the logger "titanlite" and Python's warnings for this rank, and return the logger.
 
     A rank that LOG_RANK names writes to standard output: with rich on a terminal, as plain text otherwise. Any other
-    rank writes only its errors, to standard error. Rank 0 appends every line to `log_file`, whose folder is created. A
-    second call replaces what the first one set up.
+    rank writes only its errors, to standard error. Rank 0 appends every line to `log_file`, whose folder is created,
+    and every `Event` to events.jsonl beside it. A second call replaces what the first one set up.
 
     Raises:
         UserError: LOG_RANK is not a list of ranks.
     """
     ranks = logged_ranks()
     prefix = f"[rank {rank}] " if len(ranks) > 1 or rank not in ranks else ""
-    handlers = [_terminal_handler(prefix) if rank in ranks else _error_handler(prefix)]
+    handlers: list[logging.Handler] = [_terminal_handler(prefix) if rank in ranks else _error_handler(prefix)]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_file_handler(log_file, prefix))
+        handlers += _file_handlers(log_file, prefix)
 
     logging.captureWarnings(True)  # otherwise each rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
@@ -107,7 +108,7 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     return logger
 
 
-def say_end(message: str, closing: str) -> None:
+def say_end(message: str, closing: str, kind: Kind) -> None:
     """Report why this process ends: to the launcher or on standard error, and in train.log if it is open here.
 
     The launcher prints equal messages of many ranks once.
@@ -115,11 +116,12 @@ def say_end(message: str, closing: str) -> None:
     Args:
         message: The reason, or a traceback, which may end with `closing`.
         closing: How to continue the run. It comes last.
+        kind: What the end is called in events.jsonl.
     """
     message, closing = printable(message), printable(closing)  # because they quote the content of files
     message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
     text = "\n".join(filter(None, (message, closing)))
-    note_end(text)
+    note_end(text, kind)
     folder = os.environ.get(ERROR_FOLDER)
     record = {"message": message, "closing": closing, "time": time.time()}
     with contextlib.suppress(OSError):  # the folder may be gone, or its disk full
@@ -130,15 +132,15 @@ def say_end(message: str, closing: str) -> None:
         print(text, file=sys.stderr)
 
 
-def note_end(message: str, log_file: Path | None = None) -> None:
-    """Write to train.log only why a run ended. Another process prints it on the terminal.
+def note_end(message: str, kind: Kind, log_file: Path | None = None) -> None:
+    """Write to train.log and events.jsonl only why a run ended. Another process prints it on the terminal.
 
     Args:
         log_file: None: the file of this process's `setup_logging`, if there is one.
     """
     found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, logging.FileHandler)]
-    for handler in found if log_file is None else [_file_handler(log_file, "")]:
-        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, message, None, None))
+    for handler in found if log_file is None else _file_handlers(log_file, ""):
+        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, Event(message, kind), None, None))
 
 
 def note(line: str) -> None:
@@ -146,10 +148,11 @@ def note(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def _file_handler(log_file: Path, prefix: str) -> logging.Handler:
-    """A handler that continues in a new file if the old one is renamed."""
+def _file_handlers(log_file: Path, prefix: str) -> list[logging.Handler]:
+    """Handlers for the log and the events. They continue in a new file if the old one is renamed."""
     handler = logging.handlers.WatchedFileHandler(log_file, encoding="utf-8")
-    return _plain(handler, prefix, "%Y-%m-%d %H:%M:%S")
+    events = EventsHandler(log_file.with_name(EVENTS_FILE), encoding="utf-8")
+    return [_plain(handler, prefix, "%Y-%m-%d %H:%M:%S"), events]
 
 
 def _terminal_handler(prefix: str) -> logging.Handler:

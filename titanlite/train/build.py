@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -36,6 +37,7 @@ from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
+from titanlite.runtime.events import Event
 from titanlite.runtime.logging import LOG_FILE, setup_logging
 
 Log = Callable[[str], None]
@@ -86,7 +88,7 @@ def describe(
     if unused := unused_rows(run.arch, tokenizer.vocab_size):
         yield unused
     if dist.get_rank() == 0:
-        yield "Data:\n" + loader.table(training.steps)
+        yield Event("Data:\n" + loader.table(training.steps), "data")
     if validation is not None:
         yield f"Validation on {validation.describe()}"
 
@@ -123,6 +125,8 @@ def start_metrics(
     step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
     if outputs is not None:
         outputs.start(run.job, environment, None if state is None else step)
+        place = {"host": socket.gethostname(), "process": os.getpid()}
+        outputs.log(Event("Training starts " + (f"after step {step}" if step else "anew"), "start", step, **place))
     metrics = MetricsRecorder(run, dist.get_rank(), device, peak_flops(device_name), step, tokens)
     texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
     metrics.add_texts({"job": dump_config(run.job), **texts})

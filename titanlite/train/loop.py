@@ -39,12 +39,14 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import check_run, world_size
 from titanlite.observe.flops import num_params
 from titanlite.observe.guards import check_finite
-from titanlite.observe.metrics import LoggedStep, MetricsRecorder
+from titanlite.observe.logged_step import LoggedStep
+from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.progress import ProgressBar
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.runtime.events import Event
 from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
@@ -65,7 +67,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
     """
 
     def stopped(name: str) -> None:
-        say_end(f"Stopped by {name} before there was anything to save.", how_to_go_on(run, argv))
+        say_end(f"Stopped by {name} before there was anything to save.", how_to_go_on(run, argv), "stop")
 
     with process_group(run.job) as device:
         end_at_once(stopped)
@@ -292,7 +294,7 @@ class Trainer:
         evaluation = self.update.forward_backward.evaluate
         score = evaluate(self.validation, evaluation, self.mesh.data_group, self.mesh.loss_group)
         self.metrics.validated(self.steps_done, asdict(score))
-        self.log(f"validation after step {self.steps_done}: {score}")
+        self.log(Event(f"validation after step {self.steps_done}: {score}", "validation", self.steps_done))
         return score
 
     def save(self, last: bool = False) -> None:
@@ -323,6 +325,7 @@ class Trainer:
                 number = signal.Signals[requests.stop]
                 raise StoppedUnsaved(f"{stopped}: nothing saved, as checkpoint.enable is false.", number)
             raise StoppedBySignal(f"{stopped}: saved.")
+        self.log(Event(f"Finished after step {self.steps_done}.", "finish", self.steps_done))
 
     def close(self) -> None:
         """Finish all background work and close all files."""
