@@ -122,7 +122,5 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(mon
 
 def test_import_is_cheap():
     """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
-    code = (
-        "import sys, titanlite.runtime.logging, titanlite.observe.progress; print({'rich', 'torch'} & set(sys.modules))"
-    )
+    code = "import sys, titanlite.runtime.logging, titanlite.observe.live; print({'rich', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

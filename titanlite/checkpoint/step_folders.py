@@ -12,6 +12,8 @@ import fcntl
 import os
 import re
 import shutil
+import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,6 +216,27 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
             log(f"{folder.parent}: another run is using it; waiting up to {patience:.0f} s for its end")
             told = time.monotonic()
         time.sleep(0.1)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether another process on a machine that shares the folder holds its `lock`. None if that cannot be known.
+
+    It must not be asked by the process that holds the lock, because closing the file would release it.
+    """
+    path = folder.with_name(f".{folder.name}.lock")
+    if sys.platform != "linux" or not path.is_file():
+        return None
+    layout = "hhqqi4x"  # struct flock: type, whence, start, length, process
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            wanted = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return struct.unpack(layout, found)[0] != fcntl.F_UNLCK
 
 
 def list_unfinished(folder: Path) -> list[Path]:

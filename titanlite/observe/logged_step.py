@@ -13,6 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 
+class StepLine(str):
+    """The log's line of a logged step. A live view, which shows the same numbers, keeps it off the terminal."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """How TensorBoard shows a number: it sorts groups, and the tags in a group, by name."""

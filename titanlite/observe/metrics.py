@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, Curve, LoggedStep
+from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, Curve, LoggedStep, StepLine
 
 GIB = 2**30
 
@@ -103,7 +103,7 @@ class MetricsRecorder:
         self._window_tokens = self._window_tokens + num_tokens
         self._data_time += data_time
 
-    def log(self, step: int, lr: float, **counters: Any) -> str:
+    def log(self, step: int, lr: float, **counters: Any) -> StepLine:
         """Read the recorded tensors, write metrics.jsonl and TensorBoard, and return the console line.
 
         `counters` are fields of `LoggedStep` from other parts: utilization, skipped_records, failed_saves, save_waits.
@@ -143,7 +143,7 @@ class MetricsRecorder:
         self._eta = self._time_left(self.latest, now)
         self._window_tokens, self._data_time = 0, 0.0
         self._window_step, self._window_start = step, now
-        return self._line(self.latest)
+        return StepLine(self._line(self.latest))
 
     def validated(self, step: int, score: dict[str, float]) -> None:
         """Write the score of a validation after `step` to validation.jsonl and to TensorBoard."""
@@ -157,12 +157,6 @@ class MetricsRecorder:
             with self._tolerating_a_full_disk():
                 for name, text in texts.items():
                     self._tensorboard.add_text(name, textwrap.indent(text, "    "), self._first_step - 1)
-
-    def status(self) -> str:
-        """What the progress bar shows beside the step: loss, tokens/s, time left. Empty before the first log step."""
-        if self.latest is None:
-            return ""
-        return f"loss {self.latest.loss:.4f}  {self.latest.tps:,.0f} tokens/s  eta {self._eta}"
 
     def tokens_so_far(self) -> int:
         """Number of tokens trained on since step 1, for a checkpoint. Waits for the device if the number is there."""

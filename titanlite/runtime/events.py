@@ -31,7 +31,7 @@ Kind = Literal[
     "failure",
     "finish",
 ]
-ENDS: tuple[Kind, ...] = ("stop", "guard", "failure", "finish")
+ENDS: tuple[Kind, ...] = ("stop", "guard", "failure", "hang", "finish")
 
 
 class Event(str):

@@ -48,11 +48,16 @@ class _Terminal:
 
 @cache
 def terminal_console() -> Console:
-    """The one rich console of the process. Log lines and the progress bar share it, so that lines are printed above the
-    bar."""
+    """The one rich console of the process. Log lines and the live view share it, so that lines are printed above the
+    view."""
     from rich.console import Console
 
     return Console(file=cast(IO[str], _Terminal(sys.stdout)))
+
+
+def is_live_terminal() -> bool:
+    """Whether standard output is a terminal on which a view can be drawn again in place (not with TERM=dumb)."""
+    return sys.stdout.isatty() and not terminal_console().is_dumb_terminal
 
 
 def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
@@ -156,7 +161,7 @@ def _file_handlers(log_file: Path, prefix: str) -> list[logging.Handler]:
 
 
 def _terminal_handler(prefix: str) -> logging.Handler:
-    if not sys.stdout.isatty():
+    if not is_live_terminal():
         return _plain(logging.StreamHandler(sys.stdout), prefix, "%H:%M:%S")
     from rich.logging import RichHandler
 

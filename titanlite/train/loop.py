@@ -39,13 +39,14 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import check_run, world_size
 from titanlite.observe.flops import num_params
 from titanlite.observe.guards import check_finite
+from titanlite.observe.live import LiveView
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.metrics import MetricsRecorder
-from titanlite.observe.progress import ProgressBar
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.report.run_files import RunFiles
 from titanlite.runtime.events import Event
 from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
@@ -123,7 +124,7 @@ class Trainer:
 
     def build(self, run: Run, device: torch.device) -> None:
         """Build all that the step loop needs. Each part comes after the parts that it needs."""
-        self.job, self.device, opened = run.job, device, self.opened
+        self.job, self.folder, self.device, opened = run.job, run.dump_folder, device, self.opened
         check_memory(run, num_params(run.arch), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
         patience = self.job.comm.init_timeout_seconds
@@ -191,7 +192,7 @@ class Trainer:
         gc.collect()
         gc.disable()
         self.opened.callback(gc.enable)
-        with ProgressBar(job.training.steps, self.steps_done, self.rank) as bar:
+        with LiveView(lambda: RunFiles(self.folder).read(), self.rank) as view:
             if self.steps_done == 0:
                 self.validate()
             failure = self.data_failure()
@@ -207,9 +208,8 @@ class Trainer:
                     break
                 if self.steps_done % job.training.gc_freq == 0:
                     gc.collect(1)  # the young generations, because they have the garbage of a step
-                bar.update(
-                    self.steps_done, self.metrics.status() if self.metrics.is_log_step(self.steps_done) else None
-                )
+                logged = self.metrics.is_log_step(self.steps_done)
+                view.update(self.steps_done, self.metrics.latest if logged else None)
                 # The answer is that of the call one step ago, which asked about the next step. This call asks about the
                 # one after the next.
                 requests = signals.agreed(self.data_fails(2))

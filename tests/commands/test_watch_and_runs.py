@@ -1,0 +1,109 @@
+"""`titanlite watch` and `titanlite runs`, as a user calls them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from observe.test_live import in_terminal, without_codes
+from report.test_run_files import a_run, line
+
+from titanlite.cli import main
+
+
+def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path, ("save", 50, "saved step 50"), ("finish", 50, "Finished after step 50."), steps=50)
+    assert main(["watch", str(tmp_path)]) == 0
+    *events, last = capsys.readouterr().out.splitlines()
+    assert [event.split("  ", 1)[1] for event in events] == ["starts", "saved step 50", "Finished after step 50."]
+    assert last == "finished  step 50/50  loss 7.5000  100 tokens/s  0.1 s a step"
+
+
+def test_a_run_that_ended_is_shown_once_on_a_terminal_too(tmp_path: Path) -> None:
+    a_run(tmp_path, ("stop", None, "Stopped by SIGTERM"))
+    script = f"import sys; from titanlite.cli import main; sys.exit(main(['watch', {str(tmp_path)!r}]))"
+    output = without_codes(in_terminal(0, script, COLUMNS="40"))
+    assert "stopped  " in output
+    assert "Stopped by SIGTERM" in output
+    assert all(len(text) <= 40 for text in output.splitlines())
+
+
+@pytest.mark.slow
+def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path), "--interval", "0.05"]
+    watching = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+        for _ in range(2)
+    ]
+    for process in watching:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("running  step 50/100"):
+            pass
+    watching[0].send_signal(signal.SIGINT)
+    _, errors = watching[0].communicate(timeout=60)
+    assert (watching[0].returncode, errors) == (130, "")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line(60))
+    stdout = watching[1].stdout
+    assert stdout is not None
+    assert stdout.readline().startswith("running  step 60/100")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), "event": "finish", "step": 100, "text": "Finished"}) + "\n")
+    said, errors = watching[1].communicate(timeout=60)
+    assert (watching[1].returncode, errors) == (0, "")
+    assert "finished  step 100/100" in said
+
+
+def test_runs_are_listed_the_latest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "old", ("finish", 50, "Finished"), steps=50)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        text = (tmp_path / "old" / name).read_text()
+        (tmp_path / "old" / name).write_text(re.sub(r'"time": [\d.]+', f'"time": {time.time() - 7200}', text))
+    a_run(tmp_path / "group" / "new\x1b[2J", ("failure", None, "boom"))
+    (tmp_path / "old" / "not a run of its own").mkdir()
+    assert main(["runs", str(tmp_path)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "of", "loss", "tokens/s", "last", "word"]
+    assert [row.split()[1:6] for row in rows] == [
+        ["crashed", "50", "100", "7.5000", "100"],
+        ["finished", "50", "50", "7.5000", "100"],
+    ]
+    assert "new\\x1b[2J" in rows[0]
+    assert "2:00:" in rows[1]
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["state"], run["step"], run["loss"]) for run in listed] == [("crashed", 50, 7.5), ("finished", 50, 7.5)]
+    assert listed[0]["reason"] == "boom"
+
+
+def test_runs_are_a_table_on_a_terminal(tmp_path: Path) -> None:
+    a_run(tmp_path / "one", ("finish", 50, "Finished"))
+    script = f"import sys; from titanlite.cli import main; sys.exit(main(['runs', {str(tmp_path)!r}]))"
+    output = without_codes(in_terminal(0, script))
+    assert "──" in output
+    assert "finished" in output
+
+
+@pytest.mark.parametrize("command", ["watch", "runs"])
+def test_neither_needs_torch(tmp_path: Path, command: str) -> None:
+    a_run(tmp_path, ("finish", 50, "Finished"))
+    code = (
+        f"import sys; from titanlite.cli import main; main([{command!r}, {str(tmp_path)!r}]); "
+        "print({'torch'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert said.stdout.endswith("set()\n")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "no run has written to this folder" in capsys.readouterr().err
+    assert main(["runs", str(tmp_path)]) == 2
+    assert main(["runs", str(tmp_path / "nowhere")]) == 2
+    assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
