@@ -185,6 +185,12 @@ BROKEN = [  # options, ranks, and what the report must hold
         1,
         ['optimizer.implementation = "foreach"', "stochastic_rounding", "fused"],
     ),
+    (["--checkpoint.keep_best"], 1, ["checkpoint.keep_best = true", "validation.freq is 0", "Set it"]),
+    (
+        ["--checkpoint.keep_best", "--checkpoint.no-enable", "--validation.freq", "2", "--validation.holdout", "0.1"],
+        1,
+        ["checkpoint.keep_best = true", "checkpoint.enable is false"],
+    ),
     (["--float8.enable"], 1, ["float8.enable = true", "converts no layer", "model.dim = 256", "float8.min_features"]),
 ]
 

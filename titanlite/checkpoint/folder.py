@@ -63,7 +63,7 @@ class CheckpointFolder:
         if free < size:
             raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
         present = len(self.ranks.on_rank0(lambda: step_folders.list_checkpoints(self.path)))
-        if size * max(1, self.config.keep_latest_k + 1 - present) > free:
+        if size * max(1, self.config.keep_latest_k + self.config.keep_best + 1 - present) > free:
             self.say(f"{needed}: not enough for checkpoint.keep_latest_k = {self.config.keep_latest_k}")
 
     def close(self) -> None:

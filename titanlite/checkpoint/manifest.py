@@ -107,6 +107,7 @@ class TrainState(_Open):
     tokens: Count | None = None
     data: dict[str, JsonValue] = {}
     run: str | None = None
+    validation_loss: float | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> TrainState:

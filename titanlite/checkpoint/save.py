@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from titanlite.checkpoint import live_tensors, step_folders
+from titanlite.checkpoint.best import BestCheckpoint
 from titanlite.checkpoint.export import CheckpointTensors, export_hf
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
@@ -32,6 +34,7 @@ class Saver:
 
     Attributes:
         loaded_step: the step that the live state was loaded from, if it was. Who loads it sets this.
+        run: the identity of the run, as `train_state["run"]` has it; `checkpoint.keep_best` compares within a run.
 
     Raises:
         UserError: no checkpoint fits on the disk, or the async mode needs a GPU.
@@ -46,13 +49,15 @@ class Saver:
         write_tokenizer: Callable[[Path], dict[str, int | None]] | None = None,
     ) -> None:
         self.loaded_step: int | None = None
+        self.run: str | None = None
         self._folder, self._live, self._job = folder, live, job
         self._config: schema.Checkpoint = folder.config
         self._ranks = folder.ranks
         self._write_tokenizer = write_tokenizer
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
-        self._writer = CheckpointWriter(folder)
+        self._best = BestCheckpoint(folder.path, folder.path.parent / "final", job, folder.log)
+        self._writer = CheckpointWriter(folder, self._keep_best)
         if live.optimizer is not None and self._config.async_mode == "async_with_pinned_mem":
             live.optimizer.register_step_pre_hook(lambda *_: self._writer.before_update())
 
@@ -60,6 +65,19 @@ class Saver:
         """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
         the newest `save` was to write for it is missing."""
         return step in (self.loaded_step, self._writer.last_step) and step != self._writer.failed_step
+
+    def improves(self, loss: float) -> bool:
+        """Whether `checkpoint.keep_best` asks for a save, because no checkpoint has such a low validation loss."""
+
+        def lower() -> bool:
+            best = self._best.find(self.run)
+            return best is None or loss < best[1]
+
+        return self._config.keep_best and math.isfinite(loss) and self._ranks.on_rank0(lower)
+
+    def purge(self) -> None:
+        """Remove what retention does not keep, in the background. A run that was killed may have left it."""
+        self._writer.purge()
 
     def stats(self) -> dict[str, int]:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
@@ -74,6 +92,7 @@ class Saver:
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `Resumer.load` returns it.
+                `validation_loss` is that of these weights, if it is known.
             last: the run ends here: what `checkpoint.last_save_*` ask for is done. Of a state that is saved already,
                 the older checkpoints are removed that a kill has left.
         """
@@ -87,7 +106,10 @@ class Saver:
         elif not self.holds(step):
             self._writer.save(step, self._live.tensors(rng=True), self._describe(train_state))
         elif last:
-            self._writer.purge()  # the run before may have been killed between its last save and this
+            self.purge()
+        if last and self._config.keep_best:  # the weights in `final` may be the best
+            self.settle()
+            self.purge()
         if last and self._config.last_save_in_hf:
             self.settle()
             source = final if self._config.last_save_model_only else self._folder.path
@@ -113,6 +135,10 @@ class Saver:
             "layout": live_tensors.world_layout(model),
             "versions": live_tensors.library_versions(),
         }
+
+    def _keep_best(self) -> Path | None:
+        """On rank 0, when a save has ended: the checkpoint that is the best now."""
+        return self._best.keep(self.run) if self._config.keep_best else None
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""

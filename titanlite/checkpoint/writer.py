@@ -41,6 +41,9 @@ class _PendingSave:
 class CheckpointWriter:
     """Writes to one folder, for all ranks together. It logs from other threads, too.
 
+    Args:
+        keep: called on rank 0 after each save: one more checkpoint that retention keeps, or None.
+
     Attributes:
         failed: saves that failed.
         waits: saves that found the one before still under way.
@@ -51,7 +54,8 @@ class CheckpointWriter:
         UserError: the async mode needs a GPU.
     """
 
-    def __init__(self, folder: CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder, keep: Callable[[], Path | None]) -> None:
+        self._keep = keep
         self.failed = self.waits = 0
         self.last_step: int | None = None
         self.failed_step: int | None = None
@@ -175,9 +179,15 @@ class CheckpointWriter:
 
     def _purge(self) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
+        try:
+            kept = self._keep()
+        except OSError as error:  # then nothing is removed, because the best one could be among it
+            self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
+            return
         for path in expendable(self._folder, self._config.keep_latest_k, self._config.keep_every_n_steps):
             try:
-                step_folders.remove(path)
+                if path != kept:
+                    step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
 

@@ -177,6 +177,16 @@ def warmup_ends(context: Context) -> Iterator[str]:
         )
 
 
+@rule("checkpoint", "validation.freq")
+def best_is_known(context: Context) -> Iterator[str]:
+    checkpoint = context.job.checkpoint
+    if checkpoint.keep_best and not checkpoint.enable:
+        yield context.wrong("checkpoint.keep_best", "keeps nothing, because checkpoint.enable is false. Set both.")
+    elif checkpoint.keep_best and context.job.validation.freq == 0:
+        text = "needs the loss of a validation, and validation.freq is 0: no validation. Set it, for example to "
+        yield context.wrong("checkpoint.keep_best", f"{text}checkpoint.interval = {checkpoint.interval}.")
+
+
 @rule("activation_checkpoint.mode", "compile.enable", "compile.components")
 def memory_budget_compiles(context: Context) -> Iterator[str]:
     if context.job.activation_checkpoint.mode == "memory_budget" and not context.run.compiles("model"):

@@ -471,6 +471,10 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints whose step is a multiple of this are never removed, whatever keep_latest_k says. 0: there are
     none."""
+    keep_best: bool = False
+    """Never remove the checkpoint with the lowest validation loss. The link `best` in the folder leads to it. A
+    validation with a lower loss than all before is followed by a save, so choose validation.freq with that in mind. The
+    weights before the first step do not count."""
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Go back to the checkpoint of this step, once. Later checkpoints are renamed. Another start with the same value
     resumes from what was saved since. -1: resume from the newest checkpoint."""

@@ -6,6 +6,7 @@ Invariant: the step loop waits for the device only when it logs or saves. It has
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -147,13 +148,16 @@ class Trainer:
         self.steps_done = 0
         self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
+        self.validation_loss = -1, math.inf  # the step of the last validation, and its loss
         self.saver: Saver | None = None
         state = None
         if self.job.checkpoint.enable:
             live = LiveState(self.model, self.optimizer)
             self.saver, resumer = open_checkpoints(run, live, tokenizer, self.loader, self.log, opened)
             state = self.resume(resumer.load())
-            self.saver.loaded_step = state["step"] if state else None
+            self.saver.loaded_step, self.saver.run = state["step"] if state else None, self.run_id
+            if state is not None and self.job.checkpoint.keep_best:
+                self.saver.purge()  # a kill may have come between a save and the link to the best
         self.update.precompute_scales()
         self.loader.start()
         self.metrics: MetricsRecorder = start_metrics(run, device, self.run_id, outputs, state)
@@ -215,10 +219,9 @@ class Trainer:
                 requests = signals.agreed(self.data_fails(2))
                 failure = self.data_failure() if requests.data_fails else None
                 finished = self.steps_done == job.training.steps
-                if not finished and (requests.save or self.steps_done % job.checkpoint.interval == 0):
-                    self.save()
-                if not finished and self.validates_now():
-                    self.validate()
+                if not finished:
+                    due = requests.save or self.steps_done % job.checkpoint.interval == 0
+                    self.save_and_validate(due, self.validates_now())
                 self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.steps_done == first_step + 1:
                     set_timeout(self.mesh.groups, job.comm.train_timeout_seconds)
@@ -227,10 +230,9 @@ class Trainer:
             # If the data ended right after a validation, that one was the last.
             validated = not finished and self.validates_now()
             finished = finished or (requests.stop is None and failure is None)
-            if failure is None or self.steps_done > first_step:
-                self.save(last=finished)
-            if requests.stop is None and failure is None and self.steps_done > first_step and not validated:
-                self.validate()
+            trained = self.steps_done > first_step
+            validate = requests.stop is None and failure is None and trained and not validated
+            self.save_and_validate(failure is None or trained, validate, last=finished)
         signals.wait()
         self.finish(requests, finished, failure)
 
@@ -287,6 +289,18 @@ class Trainer:
         freq = self.job.validation.freq
         return freq > 0 and self.steps_done % freq == 0
 
+    def save_and_validate(self, save: bool, validate: bool, last: bool = False) -> None:
+        """Do what is due. A save comes first, so that nothing is lost meanwhile. With checkpoint.keep_best a validation
+        comes first, because its loss is a part of the checkpoint."""
+        first = validate and self.job.checkpoint.keep_best
+        if first:
+            score = self.validate()
+            save = save or (score is not None and self.saver is not None and self.saver.improves(score.loss))
+        if save:
+            self.save(last)
+        if validate and not first:
+            self.validate()
+
     def validate(self) -> Score | None:
         """Compute the loss on held-out data, if the job has any, log it and return it."""
         if self.validation is None:
@@ -295,6 +309,7 @@ class Trainer:
         score = evaluate(self.validation, evaluation, self.mesh.data_group, self.mesh.loss_group)
         self.metrics.validated(self.steps_done, asdict(score))
         self.log(Event(f"validation after step {self.steps_done}: {score}", "validation", self.steps_done))
+        self.validation_loss = self.steps_done, score.loss
         return score
 
     def save(self, last: bool = False) -> None:
@@ -303,6 +318,9 @@ class Trainer:
             check_finite(0.0, self.grad_norm.item(), self.steps_done)
         if self.saver is not None:
             state = {"step": self.steps_done, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
+            step, loss = self.validation_loss
+            if step == self.steps_done and math.isfinite(loss):
+                state["validation_loss"] = loss
             self.saver.save(self.steps_done, {**state, "run": self.run_id}, last=last)
 
     def finish(self, requests: Requests, finished: bool, failure: Exception | None = None) -> None:
