@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
     "migrate": ("Turn a job file of torchtitan's into one of titanlite's.", "titanlite.commands.migrate:main"),
     "runs": ("List the runs in a folder: state, step, loss, speed, age.", "titanlite.commands.runs:main"),
+    "report": ("Write a page about one or several runs, to look at offline.", "titanlite.commands.report:main"),
     "watch": ("Show how a run goes, also from another machine.", "titanlite.commands.watch:main"),
     "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),
     "eval": ("Score a checkpoint on texts: perplexity and bits per byte.", "titanlite.commands.eval:main"),

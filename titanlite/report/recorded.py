@@ -1,0 +1,168 @@
+"""All that a run has written, as one value.
+
+Invariant: reading changes nothing and needs neither torch nor the machine where the run is. What cannot be read is
+named in `problems`, and the rest is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.find import checkpoints_at
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.errors import CheckpointError, UserError
+from titanlite.observe.live import RunStatus
+from titanlite.report.json_lines import Table, number, read_objects, read_table
+from titanlite.report.run_files import RunFiles, read_config, read_json
+from titanlite.runtime.events import ENDS, EVENTS_FILE
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event.
+
+    Attributes:
+        step: Steps done by then: as the event says, or those that were logged by its time.
+        undone: Whether a later start went back to an earlier step, so that what came after it was trained again.
+    """
+
+    time: float
+    kind: str
+    step: float
+    text: str
+    undone: bool
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is there.
+
+    Attributes:
+        bytes: Size of its files by its manifest; None if that is damaged.
+        weights_only: Whether it is for use only, without what a resume needs.
+    """
+
+    path: Path
+    step: int
+    bytes: int | None
+    weights_only: bool
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run. Tables have a row for each logged step, or validation.
+
+    Attributes:
+        sources: Name of each source of data -> rows trained on, by the newest checkpoint.
+        config: config.toml, as "section.key" -> value.
+    """
+
+    folder: Path
+    status: RunStatus
+    metrics: Table
+    validations: Table
+    events: tuple[Happened, ...]
+    samples: tuple[dict[str, Any], ...]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    checkpoints: tuple[Checkpoint, ...]
+    sources: Mapping[str, int]
+    problems: tuple[str, ...]
+
+
+def read_run(folder: Path) -> Recorded:
+    """Read the output folder of a run. It can still be going on. Raises UserError: no run has written to it."""
+    files, problems = RunFiles(folder), []
+    folder, status = files.folder, files.read()
+    metrics, validations = (read_table(folder / name) for name in ("metrics.jsonl", "validation.jsonl"))
+    events = read_objects(folder / EVENTS_FILE, problems)
+    samples = read_objects(folder / "samples.jsonl", problems)
+    tables = read_config(folder, problems)
+    environment = read_json(folder / "environment.json", problems)
+    checkpoints, sources = _checkpoints(folder, problems)
+    return Recorded(
+        folder=folder,
+        status=status,
+        metrics=metrics,
+        validations=validations,
+        events=_events(events, metrics),
+        samples=tuple(samples),
+        config=flat(tables),
+        environment=flat(environment),
+        checkpoints=tuple(checkpoints),
+        sources=sources,
+        problems=(*metrics.problems, *validations.problems, *problems),
+    )
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables in tables as one, with keys such as "section.key"."""
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+    return found
+
+
+def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ...]:
+    """The events by time.
+
+    Two kinds are found here: "skip", where a logged step counts more skipped records than the one before, and "killed",
+    where a start follows another without an end.
+    """
+    times, steps = metrics.columns.get("time", []), metrics.columns["step"]
+    found: list[tuple[float, str, float, str]] = []
+    done, ended = 0, True
+    for entry in sorted(entries, key=lambda entry: number(entry, "time") or 0.0):
+        at, step, kind = number(entry, "time"), number(entry, "step"), str(entry.get("event"))
+        if at is None or not math.isfinite(at):
+            continue
+        while done < len(times) and times[done] <= at:
+            done += 1
+        known = step if step is not None and math.isfinite(step) else steps[done - 1] if done else 0.0
+        if kind == "start" and not ended:
+            last = max(found[-1][0], times[done - 1] if done else 0.0)
+            found.append((last, "killed", known, "The next start found no word of an end: the run was killed."))
+        ended = kind in ENDS or (ended and kind != "start")
+        found.append((at, kind, known, str(entry.get("text", ""))))
+    before = 0.0
+    for row, count in enumerate(metrics.columns.get("skipped_records", [])):
+        if count > before and row < len(times):
+            found.append((times[row], "skip", steps[row], f"{count - before:.0f} records skipped"))
+        before = count
+    happened, back_to = [], math.inf
+    for at, kind, step, text in reversed(sorted(found, key=lambda event: event[0])):
+        happened.append(Happened(at, kind, step, text, undone=step > back_to))
+        if kind == "start":
+            back_to = min(back_to, step)
+    return tuple(reversed(happened))
+
+
+def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[Checkpoint], dict[str, int]]:
+    found: list[Checkpoint] = []
+    sources: dict[str, int] = {}
+    try:
+        paths = checkpoints_at(folder)
+    except CheckpointError:
+        return found, sources  # it has saved none, or its folder was copied without them
+    except UserError as error:
+        problems.append(str(error))
+        return found, sources
+    for path in paths:
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            problems.append(f"{path.name}: {error}")
+            found.append(Checkpoint(path, int(path.name.removeprefix("step-")), None, False))
+            continue
+        info = manifest["info"]
+        size = sum(file["size"] for file in manifest["files"].values())
+        found.append(Checkpoint(path, manifest["step"], size, info.get("weights_only", False)))
+        data = info["train_state"].get("data", {})
+        if data.get("version") == 2:
+            names = [source["name"] for source in data["sources"]]
+            sources = dict(zip(names, data["schedule"]["rows"], strict=True))
+    return found, sources
