@@ -79,7 +79,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
-        self._places: dict[Tensor, Place] = {}
+        self._places = {parameter: _place(parameter) for parameter in names}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
@@ -95,8 +95,6 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros(())
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
-                if parameter not in self._places:
-                    self._places[parameter] = _place(parameter)
                 step = state["step"].add_(1)
                 scalars = Scalars(
                     decay=1 - lr * group["weight_decay"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # The kinds of memory, in the order in which they are printed. "loss" is what the fused loss allocates: logits and the
 # gradients that it computes along. "other" is all else: batches, norms, temporaries of the optimizer.
-KINDS = ("weights", "gradients", "optimizer state", "gathered weights", "activations", "loss", "other")
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer state", "gathered weights", "activations", "loss", "other")
 
 
 @dataclass(frozen=True)
