@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Check a job file, for --world-size N ranks, without starting anything.",
         "titanlite.commands.check:main",
     ),
+    "plan": (
+        "Say what a job will take: memory, time, what fits, and the fastest layout.",
+        "titanlite.commands.plan:main",
+    ),
     "prepare": (
         "Tokenize the data of a job file once, into shards that training maps into memory.",
         "titanlite.commands.prepare:main",
@@ -146,14 +150,24 @@ def _say_end(message: str, error: Exception) -> None:
 
 
 def train(argv: Sequence[str]) -> None:
-    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
-    from titanlite.load_run import load_run, world_size
+    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's.
+
+    With --dry-run it does a step without data instead, and makes no folder.
+    """
+    from titanlite.load_run import load_run, local_world_size, world_size
+    from titanlite.plan.before_start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
+    words, is_dry = without_dry_run(argv)
     logged_ranks(world_size())
-    run = load_run(argv, world_size())
+    run = load_run(words, world_size())
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would do the same
+        foresee(run, words, local_world_size(), is_dry)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
-    from titanlite.train.loop import train as start
+    if is_dry:
+        from titanlite.train.dry_run import dry_run as start
+    else:
+        from titanlite.train.loop import train as start
 
     gc.freeze()
     start(run, argv)

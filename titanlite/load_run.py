@@ -70,6 +70,11 @@ def world_size() -> int:
     return size
 
 
+def local_world_size() -> int:
+    """Number of ranks on this machine, from the environment variable of a launcher. 1 without it. Raises UserError."""
+    return _variable("LOCAL_WORLD_SIZE", 1, world_size())
+
+
 def _variable(name: str, least: int, most: int | None = None) -> int:
     """The number in an environment variable that launchers set. `least` if it is not set."""
     text = os.environ.get(name, str(least))

@@ -1,13 +1,16 @@
 """The arithmetic of the architecture, against numbers worked out by hand."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from titanlite.config.flavors import FLAVORS, Architecture
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
-from titanlite.observe.flops import flops_per_token, num_params
+from titanlite.observe.flops import flops_per_token, num_params, state_bytes
 
 TINY = Architecture(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50)
 
@@ -35,3 +38,19 @@ def test_counts_the_parameters_that_the_model_has(flavor):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert num_params(FLAVORS[flavor]) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "expected"),
+    [
+        ({}, 1, 16),
+        ({}, 4, 4),
+        ({"parallelism": {"data_parallel_replicate_degree": 2}}, 4, 8),  # of four ranks two hold the same
+        ({"parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}}, 8, 2),
+        ({"training": {"dtype": "bfloat16"}}, 1, 8),
+        ({"optimizer": {"state_dtype": "bfloat16"}}, 1, 12),
+    ],
+)
+def test_bytes_of_a_parameters_state(overrides: dict[str, Any], world: int, expected: int):
+    run = Run(JobConfig.model_validate(overrides), world)
+    assert state_bytes(run) == num_params(run.arch) * expected

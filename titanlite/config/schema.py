@@ -94,6 +94,9 @@ class Job(Section):
     job that is made in Python gets outputs/python."""
     description: str = ""
     """Free text, shown in the first line of the log."""
+    plan: bool = False
+    """Log at the start what memory and speed `titanlite plan` foresees, and at the end what was measured beside it. The
+    start takes longer by the time that the plan takes, 5 to 20 seconds."""
 
 
 class Model(Section):

@@ -56,6 +56,19 @@ def make_microbatch(
     return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}), labels
 
 
+def blank_microbatch(rows: int, seq_len: int, document_mask: bool, device: torch.device) -> Microbatch:
+    """Rows of token 0 that predict token 0, for a step that is done for its memory and its time only.
+
+    With `document_mask` a row is one document. The mask has its full size in any case.
+    """
+
+    def blank(dtype: torch.dtype) -> Tensor:
+        return torch.zeros((rows, seq_len), dtype=dtype, device=device)
+
+    ids, positions = (blank(torch.int32), blank(torch.int64)) if document_mask else (None, None)
+    return Microbatch(blank(torch.int64), blank(torch.int64), ids, positions)
+
+
 def _documents(rows: list[Row], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Document ids, int32, and positions, int64, both (B, T + 1). The padding of a row is a document of its own."""
     ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)

@@ -41,10 +41,13 @@ def main(argv: Sequence[str]) -> int:
 def launch(argv: Sequence[str]) -> int:
     """Start `titanlite train ARGV` on every rank of this node.
 
+    ARGV may have --dry-run, too.
+
     Raises:
         UserError: the job, or a variable of the environment, is wrong.
     """
     from titanlite.load_run import load_run
+    from titanlite.plan.before_start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
     workers, gpus = _workers()
@@ -62,9 +65,11 @@ def launch(argv: Sequence[str]) -> int:
             f"MASTER_ADDR={address[:80]!r}: the name or address of the first machine is allowed, such as node0."
         )
     shown_ranks = logged_ranks(workers * nodes)
-    run = load_run(argv, workers * nodes)
+    words, is_dry = without_dry_run(argv)
+    run = load_run(words, workers * nodes)
     if least < nodes:
-        load_run(argv, workers * least)  # the run must also work on the fewest nodes
+        load_run(words, workers * least)  # the run must also work on the fewest nodes
+    foresee(run, words, workers, is_dry)
 
     _set_variables(workers, gpus, run.job.training.num_threads)
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs per token of a Llama.
+"""Parameters of a Llama, the bytes of their state, and FLOPs per token.
 
 Invariant: everything is computed from an `Architecture`. No model is built and no profiler is used, because
 `FlopCounterMode` does not see every attention kernel.
@@ -7,6 +7,7 @@ Invariant: everything is computed from an `Architecture`. No model is built and 
 from __future__ import annotations
 
 from titanlite.config.flavors import Architecture
+from titanlite.config.run import Run
 
 
 def num_params(arch: Architecture) -> int:
@@ -14,6 +15,13 @@ def num_params(arch: Architecture) -> int:
     embedding = arch.vocab_size * arch.dim
     norms = (2 * arch.n_layers + 1) * arch.dim
     return _matmul_params(arch) + norms + (0 if arch.tied_embeddings else embedding)
+
+
+def state_bytes(run: Run) -> int:
+    """Bytes of the weights, the gradients and both moments on one rank: the least that any step takes."""
+    size = {"float32": 4, "bfloat16": 2}
+    of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype]
+    return num_params(run.arch) * of_a_parameter * run.degrees.replicate // run.world_size
 
 
 def flops_per_token(arch: Architecture, seq_len: int) -> float:

@@ -60,6 +60,8 @@ class MetricsRecorder:
         self._first_step = resumed_step + 1
         self._tokens_before = tokens  # up to the last logged step
         self.latest: LoggedStep | None = None
+        self.memory_peak = 0.0  # GiB, the highest of all lines
+        self.pace: float | None = None  # seconds of a step, the mean since the first line, whose steps warm up
         self._failed_writes = 0
 
         self._file = self._validation_file = None
@@ -121,6 +123,7 @@ class MetricsRecorder:
         tps_per_device = tokens / seconds / self._run.world_size
         self._tokens_before += int(tokens)
         memory, memory_peak = _memory_gib(self._device)
+        self.memory_peak = max(self.memory_peak, memory_peak)
         self.latest = LoggedStep(
             step=step,
             loss=loss,
@@ -204,7 +207,9 @@ class MetricsRecorder:
         if self._warm is None:
             self._warm = (entry.step, now)
         warm_step, warm_time = self._warm
-        pace = (now - warm_time) / (entry.step - warm_step) if entry.step > warm_step else entry.step_time
+        if entry.step > warm_step:
+            self.pace = (now - warm_time) / (entry.step - warm_step)
+        pace = entry.step_time if self.pace is None else self.pace
         return timedelta(seconds=round(pace * (self._total_steps - entry.step)))
 
     def _line(self, entry: LoggedStep) -> str:

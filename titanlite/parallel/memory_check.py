@@ -16,15 +16,9 @@ from titanlite.config.run import Run
 GIB = 2**30
 
 
-def state_bytes(run: Run, num_params: int) -> int:
-    """Bytes of the weights, the gradients and both moments on one rank."""
-    size = {"float32": 4, "bfloat16": 2}
-    of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype]
-    return num_params * of_a_parameter * run.degrees.replicate // run.world_size
-
-
-def check_memory(run: Run, num_params: int, device: torch.device) -> None:
-    """Compare the state with the memory of the device, or of this machine if the state is kept on the CPU.
+def check_memory(run: Run, state_bytes: int, device: torch.device) -> None:
+    """Compare `state_bytes`, a rank's weights, gradients and moments, with the memory of the device, or of this machine
+    if the state is kept on the CPU.
 
     Raises:
         UserError: The state is larger.
@@ -34,10 +28,10 @@ def check_memory(run: Run, num_params: int, device: torch.device) -> None:
     else:
         ranks, where = int(os.environ["LOCAL_WORLD_SIZE"]), "this machine"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = state_bytes(run, num_params) * ranks
+    needed = state_bytes * ranks
     if needed > memory:
         raise UserError(
-            f'model.flavor = "{run.job.model.flavor}", {num_params:,} parameters: weights, gradients and optimizer '
-            f"state take {needed / GIB:.1f} GiB on {where}, which has {memory / GIB:.1f} GiB. Take more or larger "
-            'devices, a smaller model, or training.dtype = "bfloat16" with optimizer.stochastic_rounding.'
+            f'model.flavor = "{run.job.model.flavor}": weights, gradients and optimizer state take {needed / GIB:.1f} '
+            f"GiB on {where}, which has {memory / GIB:.1f} GiB. Take more or larger devices, a smaller model, or "
+            'training.dtype = "bfloat16" with optimizer.stochastic_rounding. `titanlite plan` says what fits.'
         )

@@ -38,7 +38,8 @@ from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import check_run, world_size
-from titanlite.observe.flops import num_params
+from titanlite.observe.flops import state_bytes
+from titanlite.observe.forecast import GIB, handed_down
 from titanlite.observe.guards import check_finite
 from titanlite.observe.live import LiveView
 from titanlite.observe.logged_step import LoggedStep
@@ -55,6 +56,7 @@ from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
 from titanlite.train.build import describe, open_checkpoints, open_folder, start_metrics
 from titanlite.train.evaluate import Score, evaluate
+from titanlite.train.out_of_memory import explained, is_out_of_memory
 from titanlite.train.update import Update
 
 
@@ -82,6 +84,11 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
                 trainer.close()  # it finishes a save in progress, which is of an earlier step and good
             if trainer is not None or not isinstance(error, UserError):
                 error.add_note(how_to_go_on(run, argv))
+            if is_out_of_memory(error):
+                when = f"after step {trainer.steps_done}" if trainer is not None else "in the build"
+                words = explained(error, run, argv, device, when)
+                words.add_note(how_to_go_on(run, argv))
+                raise words from None
             raise
 
 
@@ -126,7 +133,7 @@ class Trainer:
     def build(self, run: Run, device: torch.device) -> None:
         """Build all that the step loop needs. Each part comes after the parts that it needs."""
         self.job, self.folder, self.device, opened = run.job, run.dump_folder, device, self.opened
-        check_memory(run, num_params(run.arch), device)
+        check_memory(run, state_bytes(run), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
         patience = self.job.comm.init_timeout_seconds
         set_timeout(self.mesh.groups, patience)
@@ -141,6 +148,9 @@ class Trainer:
             self.validation = ValidationSet.of_run(run, tokenizer, self.mesh.data_rank, device)
         for line in describe(run, device, tokenizer, self.loader, self.validation):
             self.log(line)
+        self.plan = handed_down() if self.job.job.plan else None
+        if self.plan is not None:
+            self.log(self.plan.line())
         self.loader.start()  # its processes start while the model is built; a resume restarts them
         sharded = build_model(run, self.mesh, device, self.log)
         self.update = Update(run, self.mesh, sharded, device)
@@ -328,6 +338,8 @@ class Trainer:
 
         Its reason is a stop by a signal, data that could not be read (`failure`), or a last save that failed.
         """
+        if self.plan is not None and self.metrics.pace is not None:
+            self.log(self.plan.compared(self.metrics.memory_peak * GIB, self.metrics.pace))
         self.close()
         if failure is not None:
             raise failure

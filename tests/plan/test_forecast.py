@@ -1,0 +1,64 @@
+"""From traces to a forecast, and what a forecast says."""
+
+import pytest
+from traces import GIB, matmul, run, trace
+
+from titanlite.observe.forecast import PLAN, Change, Forecast, handed_down
+from titanlite.observe.gpus import find_gpu
+from titanlite.plan.forecast import CPU_FIXED, CPU_LOST, GPU_FIXED, GPU_GROUP, GPU_LOST, forecast
+
+H100 = find_gpu("H100")
+WORK = (matmul(16384, 4096, 14336, count=100),)
+
+
+def plan(peak: float = 40.0, gpu=H100, world_size: int = 8) -> Forecast:
+    return forecast(run(world_size), (trace(WORK, peak=peak), trace(WORK, peak=peak - 1, rank=1)), gpu)
+
+
+def test_the_rank_with_the_highest_peak_is_the_one_that_counts():
+    result = plan()
+    assert (result.rank, result.peak, result.moment) == (0, 40 * GIB, "backward of block 31")
+    assert result.peaks == {"0": 40 * GIB, "1": 39 * GIB}
+    assert sum(result.kinds.values()) == result.peak
+
+
+def test_the_allowance_is_part_of_what_must_fit():
+    assert plan().allowance == GPU_FIXED + GPU_GROUP + int(GPU_LOST * 40 * GIB)
+    assert plan(74).fits
+    assert not plan(78).fits
+    assert not plan(78).exceeds(H100.memory)  # it may not fit, but it is not sure not to
+    assert plan(80).exceeds(H100.memory)
+
+
+def test_ranks_on_a_cpu_share_its_memory():
+    cpu = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "machine": 2})
+    result = plan(10, cpu, 2)
+    assert result.memory == 12 * GIB
+    assert result.allowance == CPU_FIXED + int(CPU_LOST * 10 * GIB)
+    assert not result.exceeds(int(9.6 * GIB))  # the peaks of 10 and 9 GiB have a mean of 9.5
+    assert result.exceeds(int(9.4 * GIB))
+
+
+def test_a_forecast_is_handed_down_as_json(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(PLAN, raising=False)
+    assert handed_down() is None
+    monkeypatch.setenv(PLAN, plan().model_dump_json())
+    assert handed_down() == plan()
+
+
+def test_what_a_forecast_says():
+    result = plan()
+    assert result.line().startswith("Plan: peak 40.00 GiB (backward of block 31), ")
+    assert "weights 10.00" in result.explain_memory()
+    assert "activations 30.00, weights 10.00" in result.composition()  # the largest first, nothing of 0 bytes
+    assert "No single change" in result.explain_memory()
+    change = Change(words=("--training.local_batch_size", "1"), needs=30 * GIB, tokens_per_second=10.0, price=-0.1)
+    better = result.model_copy(update={"changes": (change,)})
+    assert "Cheapest change that fits: --training.local_batch_size 1: 30.0 GiB, 10% faster." in better.explain_memory()
+
+
+def test_what_was_measured_stands_beside_the_plan():
+    result = plan()
+    said = result.compared(50 * GIB, result.step_seconds * 2)
+    assert "peak 50.00 (plan 40.00, -20.0%) GiB" in said
+    assert said.endswith("+100.0%) tokens/s per device")

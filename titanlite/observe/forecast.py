@@ -1,0 +1,190 @@
+"""What a plan says about a run: memory, time and what would help. `titanlite plan --json` prints it.
+
+Invariant: it is data. The planner makes it in a process of its own, and a run reads it from there, so that planning
+disturbs no process group. It does not use torch, because the launcher reads it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from titanlite.config.errors import UserError
+from titanlite.config.files import FileModel
+from titanlite.runtime.process import LAUNCHER
+
+PLAN_SECONDS = 300  # after which a start does not wait for its plan any longer
+PLAN = "TITANLITE_PLAN"  # environment variable with the forecast of this run, as JSON
+GIB = 2**30
+
+
+class Change(FileModel):
+    """A change of the job, with what it leads to."""
+
+    words: Annotated[tuple[str, ...], Field(strict=False)]
+    """The options that make it: ("--training.local_batch_size", "1")."""
+    needs: int
+    """Bytes of the device that it takes, allowance included."""
+    tokens_per_second: float
+    """Of one device."""
+    price: float
+    """Share of the speed that it costs: 0.1 is 10% slower; below 0 it is faster."""
+
+    def __str__(self) -> str:
+        speed = f"{abs(self.price):.0%} {'slower' if self.price > 0 else 'faster'}" if abs(self.price) > 0.005 else ""
+        return f"{' '.join(self.words)}: {self.needs / GIB:.1f} GiB, {speed or 'as fast'}"
+
+
+class Forecast(FileModel):
+    """A plan of a run: the rank with the highest peak, and the time of the slowest rank."""
+
+    job: str
+    """The job file."""
+    world_size: int
+    gpu: str
+    """The device that the plan is for."""
+    assumed: bool
+    """No device was named and this machine has none, so `gpu` is an assumption."""
+    rank: int
+    """The rank with the highest peak. All ranks with the same pipeline stages have the same."""
+    stages: Annotated[tuple[int, ...], Field(strict=False)]
+    peaks: dict[str, int]
+    """Rank -> its peak in bytes, for one rank of each kind."""
+    peak: int
+    """Bytes of tensors at the worst moment."""
+    moment: str
+    kinds: dict[str, int]
+    """Kind of memory -> bytes at that moment."""
+    host: int
+    """Bytes in host memory (training.enable_cpu_offload)."""
+    shared: bool
+    """The ranks share the memory of a machine, because they run on its CPU cores."""
+    allowance: int
+    """Bytes for allocator and libraries."""
+    memory: int
+    """Bytes that a rank has: of its device, or its share of the machine on a CPU."""
+    step_seconds: float
+    parts: dict[str, float]
+    """What takes the time of a step -> seconds."""
+    hidden_seconds: float
+    """Seconds of communication behind other work."""
+    dominant: str
+    """The part that takes the most time."""
+    tokens_per_second: float
+    """Of one device."""
+    mfu: float
+    days: float
+    """For all training.steps."""
+    basis: str
+    """Where the rates come from."""
+    largest_local_batch_size: int | None = None
+    """Rows per forward pass that still fit; None if it was not asked for, or if not even one fits."""
+    changes: Annotated[tuple[Change, ...], Field(strict=False)] = ()
+    """What makes the run fit, cheapest first."""
+
+    @property
+    def needs(self) -> int:
+        """Bytes of a device that the run takes, allowance included."""
+        return self.peak + self.allowance
+
+    def exceeds(self, memory: int) -> bool:
+        """Whether the tensors alone are more than `memory` bytes for each rank. Ranks that share a machine's memory
+        take it as they need it, so their mean counts."""
+        return (sum(self.peaks.values()) / len(self.peaks) if self.shared else self.peak) > memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the peak and for the allowance."""
+        return self.needs <= self.memory
+
+    def line(self) -> str:
+        """The plan in a line of the log."""
+        return (
+            f"Plan: peak {self.peak / GIB:.2f} GiB ({self.moment}), {self.tokens_per_second:,.0f} tokens/s per device, "
+            f"{self.step_seconds:.3g} s a step ({self.basis})"
+        )
+
+    def composition(self) -> str:
+        """What the peak consists of, the largest first."""
+        kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
+
+    def explain_memory(self) -> str:
+        """The peak, when it is, what it consists of, and the cheapest change that fits."""
+        text = (
+            f"The plan: {self.peak / GIB:.2f} GiB at the peak, on rank {self.rank}, in {self.moment}. In GiB: "
+            f"{self.composition()}. Beside it about {self.allowance / GIB:.1f} for allocator and libraries; there are "
+            f"{self.memory / GIB:.1f}."
+        )
+        return f"{text} {self.remedy()}"
+
+    def remedy(self) -> str:
+        """The cheapest change that makes the run fit."""
+        if self.changes:
+            return f"Cheapest change that fits: {self.changes[0]}."
+        return "No single change of the job makes it fit: take more or larger devices, or a smaller model."
+
+    def compared(self, peak: float, step_seconds: float) -> str:
+        """What was measured, beside the plan.
+
+        Args:
+            peak: the most bytes of tensors, or of the whole process on a CPU.
+            step_seconds: mean time of a step.
+        """
+        planned, what = (self.needs, "memory of a process") if self.shared else (self.peak, "peak")
+        speed = self.tokens_per_second * self.step_seconds / step_seconds
+        return (
+            f"Measured: {what} {_beside(peak / GIB, planned / GIB, '.2f')} GiB, "
+            f"{_beside(speed, self.tokens_per_second, ',.0f')} tokens/s per device"
+        )
+
+
+def _beside(measured: float, planned: float, form: str) -> str:
+    return f"{measured:{form}} (plan {planned:{form}}, {planned / measured - 1:+.1%})"
+
+
+def handed_down() -> Forecast | None:
+    """The forecast that the process which started this one has made, if it has."""
+    text = os.environ.get(PLAN)
+    return Forecast.model_validate_json(text) if text else None
+
+
+def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Forecast:
+    """The forecast of a command line's job, made by `titanlite plan` in another process.
+
+    Args:
+        argv: The words after `titanlite train`.
+        options: Further options of `titanlite plan`, such as --gpu H100.
+
+    Raises:
+        UserError: the plan could not be made. The message says why in a line.
+    """
+    command = [sys.executable, "-P", "-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
+    # It ends with this process. It needs no GPU, and this process may have filled it.
+    alone = {LAUNCHER: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK} | alone
+    try:
+        ended = subprocess.run(
+            [*command, *options, *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PLAN_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"The plan could not be made: {error}") from None
+    if ended.returncode != 0:
+        reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise UserError(f"The plan could not be made: {reason}")
+    return Forecast.model_validate_json(ended.stdout)
+
+
+# What a launcher tells a rank, which the planner must not take for its own.
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TITANLITE_ERROR_FOLDER", "TITANLITE_STORE")

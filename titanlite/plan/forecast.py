@@ -1,0 +1,69 @@
+"""From a run and a device to a forecast: traces, the allowance beside tensors, and time.
+
+Invariant: a forecast of a run depends on the run and the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from titanlite.config.run import Run
+from titanlite.observe.forecast import Forecast
+from titanlite.observe.gpus import Gpu
+from titanlite.plan.counts import RankTrace
+from titanlite.plan.time import step_time
+
+Tracer = Callable[[Run], Sequence[RankTrace]]
+
+MIB = 2**20
+# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
+# that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
+# between blocks of the allocator, which has expandable segments.
+GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
+# Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
+# tensors are a few), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are the process that reads.
+CPU_FIXED, CPU_LOST = 480 * MIB, 0.05
+
+
+def allowance(run: Run, peak: int, gpu: Gpu) -> int:
+    """Bytes beside those of tensors that a rank takes."""
+    if gpu.cpu:
+        return CPU_FIXED + int(CPU_LOST * peak)
+    degree = run.degrees
+    groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
+    return GPU_FIXED + groups * GPU_GROUP + int(GPU_LOST * peak)
+
+
+def memory_of_rank(run: Run, gpu: Gpu) -> int:
+    """Bytes that a rank may take. The ranks of a CPU run share one machine."""
+    return gpu.memory // run.world_size if gpu.cpu else gpu.memory
+
+
+def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = False) -> Forecast:
+    """What the traces of a run mean on a device."""
+    worst = max(traces, key=lambda trace: trace.peak)
+    time = step_time(run, traces, gpu)
+    return Forecast(
+        job=run.job.job.config_file or "a job made in Python",
+        world_size=run.world_size,
+        gpu=gpu.name,
+        assumed=assumed,
+        rank=worst.rank,
+        stages=worst.stages,
+        peaks={str(trace.rank): trace.peak for trace in traces},
+        peak=worst.peak,
+        moment=worst.moment,
+        kinds=dict(worst.kinds),
+        host=worst.host,
+        shared=gpu.cpu,
+        allowance=allowance(run, worst.peak, gpu),
+        memory=memory_of_rank(run, gpu),
+        step_seconds=time.seconds,
+        parts=time.parts,
+        hidden_seconds=time.hidden,
+        dominant=time.dominant,
+        tokens_per_second=time.tokens_per_second,
+        mfu=time.mfu,
+        days=time.days,
+        basis=time.basis,
+    )

@@ -1,0 +1,59 @@
+"""Words for a step or a start that ran out of memory: what the plan says of the peak, and what would help.
+
+Invariant: the plan is made in another process, because this one has no memory left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from titanlite.config.errors import UserError
+from titanlite.config.run import Run
+from titanlite.observe.forecast import GIB, handed_down, plan_in_child
+from titanlite.observe.gpus import gpu_of_device
+
+
+class OutOfMemory(UserError):
+    """A rank has no memory left. A start after it may succeed, if only the allocator's blocks were scattered."""
+
+    exit_code = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host has refused memory."""
+    refused = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return refused or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def explained(error: BaseException, run: Run, argv: Sequence[str], device: torch.device, when: str) -> OutOfMemory:
+    """The error with the peak, what it consists of and the cheapest change that takes less memory.
+
+    Args:
+        argv: The command line of `run`.
+        when: The part of the run in which it happened.
+    """
+    torch_says = (str(error).strip() or type(error).__name__).splitlines()[0]
+    measured = ""
+    if device.type == "cuda":
+        measured = f" Tensors took {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB at the most."
+    try:
+        plan = handed_down()
+        if plan is None or not plan.changes:
+            plan = plan_in_child(argv, run.world_size, "--remedies", *_device_options(device))
+        planned = plan.explain_memory()
+    except UserError as failure:
+        planned = str(failure)
+    return OutOfMemory(f"Out of memory {when}: {torch_says}{measured} {planned}")
+
+
+def _device_options(device: torch.device) -> list[str]:
+    """The options of `titanlite plan` for the device of this process."""
+    if device.type != "cuda":
+        return ["--gpu", "cpu"]
+    properties = torch.cuda.get_device_properties(device)
+    known = gpu_of_device(properties.name)
+    if known is None:
+        raise UserError(f"No plan: this machine's GPU, {properties.name}, is not in the table; see docs/planning.md.")
+    return ["--gpu", known.name.replace(" ", "-"), f"--memory={properties.total_memory / GIB}"]
