@@ -1,11 +1,14 @@
 """The time of a step, from traces made by hand: each expectation is worked out in the test."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from traces import matmul, moving, run, trace, traffic
 
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.gpus import Gpu, Kernel, Matmul, Rates, find_gpu
-from titanlite.plan.counts import Work
+from titanlite.plan.counts import Traffic, Work
 from titanlite.plan.time import ATTENTION, BANDWIDTH, FUSED_BYTES, LINK, MATMUL, OVERLAP_PRICE, Clock, bubble, step_time
 
 H100 = find_gpu("H100")
@@ -29,7 +32,7 @@ CPU = Gpu(
 )  # fmt: skip
 
 
-def parts(*work: Work, gpu: Gpu = H100, sent=(), **job) -> dict[str, float]:
+def parts(*work: Work, gpu: Gpu = H100, sent: Sequence[Traffic] = (), **job: Any) -> dict[str, float]:
     return Clock(run(**job), gpu).rank_parts(trace(work, tuple(sent)))[0]
 
 
@@ -61,12 +64,10 @@ def test_attention_forward_and_backward():
 
 def test_the_compiler_fuses_chains_of_elementwise_kernels_but_not_copies_of_fsdp():
     size = 10**10
-    eager, compiled = {}, {"compile": {"enable": True}}
-    assert parts(moving(size), **compiled)["memory-bound kernels"] == pytest.approx(
-        FUSED_BYTES * parts(moving(size), **eager)["memory-bound kernels"]
-    )
+    compiled = parts(moving(size), compile={"enable": True})["memory-bound kernels"]
+    assert compiled == pytest.approx(FUSED_BYTES * parts(moving(size))["memory-bound kernels"])
     copies = moving(size, op="fsdp.chunk_cat")
-    assert parts(copies, **compiled) == parts(copies, **eager)
+    assert parts(copies, compile={"enable": True}) == parts(copies)
 
 
 def test_a_gpu_waits_for_python_where_its_kernels_are_tiny():

@@ -30,7 +30,7 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
     of = job.job.config_file or "titanlite; without --job.config_file, the values of debug_model.toml are used"
     description = (
         "Train the model that a job file describes. Any key of the file can be given on the command line, too, which "
-        f"wins over the file. With --dry-run a step is done without data, and no folder is made. The defaults below are "
+        "wins over the file. With --dry-run a step is done without data, and no folder is made. The defaults below are "
         f"those of {of}."
     )
     options = {key for key in keys if on_command_line(KEYS[key].annotation)}

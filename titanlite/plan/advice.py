@@ -15,8 +15,8 @@ from typing import Any
 from titanlite.config.rules import Context, broken_rules
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.flops import state_bytes
+from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
 from titanlite.plan.bounds import guessed_seconds
 from titanlite.plan.forecast import Tracer, forecast, memory_of_rank

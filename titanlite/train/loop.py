@@ -85,7 +85,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             if trainer is not None or not isinstance(error, UserError):
                 error.add_note(how_to_go_on(run, argv))
             if is_out_of_memory(error):
-                when = f"after step {trainer.steps_done}" if trainer is not None else "in the build"
+                when = f"at step {trainer.steps_done}" if trainer is not None else "in the build"
                 words = explained(error, run, argv, device, when)
                 words.add_note(how_to_go_on(run, argv))
                 raise words from None
