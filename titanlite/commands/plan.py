@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from pydantic import PositiveFloat, PositiveInt
 
 from titanlite.config.errors import UserError
@@ -33,7 +35,7 @@ class Plan(Options):
     own, such as --measure writes. Left out: the GPU of this machine, or H100 if it has none."""
     memory: PositiveFloat | None = None
     """GiB of a device (of the machine with --gpu cpu), in place of the number in the table."""
-    json: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object instead of text."""
     quick: bool = False
     """Do not look for the largest batch that fits."""
@@ -58,8 +60,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("--out FILE: is where --measure writes. Add --measure.")
     if options.measure:
         return _measure(options)
-    for path in filter(None, (options.write,)):
-        _check_new(path)
+    if options.write:
+        _check_new(options.write, "--write")
     run = load_run(words, options.world_size or world_size())
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
         gpu, assumed = chosen_gpu(options.gpu)
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         result = None if options.search else make_plan(run, gpu, assumed, options.quick, options.remedies)
     if result is None:
         return _search(run, gpu, options)
-    print(result.model_dump_json() if options.json else "\n".join(describe(run, result, gpu)))
+    print(result.model_dump_json() if options.as_json else "\n".join(describe(run, result, gpu)))
 
 
 def make_plan(run: Run, gpu: Gpu, assumed: bool = False, quick: bool = False, remedies: bool = False) -> Forecast:
@@ -182,7 +184,7 @@ def _search(run: Run, gpu: Gpu, options: Plan) -> None:
         )
     if options.write:
         options.write.write_text(dump_config(found[0].run.job), encoding="utf-8")
-    if options.json:
+    if options.as_json:
         best = [{"options": words(each.settings), **each.plan.model_dump()} for each in found]
         print(json.dumps({"traced": traced, "best": best}))
         return
@@ -212,16 +214,27 @@ def _quiet() -> None:
     os.dup2(2, 1)
 
 
-def _check_new(path: Path) -> None:
+def _check_new(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before minutes are spent."""
     from titanlite.config.files import not_writable
 
     if path.is_dir():
-        raise UserError(f"--write {path}: is a folder; name a file.")
+        raise UserError(f"{option} {path}: is a folder; name a file.")
     if problem := not_writable(path.absolute().parent):
-        raise UserError(f"--write {path}: {problem}")
+        raise UserError(f"{option} {path}: {problem}")
 
 
 def _measure(options: Plan) -> None:
     """Measure this machine and write its rates."""
-    raise UserError("--measure")
+    from titanlite.plan.measure import measure
+
+    out = options.out or Path("my_machine.toml")
+    _check_new(out, "--out")
+    gpu = measure(out, lambda line: print(line, file=sys.stderr))
+    if options.as_json:
+        print(gpu.model_dump_json())
+        return
+    print(
+        f"{gpu.name}: {gpu.bf16:.3g} bf16 TFLOP/s, {gpu.bandwidth:.3g} GB/s of memory, {gpu.link:.3g} GB/s of a link."
+    )
+    print(f"Written to {out}: name it with `titanlite plan --gpu {out}`.")

@@ -1,23 +1,128 @@
 """Measures the rates of this machine: matmuls, attention, memory, collectives, and what launching a kernel costs.
 
-Invariant: the kernels are those of titanlite's own step, timed one by one while it runs, so that a plan finds each of
-them under the name that its trace uses.
+Invariant: the kernels are those of titanlite's own step. They are timed one by one while small jobs train, so a plan
+finds each of them under the name that its trace uses.
 """
 
 from __future__ import annotations
 
+import datetime
+import math
+import multiprocessing
 import os
+import platform
+import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import tomli_w
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.observe.gpus import Gpu
+from titanlite.config.errors import UserError
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
+from titanlite.data.batch import blank_microbatch
+from titanlite.observe import gpus
+from titanlite.observe.gpus import Gpu, Rates
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.plan.kernels import Kernel, describe
+from titanlite.runtime.world import process_group
+from titanlite.train.update import Update
 
 GIB = 2**30
+REPEATS = 3  # of each step that is measured
+MOST_SIZES = 8  # of an operator that are kept
+
+# (dim, heads, inner width, tokens of a row, rows, dtypes) of the jobs whose kernels are timed. They have two blocks.
+_Sample = tuple[int, int, int, int, int]
+ON_CPU: tuple[_Sample, ...] = (
+    (64, 2, 128, 64, 2),
+    (128, 2, 384, 128, 2),
+    (256, 4, 640, 256, 4),
+    (512, 8, 1408, 256, 2),
+    (1024, 16, 2816, 128, 1),
+)
+ON_GPU: tuple[_Sample, ...] = (
+    (256, 4, 640, 1024, 4),
+    (1024, 16, 2816, 2048, 4),
+    (2048, 16, 8192, 4096, 2),
+    (4096, 32, 14336, 4096, 2),
+)
+
+
+class Timed(NamedTuple):
+    """What a process has measured: kernel -> its shortest time, and seconds that a kernel takes beside its work."""
+
+    kernels: dict[Kernel, float]
+    launch: float
+
+
+class _Clock(TorchDispatchMode):
+    """Times each operator that runs in it. On a GPU it waits for each."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.times: dict[Kernel, list[float]] = defaultdict(list)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor or a weight in FP8, whose own operators come here next
+        kwargs = kwargs or {}
+        _wait(self._device)
+        started = time.perf_counter()
+        result = func(*args, **kwargs)
+        _wait(self._device)
+        seconds = time.perf_counter() - started
+        call = describe(func, args, kwargs, result)
+        if call is not None and isinstance(call.key, Kernel):
+            self.times[call.key].append(seconds)
+        return result
+
+
+def measure(out: Path, log: Callable[[str], None]) -> Gpu:
+    """Measure this machine in about a minute, and write its rates to `out`.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    is_gpu = torch.cuda.is_available()
+    if is_gpu:
+        base = _this_gpu()
+        log("Timing the kernels of a step on the GPU ...")
+        rates = [_rates(1, [_in_process(0, 1)])]
+        count = torch.cuda.device_count()
+    else:
+        base, rates, count = this_cpu(), [], 2
+        for ranks in sorted({1, base.machine}):
+            log(f"Timing the kernels of a step on {ranks} rank{'s' if ranks > 1 else ''} at a time ...")
+            rates.append(_rates(ranks, _in_processes(_in_process, ranks, base.machine // ranks)))
+    update: dict[str, Any] = {"rates": tuple(rates)}
+    if count > 1:
+        log(f"Timing collectives of {count} ranks ...")
+        with tempfile.TemporaryDirectory() as folder:
+            link, latency = _in_processes(_collectives, count, count, str(Path(folder, "store")))[0]
+        update |= {"link": link, "latency_us": latency}
+    today = datetime.date.today().isoformat()
+    update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
+    result = base.model_copy(update=update)
+    try:
+        out.write_text(tomli_w.dumps(result.model_dump(exclude_defaults=True)), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}.") from None
+    return result
 
 
 def this_cpu() -> Gpu:
-    """The cores and the memory of this machine, measured in about a second."""
+    """The cores and the memory of this machine, with the rates of one matmul of each dtype and of one copy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     side = 768
     rates = {}
@@ -25,7 +130,7 @@ def this_cpu() -> Gpu:
         a, b = (torch.randn(side, side, dtype=dtype) for _ in range(2))
         rates[dtype] = 2 * side**3 / _best(lambda a=a, b=b: a @ b) / 1e12
     data = torch.ones(32 << 20)
-    bandwidth = 2 * data.nbytes / _best(lambda: data.clone()) / 1e9
+    bandwidth = 2 * data.nbytes / _best(data.clone) / 1e9
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Gpu(
         name=f"{cores} CPU core{'s' if cores > 1 else ''}",
@@ -43,13 +148,191 @@ def this_cpu() -> Gpu:
     )
 
 
-def _best(call: object, seconds: float = 0.15) -> float:
+def _this_gpu() -> Gpu:
+    """This machine's GPU by its data sheet, or what can be measured in a second if it is in no table."""
+    properties = torch.cuda.get_device_properties(0)
+    memory, known = properties.total_memory / GIB, gpus.gpu_of_device(properties.name)
+    if known is not None:
+        return known.model_copy(update={"memory_gib": memory})
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(4096, 4096, dtype=dtype, device="cuda") for _ in range(2))
+        rates[dtype] = 2 * 4096**3 / _best(lambda a=a, b=b: a @ b) / 1e12
+    data = torch.ones(64 << 20, device="cuda")
+    host = data.nbytes / _best(lambda: data.to("cpu")) / 1e9
+    return Gpu(
+        name=properties.name,
+        memory_gib=memory,
+        bf16=rates[torch.bfloat16],
+        fp32=rates[torch.float32],
+        bandwidth=2 * data.nbytes / _best(data.clone) / 1e9,
+        link=host,
+        network=12.5,
+        host=host,
+        machine=torch.cuda.device_count(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+def _in_process(rank: int, threads: int) -> Timed:
+    """Train the sample jobs in this process, which is a world of its own, and time their kernels."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(threads)
+    samples = ON_GPU if torch.cuda.is_available() else ON_CPU
+    dtypes = ("bfloat16",) if torch.cuda.is_available() else ("bfloat16", "float32")
+    kernels: dict[Kernel, float] = {}
+    launches: list[float] = []
+    with process_group(_job(samples[0], dtypes[0]).job) as device:
+        for sample in samples:
+            for dtype in dtypes:
+                times, launch = _time_job(_job(sample, dtype), device)
+                launches.append(launch)
+                for kernel, seconds in times.items():
+                    kernels[kernel] = min(seconds, kernels.get(kernel, math.inf))
+    return Timed(kernels, sorted(launches)[len(launches) // 2])
+
+
+def _job(sample: _Sample, dtype: str) -> Run:
+    dim, heads, inner, length, rows = sample
+    model = {"dim": dim, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads // 2, "ffn_dim": inner}
+    training = {"seq_len": length, "local_batch_size": rows, "mixed_precision_param": dtype}
+    return Run(JobConfig.model_validate({"model": {**model, "vocab_size": 4096}, "training": training}))
+
+
+def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], float]:
+    """Kernel -> its shortest time in a step of `run`, and the time of a step beside its kernels, for each kernel."""
+    mesh = build_mesh(run.degrees, device.type)
+    update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
+    training = run.job.training
+    rows = [blank_microbatch(training.local_batch_size, training.seq_len, False, device)]
+    tokens = training.local_batch_size * training.seq_len
+
+    def step() -> float:
+        started = time.perf_counter()
+        update(rows, tokens, 1e-4)
+        _wait(device)
+        return time.perf_counter() - started
+
+    step()
+    step()
+    whole = min(step() for _ in range(REPEATS))
+    with _Clock(device) as clock:
+        for _ in range(REPEATS):
+            step()
+    times = {kernel: min(seconds) for kernel, seconds in clock.times.items()}
+    count = sum(len(seconds) for seconds in clock.times.values()) / REPEATS
+    busy = sum(sum(seconds) for seconds in clock.times.values()) / REPEATS
+    if device.type == "cuda":  # kernels overlap with launches, so the smallest job shows what launches cost
+        return times, whole / count
+    return times, max(0.0, whole - busy) / count
+
+
+def _rates(ranks: int, timed: list[Timed]) -> Rates:
+    """The means of what so many ranks have measured side by side."""
+    first = timed[0].kernels
+
+    def mean(kernel: Kernel) -> float:
+        return sum(each.kernels.get(kernel, first[kernel]) for each in timed) / len(timed)
+
+    matmuls = [
+        gpus.Matmul(dtype=kernel.dtype, shape=kernel.shape, seconds=mean(kernel))
+        for kernel in first
+        if len(kernel.shape) == 3
+    ]
+    attention = [
+        gpus.Attention(
+            phase="backward" if "backward" in kernel.op else "forward",
+            dtype=kernel.dtype,
+            shape=kernel.shape,
+            seconds=mean(kernel),
+        )
+        for kernel in first
+        if len(kernel.shape) == 5
+    ]
+    sizes: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for kernel in first:
+        if not kernel.shape and kernel.bytes:
+            known = sizes[kernel.op, kernel.dtype]
+            known[kernel.bytes] = min(mean(kernel), known.get(kernel.bytes, math.inf))
+    moving = [
+        gpus.Kernel(op=op, dtype=dtype, bytes=size, seconds=known[size])
+        for (op, dtype), known in sorted(sizes.items())
+        for size in _spread(sorted(known))
+    ]
+    launch = sum(each.launch for each in timed) / len(timed)
+    return Rates(
+        ranks=ranks,
+        launch_us=launch * 1e6,
+        matmul=tuple(matmuls),
+        attention=tuple(attention),
+        kernel=tuple(moving),
+    )
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """At most MOST_SIZES of them, the first and the last among them."""
+    if len(sizes) <= MOST_SIZES:
+        return sizes
+    return [sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
+
+
+# -------------------------------------------------------------------------------------------------------- collectives
+
+
+def _collectives(rank: int, ranks: int, store: str) -> tuple[float, float]:
+    """GB/s of a link in a ring of `ranks`, and the microseconds of a collective without content."""
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if is_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    size = (64 if is_gpu else 8) << 20  # numbers
+
+    def seconds(numbers: int) -> float:
+        part, whole = torch.ones(numbers // ranks, device=device), torch.empty(numbers // ranks * ranks, device=device)
+        best = math.inf
+        for _ in range(8):
+            dist.barrier()
+            _wait(device)
+            started = time.perf_counter()
+            dist.all_gather_into_tensor(whole, part)
+            _wait(device)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    small, large = seconds(16 * ranks), seconds(size)
+    dist.destroy_process_group()
+    bytes_of_link = 4 * size * (ranks - 1) / ranks
+    return bytes_of_link / max(1e-9, large - small) / 1e9, max(0.1, small * 1e6 / (1 if is_gpu else ranks - 1))
+
+
+def _in_processes(body: Callable[..., Any], count: int, *args: Any) -> list[Any]:
+    """What `body(rank, *args)` returns in each of `count` processes that run at the same time."""
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        return pool.starmap(body, [(rank, *args) for rank in range(count)], chunksize=1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _best(call: Callable[[], Any], seconds: float = 0.15) -> float:
     """The shortest time of `call`, over so many seconds."""
-    assert callable(call)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     call()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best, end = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
+        _wait(device)
         started = time.perf_counter()
         call()
+        _wait(device)
         best = min(best, time.perf_counter() - started)
     return best
