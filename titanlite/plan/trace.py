@@ -57,7 +57,8 @@ def trace_run(run: Run) -> tuple[RankTrace, ...]:
 
 def _moved(place: Place, front: int, by: int) -> Place:
     """The same place in a model with `by` blocks more, which were inserted before block `front`."""
-    return place._replace(block=place.block + by) if place.block >= front else place
+    phase, name, stage, block, microbatch = place
+    return Place(phase, name, stage, block + by, microbatch) if block >= front else place
 
 
 def _fewer_blocks(run: Run) -> tuple[Run, Run]:
