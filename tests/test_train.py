@@ -31,6 +31,8 @@ from titanlite.config.load import load_job
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
+from titanlite.report.recorded import read_run
+from titanlite.report.run_files import RunFiles
 from titanlite.train import loop
 
 pytestmark = pytest.mark.slow
@@ -114,6 +116,11 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     output = run(job_file, tmp_path / "stopped", "--training.steps", str(last + 2))
     assert f"Resumed after step {last}" in output
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
+    happened = [(event.kind, event.step, event.undone) for event in read_run(tmp_path / "stopped").events]
+    assert [kind for kind, _, _ in happened if kind not in ("save", "data")] == ["start", "stop", "start", "finish"]
+    assert ("save", last, False) in happened
+    assert happened[-1] == ("finish", last + 2, False)
+    assert RunFiles(tmp_path / "stopped").read().state == "finished"
 
 
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:

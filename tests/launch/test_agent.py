@@ -1,5 +1,6 @@
 """The end of the workers is the end of the launcher: exit codes, signals, and the root cause of a crash first."""
 
+import json
 import os
 import pty
 import signal
@@ -319,6 +320,9 @@ def test_what_files_say_cannot_command_a_terminal_or_forge_a_line_of_the_log(
         assert "a tensor\\x1b[2J named\\x0d\\u202e\n" in text
         assert "go on\\x07 so" in text
         assert text.replace("\n", "").isprintable()
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event["event"] == "failure"
+    assert "a tensor\\x1b[2J named\\x0d\\u202e\n" in event["text"]
     first, *others = log.splitlines()
     assert first.startswith("[")  # the time
     assert all(line.startswith("    ") for line in others)
@@ -332,3 +336,23 @@ def test_the_launchers_own_words_on_how_to_go_on_are_escaped(
     saved = Saved(how_to_go_on=lambda: "To go on: outputs/\x1b]0;mine\x07")
     assert run_workers(["-c", f"{worker}; os._exit(9)"], World(1), saved) == 9
     assert "To go on: outputs/\\x1b]0;mine\\x07\n" in capsys.readouterr().err
+
+
+HANGS = """
+import json, os, pathlib
+folder = pathlib.Path(os.environ["TITANLITE_ERROR_FOLDER"])
+folder.joinpath("train.log").write_text("run.log")
+hang = {"rank": 0, "host": "here", "hosts": ["here"], "step": 7, "line": "x", "inside": "y", "collectives": {}}
+folder.joinpath("0.hang.json").write_text(json.dumps(hang))
+os._exit(9)
+"""
+
+
+def test_a_hang_a_crash_and_a_restart_are_events_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    saved = Saved(how_to_go_on=lambda: "To go on: ...")
+    assert run_workers(["-c", HANGS], World(1, max_restarts=1), saved) == 9
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
+    assert "step 7" in events[0]["text"]
+    assert events[1]["text"] == "Rank 0 failed first: it ended with exit code 9."

@@ -180,6 +180,15 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     assert (process.returncode, errors) == (0, "went on to the end")
 
 
+def test_the_view_is_drawn_at_most_once_a_second() -> None:
+    many = SCRIPT.replace(
+        "    view.update(12)", "    for step in range(12, 5000): view.update(step, LoggedStep(**entry))"
+    )
+    output = in_terminal(0, many, COLUMNS="60")
+    assert output.count("mine") < 20  # 5,000 steps take less than ten seconds
+    assert "4999/40" not in output.partition("saved step 11")[0]
+
+
 def test_other_ranks_show_no_view() -> None:
     assert in_terminal(rank=1) == ""
 

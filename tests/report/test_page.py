@@ -16,7 +16,7 @@ import pytest
 from report.test_run_files import a_run, line
 
 from titanlite.cli import main
-from titanlite.report.curves import hours, places, thin
+from titanlite.report.curves import hours, places, spikes, thin
 from titanlite.report.json_lines import Table
 from titanlite.report.page import make_page
 from titanlite.report.recorded import read_run
@@ -186,6 +186,19 @@ def test_a_million_steps_keep_their_mean_and_each_spike() -> None:
     assert loss["mean"][0] == 1.0
     steps = found["x"]["step"]
     assert (steps[0], steps[-1]) == (250.5, 999_750.5)
+
+
+def test_a_spike_of_the_loss_is_found_once_and_noise_and_a_falling_loss_are_none() -> None:
+    chance = np.random.default_rng(0)
+    losses = 2 + 6 * np.exp(-np.arange(5000) / 300) + chance.normal(0, 0.05, 5000)
+    assert spikes(table(step=range(5000), loss=losses)) == []
+    losses[3000:3010] += 3
+    losses[4000] = math.nan
+    ((row, loss, mean),) = spikes(table(step=range(5000), loss=losses))
+    assert (row, loss) == (3000, losses[3000])
+    assert mean == pytest.approx(losses[2900:3000].mean())
+    assert spikes(table(step=range(5000), loss=[2.0] * 5000)) == []
+    assert spikes(table(step=[], loss=[])) == []
 
 
 def test_hours_are_those_of_training_without_the_pause_between_two_starts() -> None:

@@ -80,5 +80,28 @@ def places(table: Table, steps: Floats) -> dict[str, list[float | None]]:
     return found
 
 
+def spikes(table: Table) -> list[tuple[int, float, float]]:
+    """Logged steps whose loss lies far above the 100 logged before them: by six standard deviations, and by 2%.
+
+    Returns:
+        Row, loss, and the mean of the 100 before, for each. Those among the 100 logged after one belong to it.
+    """
+    losses, window = column(table, "loss"), 100
+    if len(losses) <= window or not np.isfinite(losses).any():
+        return []
+    middle = float(np.median(losses[np.isfinite(losses)]))
+    centred = np.where(np.isfinite(losses), losses, middle) - middle  # small numbers, because of the squares
+    sums, squares = (np.cumsum(np.append(0.0, values)) for values in (centred, centred**2))
+    mean = (sums[window:-1] - sums[: -window - 1]) / window
+    variance = np.maximum((squares[window:-1] - squares[: -window - 1]) / window - mean**2, 0.0)
+    rise = centred[window:] - mean
+    rows = np.flatnonzero((rise > 6 * np.sqrt(variance)) & (rise > 0.02 * np.abs(mean + middle))) + window
+    found: list[int] = []
+    for row in rows.tolist():
+        if not found or row - found[-1] > window:
+            found.append(row)
+    return [(row, float(losses[row]), float(mean[row - window] + middle)) for row in found]
+
+
 def _json(values: Floats, digits: int = 6) -> list[float | None]:
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]

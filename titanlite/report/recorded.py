@@ -16,6 +16,7 @@ from titanlite.checkpoint.find import checkpoints_at
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.observe.live import RunStatus
+from titanlite.report.curves import spikes
 from titanlite.report.json_lines import Table, number, read_objects, read_table
 from titanlite.report.run_files import RunFiles, read_config, read_json
 from titanlite.runtime.events import ENDS, EVENTS_FILE
@@ -110,8 +111,8 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ...]:
     """The events by time.
 
-    Two kinds are found here: "skip", where a logged step counts more skipped records than the one before, and "killed",
-    where a start follows another without an end.
+    Three kinds are found here: "skip", where a logged step counts more skipped records than the one before, "spike" of
+    the loss, and "killed", where a start follows another without an end.
     """
     times, steps = metrics.columns.get("time", []), metrics.columns["step"]
     found: list[tuple[float, str, float, str]] = []
@@ -133,6 +134,10 @@ def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ..
         if count > before and row < len(times):
             found.append((times[row], "skip", steps[row], f"{count - before:.0f} records skipped"))
         before = count
+    for row, loss, mean in spikes(metrics) if times else ():
+        found.append(
+            (times[row], "spike", steps[row], f"loss {loss:.4f}, where the mean of the 100 before is {mean:.4f}")
+        )
     happened, back_to = [], math.inf
     for at, kind, step, text in reversed(sorted(found, key=lambda event: event[0])):
         happened.append(Happened(at, kind, step, text, undone=step > back_to))

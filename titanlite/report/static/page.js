@@ -19,8 +19,8 @@ const number = (v) => {
   return Number(v.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 5 });
 };
 
-const LATE = { save: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn" }; // others: --bad
-const kindColor = (kind) => css(LATE[kind] || (kind === "finish" ? "--good" : "--bad"));
+const COLORS = { save: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn" }; // others: --bad
+const kindColor = (kind) => css(COLORS[kind] || (kind === "finish" ? "--good" : "--bad"));
 const QUIET = ["save", "validation", "data", "finish"]; // they have no line in the charts, only a mark among the events
 const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))].filter((kind) => kind !== "data");
 
