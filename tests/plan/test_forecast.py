@@ -5,7 +5,7 @@ from traces import GIB, matmul, run, trace
 
 from titanlite.observe.forecast import PLAN, Change, Forecast, handed_down
 from titanlite.observe.gpus import find_gpu
-from titanlite.plan.forecast import CPU_FIXED, CPU_LOST, GPU_FIXED, GPU_GROUP, GPU_LOST, forecast
+from titanlite.plan.forecast import CPU_FIXED, CPU_LOST, GPU_FIXED, GPU_GROUP, GPU_LOST, forecast, traces_of
 
 H100 = find_gpu("H100")
 WORK = (matmul(16384, 4096, 14336, count=100),)
@@ -62,3 +62,21 @@ def test_what_was_measured_stands_beside_the_plan():
     said = result.compared(50 * GIB, result.step_seconds * 2)
     assert "peak 50.00 (plan 40.00, -20.0%) GiB" in said
     assert said.endswith("+100.0%) tokens/s per device")
+
+
+def test_a_compiled_float8_run_is_traced_in_eager_mode_with_its_matmuls_in_fp8():
+    job = run(compile={"enable": True}, float8={"enable": True})
+    traced = []
+
+    def trace_of(job):
+        traced.append(job)
+        return (trace((matmul(16384, 4096, 14336), matmul(2048, 4096, 128256)), peak=40 if len(traced) == 1 else 10),)
+
+    (result,) = traces_of(job, H100, trace_of)
+    assert [(each.job.compile.enable, each.job.float8.enable) for each in traced] == [(False, True), (False, False)]
+    assert result.peak == 40 * GIB  # the memory is that of the job itself
+    fp8, cast, output = result.work
+    assert (fp8.dtype, cast.bytes) == ("float8_e4m3fn", 5 * (16384 * 4096 + 4096 * 14336))
+    assert output.dtype == "bfloat16"  # the output projection stays as it is
+    assert len(traces_of(job, find_gpu("A100"), trace_of)) == 1
+    assert len(traced) == 3  # without FP8 the device emulates it, as a trace does

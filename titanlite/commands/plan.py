@@ -81,10 +81,10 @@ def make_plan(run: Run, gpu: Gpu, assumed: bool = False, quick: bool = False, re
         remedies: List what takes less memory even if the run fits.
     """
     from titanlite.plan.advice import largest_batch, what_fits
-    from titanlite.plan.forecast import forecast
+    from titanlite.plan.forecast import forecast, traces_of
     from titanlite.plan.trace import trace_run
 
-    plan = forecast(run, trace_run(run), gpu, assumed)
+    plan = forecast(run, traces_of(run, gpu, trace_run), gpu, assumed)
     if not plan.fits or remedies:
         return plan.model_copy(update={"changes": what_fits(run, plan, trace_run, gpu)})
     if quick:

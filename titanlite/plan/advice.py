@@ -19,7 +19,7 @@ from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
 from titanlite.plan.bounds import guessed_seconds
-from titanlite.plan.forecast import Tracer, forecast, memory_of_rank
+from titanlite.plan.forecast import Tracer, forecast, memory_of_rank, traces_of
 
 Settings = Mapping[str, Any]  # "section.key" -> value
 
@@ -68,7 +68,7 @@ def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | No
 
     def plan_of(rows: int) -> Forecast | None:
         if rows not in known and (new := changed(run, _rows(run, rows))) is not None:
-            known[rows] = forecast(new, trace(new), gpu)
+            known[rows] = forecast(new, traces_of(new, gpu, trace), gpu)
         return known.get(rows)
 
     for _ in range(6):
@@ -145,7 +145,7 @@ def what_fits(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu, most: int = 5) 
         if len(settings) > 2 and len(found) >= 2:  # several changes at once are for runs that no single one helps
             break
         seen.add(words(settings))
-        after = forecast(new, trace(new), gpu)
+        after = forecast(new, traces_of(new, gpu, trace), gpu)
         if after.fits and after.needs < plan.needs:
             found.append(_change(settings, after, plan))
     return tuple(sorted(found, key=lambda change: change.price)[:most])
@@ -253,7 +253,7 @@ def search(
         while waiting and len(running) < workers and time.monotonic() < deadline:
             settings, new = waiting.pop(0)
             if not any(_is_larger(settings, other) for other in too_large):
-                running[pool.submit(trace, new)] = settings, new
+                running[pool.submit(traces_of, new, gpu, trace)] = settings, new
         if not running:
             break
         for done in wait(running, return_when=FIRST_COMPLETED).done:

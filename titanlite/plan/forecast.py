@@ -5,12 +5,13 @@ Invariant: a forecast of a run depends on the run and the device alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from titanlite.config.run import Run
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.counts import RankTrace
+from titanlite.plan.counts import RankTrace, Work
 from titanlite.plan.time import step_time
 
 Tracer = Callable[[Run], Sequence[RankTrace]]
@@ -37,6 +38,42 @@ def allowance(run: Run, peak: int, gpu: Gpu) -> int:
 def memory_of_rank(run: Run, gpu: Gpu) -> int:
     """Bytes that a rank may take. The ranks of a CPU run share one machine."""
     return gpu.memory // run.world_size if gpu.cpu else gpu.memory
+
+
+def traces_of(run: Run, gpu: Gpu, trace: Tracer) -> Sequence[RankTrace]:
+    """The traces of a run as it is on a device.
+
+    The compiler is left out, because it needs real tensors; `plan.time` knows what it fuses. A trace emulates FP8, so
+    on a device that has it the kernels are those of a step in bfloat16, whose matmuls in FP8 also cast their inputs.
+    """
+    eager = _with(run, "compile", {"enable": False})
+    traces = trace(eager)
+    float8 = run.job.float8
+    if not float8.enable or float8.emulate or not gpu.fp8:
+        return traces
+    plain = trace(_with(eager, "float8", {"enable": False}))
+    return [replace(own, work=tuple(_in_fp8(run, other.work))) for own, other in zip(traces, plain, strict=True)]
+
+
+def _with(run: Run, section: str, values: dict[str, object]) -> Run:
+    changed = getattr(run.job, section).model_copy(update=values)
+    return Run(run.job.model_copy(update={section: changed}), run.world_size)
+
+
+def _in_fp8(run: Run, work: Iterable[Work]) -> Iterator[Work]:
+    """`work` with the matmuls of converted layers in FP8, and the casts of their inputs: read twice, for the scale and
+    for the cast, and written in one byte."""
+    least, arch = run.job.float8.min_features, run.arch
+    vocabulary = -(-arch.vocab_size // run.degrees.tensor)
+    for each in work:
+        sides = (arch.dim, arch.n_kv_heads * arch.head_dim)
+        is_block = len(each.shape) == 3 and vocabulary not in each.shape and each.dtype == "bfloat16"
+        if not is_block or min(sides) < least:
+            yield each
+            continue
+        m, k, n = each.shape
+        yield replace(each, dtype="float8_e4m3fn", bytes=each.bytes // 2)
+        yield Work(each.phase, "float8.cast", each.dtype, (), each.count, 0, each.count * 5 * (m * k + k * n))
 
 
 def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = False) -> Forecast:

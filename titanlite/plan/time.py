@@ -35,7 +35,15 @@ FUSED_KERNELS = 0.25
 # faster.
 LAUNCH_US = 10.0
 # What the compiler does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
-_UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
+_UNFUSED = (
+    "fsdp.",
+    "aten._foreach",
+    "aten._fused",
+    "aten.split_with_sizes",
+    "aten.embedding",
+    "aten._chunk_cat",
+    "float8.cast",
+)
 
 
 @dataclass(frozen=True)
