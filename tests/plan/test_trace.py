@@ -1,14 +1,18 @@
 """A plan counts what the trainer does."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 from real_bytes import real_bytes, tiny_run
 
+from titanlite.config.errors import UserError
 from titanlite.plan import trace
 from titanlite.plan.counts import KINDS
 
+FLOAT8 = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 MANY = {"model": {"n_layers": 9}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -22,6 +26,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp, for-loop": (2, {"optimizer": {"implementation": "for-loop"}}),
     "hsdp": (4, {"parallelism": {"data_parallel_replicate_degree": 2}}),
     "bfloat16": (2, {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}),
+    "tensor": (4, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "context": (4, {"parallelism": {"context_parallel_degree": 2}}),
+    "offload": (2, {"training": {"enable_cpu_offload": True}}),
+    "float8": (2, {"float8": {"enable": True, "emulate": True} | FLOAT8}),
+    "1F1B": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}}),
     "tied": (2, {"model": {"n_layers": 9, "tied_embeddings": True}}),
 }
 
@@ -30,22 +39,42 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_few_blocks_tell_what_all_blocks_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, overrides = LAYOUTS[name]
     run = tiny_run(MANY | overrides, ranks)
-    few = trace.trace_run(run)
-    monkeypatch.setattr(trace, "_fewer_blocks", lambda run: (run, run))
+    few, fewer = trace.trace_run(run), trace._fewer_blocks
+    monkeypatch.setattr(trace, "_fewer_blocks", lambda run: replace(fewer(run), most=0))
     for counted, whole in zip(few, trace.trace_run(run), strict=True):
         assert (counted.peak, counted.moment, counted.kinds) == (whole.peak, whole.moment, whole.kinds)
         assert set(counted.work) == set(whole.work)
         assert set(counted.traffic) == set(whole.traffic)
 
 
+def test_what_only_a_compiler_knows_is_refused_or_said() -> None:
+    compiled = {"compile": {"enable": True}}
+    (traced,) = trace.trace_run(tiny_run(compiled, 2))
+    (eager,) = trace.trace_run(tiny_run({}, 2))
+    assert "not compiled" in traced.notes[0]
+    assert replace(traced, notes=()) == eager
+    with pytest.raises(UserError, match="memory_budget"):
+        trace.trace_run(tiny_run(compiled | {"activation_checkpoint": {"mode": "memory_budget"}}, 2))
+
+
+def fits(overrides: dict[str, Any], ranks: int) -> bool:
+    degrees = [degree for key, degree in overrides.get("parallelism", {}).items() if key.endswith("_degree")]
+    return max(degrees, default=1) <= ranks and not overrides.get("training", {}).get("enable_cpu_offload")
+
+
+def test_nothing_of_the_world_is_left() -> None:
+    trace.trace_run(tiny_run({}, 2))
+    assert not dist.is_initialized()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks: int) -> None:
-    jobs = {name: overrides for name, (_, overrides) in LAYOUTS.items() if name != "hsdp"}
+    jobs = {name: overrides for name, (_, overrides) in LAYOUTS.items() if fits(overrides, ranks)}
     counted = run_ranks(ranks, real_bytes, jobs)[0]
     for name, overrides in jobs.items():
-        (planned,) = trace.trace_run(tiny_run(overrides, ranks))
+        planned = trace.trace_run(tiny_run(overrides, ranks))[0]
         real = dict(zip(KINDS, counted[name]["kinds"], strict=True))
         # A real collective keeps its input, the number of tokens, until somebody waits for it: 8 bytes.
-        assert real.pop("other") - 8 == planned.kinds["other"], name
+        assert 0 <= real.pop("other") - planned.kinds["other"] <= 8, name
         assert real == {kind: size for kind, size in planned.kinds.items() if kind != "other"}, name

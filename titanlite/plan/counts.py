@@ -74,6 +74,7 @@ class RankTrace:
         host: Bytes in host memory at the same moment: what CPU offload keeps there.
         work: All kernels.
         traffic: All collectives.
+        notes: What the counts leave out, in a sentence each.
     """
 
     rank: int
@@ -84,3 +85,4 @@ class RankTrace:
     host: int
     work: tuple[Work, ...]
     traffic: tuple[Traffic, ...]
+    notes: tuple[str, ...] = ()

@@ -39,6 +39,10 @@ class Timeline:
         moments = self.segments[best]
         return best[0], moments[moments.sum(axis=1).argmax()]
 
+    def extended_counts(self, longer: Timeline, steps: int) -> Timeline:
+        """This step, with work and traffic of a step that is longer by `steps` times as much as `longer` is."""
+        return Timeline(self.segments, _all(self.work, longer.work, steps), _all(self.traffic, longer.traffic, steps))
+
 
 def timeline(counter: Counter, times: Callable[[Place], int]) -> Timeline:
     """What a counter has counted.

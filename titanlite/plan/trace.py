@@ -9,8 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,8 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.data.batch import Microbatch
+from titanlite.observe.flops import num_params
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.counter import Counter, Place
@@ -32,95 +39,185 @@ DEVICE = torch.device("cpu")  # of the fake tensors: any other needs a build of 
 
 
 def trace_run(run: Run) -> tuple[RankTrace, ...]:
-    """The counts of one optimizer step, for each kind of rank.
+    """The counts of one optimizer step, for each pipeline rank. All ranks of the same stages are alike.
 
     Call it in a process that has no world of ranks. It leaves none behind.
 
     Args:
         run: The job and the number of ranks. Neither data nor the ranks' devices are needed.
+
+    Raises:
+        UserError: The compiler decides what is recomputed, so that only a compiled step would tell.
     """
-    short, long = _fewer_blocks(run)
-    rank = 0
-    groups: dict[str, tuple[str, int, int]] = {}
-    line = _trace(short, rank, run.microbatches, groups)
-    if short.arch.n_layers < run.arch.n_layers:
-        longer = _trace(long, rank, run.microbatches, {})
-        unit, front = long.arch.n_layers - short.arch.n_layers, short.arch.n_layers // 2
-        steps = (run.arch.n_layers - short.arch.n_layers) // unit
-        line = extended(line, longer, steps, lambda place: _moved(place, front, unit))
-        place, kinds = line.peak()
-        place = _moved(place, front, run.arch.n_layers - short.arch.n_layers)
+    job, notes = run.job, []
+    if job.activation_checkpoint.mode == "memory_budget":
+        raise UserError(
+            'activation_checkpoint.mode = "memory_budget": the compiler decides at the start of a run what is '
+            'recomputed, so it cannot be planned. Plan with "selective" instead.'
+        )
+    if job.compile.enable:
+        notes.append("Compiled parts are counted as if they were not compiled: they take less memory and time.")
+        job = job.model_copy(update={"compile": job.compile.model_copy(update={"enable": False})})
+    if job.parallelism.enable_async_tensor_parallel:
+        notes.append("The buffers of async tensor parallelism are not counted.")
+        parallelism = job.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
+        job = job.model_copy(update={"parallelism": parallelism})
+    run, pipeline = Run(job, run.world_size), run.degrees.pipeline
+    ranks = range(0, run.world_size, run.world_size // pipeline)
+    return tuple(replace(_trace_rank(run, rank), notes=tuple(notes)) for rank in ranks)
+
+
+def _trace_rank(run: Run, rank: int) -> RankTrace:
+    fewer, groups = _fewer_blocks(run), _Groups({}, [])
+    count = run.microbatches
+    few = 2 * run.degrees.pipeline  # so many that the pipeline is full
+    if run.degrees.pipeline == 1 or count <= 3 * run.degrees.pipeline:
+        line, place, kinds = _trace_blocks(run, fewer, rank, count, groups)
     else:
-        place, kinds = line.peak()
-    return (_result(rank, (0,), place, kinds, line, groups),)
+        # What is alive in a full pipeline depends on their number by the buffers for what is received, and with GPipe
+        # by the activations: linearly in both cases.
+        few += count % run.degrees.pipeline
+        line, place, kinds = _trace_blocks(run, fewer, rank, few, groups)
+        more, _, more_kinds = _trace_blocks(run, fewer, rank, few + run.degrees.pipeline, groups)
+        steps = (count - few) // run.degrees.pipeline
+        kinds = kinds + steps * (more_kinds - kinds)
+        line = line.extended_counts(more, steps)
+    return _result(run, rank, place, kinds, line, groups)
 
 
-def _moved(place: Place, front: int, by: int) -> Place:
-    """The same place in a model with `by` blocks more, which were inserted before block `front`."""
-    phase, name, stage, block, microbatch = place
-    return Place(phase, name, stage, block + by, microbatch) if block >= front else place
+def _trace_blocks(
+    run: Run, fewer: _FewerBlocks, rank: int, microbatches: int, groups: _Groups
+) -> tuple[Timeline, Place, np.ndarray]:
+    """A step of all blocks, where its peak is, and the bytes of each kind there."""
+    short = _trace(fewer.of(run, fewer.most), rank, microbatches, groups)
+    if not fewer.most:
+        return short, *short.peak()
+    long = _trace(fewer.of(run, fewer.most - fewer.unit), rank, microbatches, groups)
+    line = extended(short, long, fewer.most // fewer.unit, lambda place: fewer.moved(place, fewer.unit))
+    place, kinds = line.peak()
+    return line, fewer.moved(place, fewer.most), kinds
 
 
-def _fewer_blocks(run: Run) -> tuple[Run, Run]:
-    """The same job with few blocks, and with a few more: the fewest for which an extension is exact.
+@dataclass(frozen=True)
+class _FewerBlocks:
+    """How a model is shortened: each stage by the same number of blocks, between its first and its last ones.
 
-    Both are `run` itself if it has few blocks, or if the blocks are so small that FSDP puts several into a group.
+    Attributes:
+        most: How many blocks a stage can lose; 0 if the model must be run as it is.
+        unit: A number of blocks after which they are alike, that divides `most`.
+        front: How many first blocks a stage keeps.
     """
-    job, layers = run.job, run.arch.n_layers
-    recompute = job.activation_checkpoint
+
+    most: int
+    unit: int
+    front: int
+
+    def of(self, run: Run, lost: int) -> Run:
+        """The run with `lost` blocks less in each stage."""
+        if not lost:
+            return run
+        lengths = [len(stage) - lost for stage in run.stages]
+        cuts = tuple(f"layers.{cut}" for cut in list(accumulate(lengths))[:-1])
+        model = run.job.model.model_copy(update={"n_layers": sum(lengths)})
+        parallelism = run.job.parallelism.model_copy(update={"pipeline_parallel_split_points": cuts})
+        return Run(run.job.model_copy(update={"model": model, "parallelism": parallelism}), run.world_size)
+
+    def moved(self, place: Place, by: int) -> Place:
+        """The same place in a model whose stages have `by` blocks more."""
+        if place.block < self.front:
+            return place
+        return Place(place.phase, place.name, place.stage, place.block + by, place.microbatch)
+
+
+def _fewer_blocks(run: Run) -> _FewerBlocks:
+    """How many blocks can be left out so that the extension is exact.
+
+    None if blocks are so small that FSDP puts several into a group, or that a single rank keeps them gathered.
+    """
+    job, recompute = run.job, run.job.activation_checkpoint
     numbered = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     unit = int(recompute.selective_ac_option) if numbered else 1
     ahead = max(job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch)
-    least = 2 * -(-(2 + ahead) // unit) * unit  # in each half, so many that the middle ones do not feel the ends
-    few = least + layers % unit
-    if few + 2 * unit > layers:
-        return run, run
-    return _with_blocks(run, few), _with_blocks(run, few + unit)
+    front = -(-(1 + ahead) // unit) * unit  # so many blocks, at both ends, that those between do not feel the ends
+    least, shortest = job.parallelism.fsdp_min_num_params, min(map(len, run.stages))
+    block = num_params(run.arch) // run.arch.n_layers  # at least as many parameters as a block has
+    if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and 2 * front * block < 32 * least):
+        return _FewerBlocks(0, unit, front)
+    return _FewerBlocks(max(0, shortest - 2 * front) // unit * unit, unit, front)
 
 
-def _with_blocks(run: Run, blocks: int) -> Run:
-    model = run.job.model.model_copy(update={"n_layers": blocks})
-    return Run(run.job.model_copy(update={"model": model}), run.world_size)
+class _Groups(NamedTuple):
+    """What a traced rank belongs to.
+
+    Attributes:
+        named: Name of a process group -> the dimension that it runs along, its number of ranks, and their span.
+        stages: The pipeline stages of the rank.
+    """
+
+    named: dict[str, tuple[str, int, int]]
+    stages: list[int]
 
 
-def _trace(run: Run, rank: int, microbatches: int, groups: dict[str, tuple[str, int, int]]) -> Timeline:
-    """A step of a rank on fake tensors. Its process groups are added to `groups`."""
+def _trace(run: Run, rank: int, microbatches: int, groups: _Groups) -> Timeline:
+    """A step of a rank on fake tensors. Its process groups and stages are written to `groups`."""
+    batch = microbatches * run.job.training.local_batch_size * run.degrees.data
+    training = run.job.training.model_copy(update={"global_batch_size": batch})
+    run = Run(run.job.model_copy(update={"training": training}), run.world_size)
     with _fake_world(run.world_size, rank):
         mesh = build_mesh(run.degrees, DEVICE.type)
-        groups.update(_groups(mesh))
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
+        groups.named.update(_groups(mesh))
+        groups.stages[:] = sharded.stages
         fake = FakeTensorMode()
         _allocate(sharded, fake)
         update = Update(run, mesh, sharded, DEVICE)
         with fake:
-            return count_step(run, sharded, update, microbatches)
+            prime(update)
+            return count_step(run, sharded, update)
 
 
-def count_step(run: Run, sharded: ShardedModel, update: Update, microbatches: int) -> Timeline:
-    """Do two steps over empty rows, and count the second. The first one allocates the optimizer's state.
+def prime(update: Update) -> None:
+    """Let the optimizer allocate its state, as in the first step of a run."""
+    for parameter in update.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    update.optimizer.step()
+    update.optimizer.zero_grad()
 
-    Of many microbatches three are run: the first, the last, and one that stands for those between.
+
+def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
+    """Do a step over empty rows, and count it.
+
+    Of many microbatches without a pipeline three are run: the first, the last, and one that stands for those between.
     """
-    counter, done = Counter(), min(3, microbatches)
+    counter, count = Counter(), run.microbatches
+    done = count if run.degrees.pipeline > 1 else min(3, count)
     with counter.watching(), _no_garbage_collection():
-        rows = _rows(run, microbatches)
+        rows = _rows(run, count)
         follow(counter, sharded, update)
         counter.mark(update.model.parameters(), "weights")
-        for _ in range(2):
-            counter.begin()
-            update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
-            for state in update.optimizer.state.values():
-                counter.mark(state.values(), "optimizer state")
-    return timeline(counter, lambda place: microbatches - 2 if place.microbatch == 1 < done - 1 else 1)
+        for state in update.optimizer.state.values():
+            counter.mark(state.values(), "optimizer state")
+        counter.begin()
+        update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+    return timeline(counter, lambda place: count - 2 if place.microbatch == 1 and done < count else 1)
 
 
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
     """A process group whose collectives return at once. It is destroyed at the end."""
     assert not dist.is_initialized()
+    from torch.distributed.pipelining import PipelineStage
+
+    # Before their first step the ranks of a pipeline agree on whether all of them know the shapes that they receive.
+    # They do, but nobody answers here.
+    agreement = {
+        "_warmup_forward_vote": lambda *_, **__: None,
+        "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
+    }
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield
+        with patch.multiple(PipelineStage, create=True, **agreement):
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -190,18 +287,18 @@ def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
     return found
 
 
-def _result(
-    rank: int,
-    stages: tuple[int, ...],
-    place: Place,
-    kinds: Any,
-    line: Timeline,
-    groups: dict[str, tuple[str, int, int]],
-) -> RankTrace:
-    moment = {"block": f"{place.phase} of block {place.block}"}.get(place.name, place.name)
+def _result(run: Run, rank: int, place: Place, kinds: np.ndarray, line: Timeline, groups: _Groups) -> RankTrace:
+    moment = place.name
+    if place.name == "block":
+        moment = f"{place.phase} of block {run.stages[place.stage].start + place.block}"
     work = tuple(Work(*key, *map(int, amounts)) for key, amounts in line.work.items())
     traffic = tuple(
-        Traffic(phase, op, *groups[group], *map(int, amounts)) for (phase, op, group), amounts in line.traffic.items()
+        Traffic(phase, op, *groups.named[group], *map(int, amounts))
+        for (phase, op, group), amounts in line.traffic.items()
     )
     of_kind = dict(zip(KINDS, map(int, kinds), strict=True))
-    return RankTrace(rank, stages, sum(of_kind.values()), moment, of_kind, 0, work, traffic)
+    host = 0
+    if run.job.training.enable_cpu_offload:
+        host = sum(of_kind[kind] for kind in ("weights", "optimizer state"))
+        of_kind |= {"weights": 0, "optimizer state": 0}
+    return RankTrace(rank, tuple(groups.stages), sum(of_kind.values()), moment, of_kind, host, work, traffic)
