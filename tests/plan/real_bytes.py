@@ -8,7 +8,6 @@ from train_variants import TINY, merge
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.trace import count_step
@@ -29,8 +28,6 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         mesh = build_mesh(run.degrees, "cpu")
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
         update = Update(run, mesh, sharded, torch.device("cpu"))
-        empty = torch.zeros(run.job.training.local_batch_size, run.job.training.seq_len, dtype=torch.int64)
-        update([Microbatch(empty, empty)] * run.microbatches, 1, 1e-3)  # the second step is counted
         place, kinds = count_step(run, sharded, update).peak()
         counted[name] = {"moment": place, "kinds": kinds.tolist(), "peak": int(kinds.sum())}
     return counted

@@ -138,7 +138,7 @@ def _fewer_blocks(run: Run) -> _FewerBlocks:
     numbered = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     unit = int(recompute.selective_ac_option) if numbered else 1
     ahead = max(job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch)
-    front = -(-(1 + ahead) // unit) * unit  # so many blocks, at both ends, that those between do not feel the ends
+    front = -(-(2 + ahead) // unit) * unit  # so many blocks, at both ends, that those between do not feel the ends
     least, shortest = job.parallelism.fsdp_min_num_params, min(map(len, run.stages))
     block = num_params(run.arch) // run.arch.n_layers  # at least as many parameters as a block has
     if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and 2 * front * block < 32 * least):
@@ -172,20 +172,11 @@ def _trace(run: Run, rank: int, microbatches: int, groups: _Groups) -> Timeline:
         _allocate(sharded, fake)
         update = Update(run, mesh, sharded, DEVICE)
         with fake:
-            prime(update)
             return count_step(run, sharded, update)
 
 
-def prime(update: Update) -> None:
-    """Let the optimizer allocate its state, as in the first step of a run."""
-    for parameter in update.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    update.optimizer.step()
-    update.optimizer.zero_grad()
-
-
 def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
-    """Do a step over empty rows, and count it.
+    """Do two steps over empty rows, and count the second. The first one allocates what lasts.
 
     Of many microbatches without a pipeline three are run: the first, the last, and one that stands for those between.
     """
@@ -194,11 +185,13 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         follow(counter, sharded, update)
+        update.precompute_scales()
         counter.mark(update.model.parameters(), "weights")
-        for state in update.optimizer.state.values():
-            counter.mark(state.values(), "optimizer state")
-        counter.begin()
-        update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+        for _ in range(2):
+            counter.begin()
+            update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+            for state in update.optimizer.state.values():
+                counter.mark(state.values(), "optimizer state")
     return timeline(counter, lambda place: count - 2 if place.microbatch == 1 and done < count else 1)
 
 
