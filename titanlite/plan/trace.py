@@ -185,9 +185,8 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         follow(counter, sharded, update)
-        update.precompute_scales()
-        counter.mark(update.model.parameters(), "weights")
         for _ in range(2):
+            counter.mark(update.model.parameters(), "weights")
             counter.begin()
             update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
             for state in update.optimizer.state.values():
