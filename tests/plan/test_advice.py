@@ -83,6 +83,16 @@ def test_all_candidates_keep_the_rules_and_the_number_of_ranks():
     assert {new.job.activation_checkpoint.mode for _, new in found} == {"none", "selective", "full"}
 
 
+def test_what_is_far_too_large_is_no_candidate():
+    tried = {
+        (new.job.activation_checkpoint.mode, new.job.training.local_batch_size)
+        for _, new in candidates(run(8), H100)
+        if new.degrees.tensor == new.degrees.pipeline == 1
+    }
+    assert ("full", 4) in tried
+    assert ("none", 16) not in tried
+
+
 def test_the_search_lists_what_fits_fastest_first():
     with ThreadPoolExecutor(2) as pool:
         found, traced = search(run(8), trace_of_rows, H100, pool, 2, seconds=3.0)

@@ -18,7 +18,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.bounds import guessed_seconds
+from titanlite.plan.bounds import guessed_seconds, likely_bytes
 from titanlite.plan.forecast import Tracer, forecast, memory_of_rank, traces_of
 
 Settings = Mapping[str, Any]  # "section.key" -> value
@@ -181,8 +181,8 @@ class Found:
 
 
 def candidates(run: Run, gpu: Gpu) -> Iterator[tuple[Settings, Run]]:
-    """Layouts, recomputation, batch sizes and precisions for the ranks of a run that the rules allow and whose state
-    fits."""
+    """Layouts, recomputation, batch sizes and precisions for the ranks of a run that the rules allow and that an
+    estimate does not show to be far too large."""
     world, arch, training = run.world_size, run.arch, run.job.training
     powers = [2**n for n in range(10)]
     tensor = [n for n in powers if n <= min(gpu.machine, arch.n_kv_heads, world)]
@@ -203,7 +203,7 @@ def candidates(run: Run, gpu: Gpu) -> Iterator[tuple[Settings, Run]]:
                 continue
             settings = {**settings, **precision, **again}
             new = changed(run, settings)
-            if new is not None and state_bytes(new) < memory_of_rank(new, gpu):
+            if new is not None and 0.85 * likely_bytes(new) < memory_of_rank(new, gpu):
                 yield settings, new
 
 

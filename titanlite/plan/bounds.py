@@ -1,7 +1,7 @@
 """A quick upper bound of a rank's memory, and a quick guess at its speed: what to trace, and when no trace is needed.
 
 Invariant: no torch here, so that the launcher can ask in a millisecond. Nothing here is ever printed as a plan: the
-bound only says that a run fits without a trace, and the guess only says what is worth a trace.
+bound only says that a run fits without a trace, and the estimates only say what is worth a trace.
 """
 
 from __future__ import annotations
@@ -35,6 +35,20 @@ def upper_bound(run: Run) -> int:
     loss = chunk * arch.vocab_size * 4 * 3 + matrices * 4 + tokens * arch.dim * 12
     mask = job.training.local_batch_size * job.training.seq_len**2 * 4 if job.dataset.document_mask else 0
     return int(state + gathered + _SAFETY * (kept + one_block + loss)) + mask * waiting
+
+
+def likely_bytes(run: Run) -> float:
+    """About what a rank takes: its state, what its blocks keep, a block at work and its gathered weights."""
+    arch, degree, job = run.arch, run.degrees, run.job
+    tokens = job.training.local_batch_size * job.training.seq_len // degree.context
+    waiting = min(run.microbatches, degree.pipeline)
+    kept = tokens * block_bytes(run) * arch.n_layers / degree.pipeline * waiting
+    gathered = 4 * arch.vocab_size * arch.dim / degree.tensor
+    if degree.pipeline > 1:  # all blocks of a stage stay gathered, and gradients are reduced with the last microbatch
+        gathered += num_params(arch) / degree.pipeline / degree.tensor * 6
+    elif run.microbatches > 1 and job.parallelism.fsdp_reduce == "step":
+        gathered += num_params(arch) / degree.tensor * 4
+    return state_bytes(run) + kept + tokens * _whole_block(run) + gathered
 
 
 def block_bytes(run: Run) -> float:
