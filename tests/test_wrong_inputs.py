@@ -771,7 +771,7 @@ MIGRATIONS = [
     Case("migrate: over a pipe", "migrate job.toml --out pipe --overwrite", "pipe is a pipe"),
     Case("migrate: under a file", "migrate job.toml --out text.jsonl/new.toml", "text.jsonl is a file"),
     Case("migrate: into /proc", "migrate job.toml --out /proc/new.toml", "/proc"),
-    Case("migrate: a version that there is not", "migrate job.toml --torchtitan 0.3", "0.3"),
+    Case("migrate: a version that there is not", "migrate job.toml --torchtitan-version 0.3", "0.3"),
     old_job("not TOML", "steps : 5", "old.toml: not valid TOML"),
     old_job("UTF-16", JOB.encode("utf-16"), "UTF-8"),
     old_job("Latin-1", b'[job]\ndescription = "\xe9"', "UTF-8"),

@@ -43,7 +43,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.commands.data:main"),
     "verify": ("Read checkpoints and say which ones are good.", "titanlite.commands.verify:main"),
     "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
-    "import": ("Make a checkpoint from Hugging Face's or Meta's weights.", "titanlite.commands.import_:main"),
+    "import": (
+        "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights.",
+        "titanlite.commands.import_:main",
+    ),
     "migrate": ("Turn a job file of torchtitan's into one of titanlite's.", "titanlite.commands.migrate:main"),
     "runs": ("List the runs in a folder: state, step, loss, speed, age.", "titanlite.commands.runs:main"),
     "report": ("Write a page about one or several runs, to look at offline.", "titanlite.commands.report:main"),

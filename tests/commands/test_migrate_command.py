@@ -49,7 +49,7 @@ def test_a_file_is_replaced_only_when_told_and_by_a_whole_one(here: Path, capsys
 
 
 def test_the_version_can_be_told(here: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["migrate", "old.toml", "--torchtitan", "0.1"]) == 0
+    assert cli.main(["migrate", "old.toml", "--torchtitan-version", "0.1"]) == 0
     out, err = capsys.readouterr()
     assert "rope_scaling_factor = 1.0" in out
     assert "are not scaled" in err

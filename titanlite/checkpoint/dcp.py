@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.archive import FilePart, stored_entries
-from titanlite.checkpoint.index import Index, read_index
+from titanlite.checkpoint.index import Index, Wanted, read_index
 from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.flavors import Architecture
@@ -91,10 +91,15 @@ class CommittingWriter(FileSystemWriter):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint. Its index and its tensors are data only: they cannot name a class or a function to call."""
+    """Reads a checkpoint. Its index and its tensors are data only: they cannot name a class or a function to call.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        wanted: as in `read_index`.
+    """
+
+    def __init__(self, path: Path, wanted: Wanted | None = None) -> None:
         super().__init__(path)
+        self._wanted = wanted
         self._index: Index | None = None
 
     def read_index(self) -> Index:
@@ -105,7 +110,7 @@ class SafeReader(FileSystemReader):
             CheckpointError: it cannot be read now.
         """
         if self._index is None:
-            self._index = read_index(Path(self.path))
+            self._index = read_index(Path(self.path), self._wanted)
         return self._index
 
     def check_model(self, arch: Architecture) -> None:

@@ -1,4 +1,4 @@
-"""The weights of others, in Hugging Face's or Meta's files, as a checkpoint or in a model; one tensor at a time.
+"""The weights of others, in Hugging Face's, Meta's or torchtitan's files, as a checkpoint or in a model.
 
 Invariant: memory is a small multiple of the largest tensor.
 """
@@ -74,6 +74,8 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
             dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source.read), no_dist=True)
     except CheckpointException as error:  # DCP hides the cause in it
         cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, UserError):  # from source.read
+            raise cause from None
         if isinstance(cause, OSError):
             raise UserError(f"{out} cannot be written: {cause.strerror}. Choose another folder.") from None
         raise

@@ -7,6 +7,7 @@ byte of each file belongs to exactly one chunk. No torch is imported, so that `t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from titanlite.config.errors import Damage
 
 INDEX = ".metadata"
 ITEMSIZE = {
-    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
     **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "uint8", "int8", "bool"), 1),
@@ -32,6 +33,11 @@ _GLOBALS = {
     *((_MODULE, name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     *(("torch", dtype) for dtype in ITEMSIZE),
     # BytesStorageMetadata is left out, because DCP unpickles such entries without restriction.
+}
+# What the indices of other programs name besides. Their other entries are passed over.
+_FOREIGN_GLOBALS = _GLOBALS | {
+    (_MODULE, "BytesStorageMetadata"),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
 # A chunk takes 146 bytes. Llama 405B has 1,137 parameters with two moments each: 8.2e9 bytes, if each of 16,384 ranks
 # holds a chunk of each of them. A layout with tensor or pipeline parallelism has far fewer chunks.
@@ -59,27 +65,33 @@ class TensorEntry(NamedTuple):
 
 
 Index = dict[str, TensorEntry]
+Wanted = Callable[[str], bool]
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, wanted: Wanted | None = None) -> Index:
     """The tensors of a checkpoint by name.
+
+    Args:
+        wanted: of a checkpoint that another program wrote, the names of the tensors to read. Other entries may be
+            anything.
 
     Raises:
         Damage: as `parse_index`, or the file is missing.
         CheckpointError: it cannot be read now.
     """
-    return parse_index(read_file(folder / INDEX, _MOST_BYTES))
+    return parse_index(read_file(folder / INDEX, _MOST_BYTES), wanted)
 
 
-def parse_index(raw: bytes) -> Index:
-    """The tensors by name.
+def parse_index(raw: bytes, wanted: Wanted | None = None) -> Index:
+    """The tensors by name. `wanted` as in `read_index`.
 
     Raises:
         Damage: `raw` is no pickle of such an index, or one of tensors that are not whole.
     """
     try:
-        index = _tensors(read_pickle(raw, _GLOBALS))
-        file_sizes(index)
+        index = _tensors(read_pickle(raw, _FOREIGN_GLOBALS if wanted else _GLOBALS), wanted or (lambda _: True))
+        if wanted is None:
+            file_sizes(index)
     except Damage as damage:
         raise Damage(f"{INDEX}: {damage}") from None
     return index
@@ -105,19 +117,23 @@ def file_sizes(index: Index) -> dict[str, int]:
     return {name: sum(length for _, length in spans) for name, spans in places.items()}
 
 
-def _tensors(root: Any) -> Index:
+def _tensors(root: Any, wanted: Wanted) -> Index:
     state = _state_of(root, "Metadata")
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     for key, value in _pairs(state.get("storage_data")):
         place = _state_of(key, "MetadataIndex")
-        name, offset = place.get("fqn"), place.get("offset")
-        where = _text(name), _size(offset)
+        name = _text(place.get("fqn"))
+        if not wanted(name):
+            continue
+        where = name, _size(place.get("offset"))
         if where in places:
             raise Damage(f"{shown(name)}: two places for the same chunk")
         places[where] = _place(value)
     index: Index = {}
     for name, value in _pairs(state.get("state_dict_metadata")):
-        if _text(name) in index:
+        if not wanted(_text(name)):
+            continue
+        if name in index:
             raise Damage(f"{shown(name)}: listed twice")
         index[name] = _entry(name, _state_of(value, "TensorStorageMetadata"), places)
     if places:

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from pydantic import Field, PositiveFloat, PositiveInt
 
+from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.torchtitan import Version
 
+_SAID = ("flavor", "n_heads", "rope_theta", "rope_scaling_factor", "norm_eps", "max_seq_len")
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 
 
@@ -31,24 +35,52 @@ class Import(Options):
     """Hugging Face folder: config.json and .safetensors files."""
     meta: Annotated[OptionPath | None, _ORIGIN] = None
     """Meta's folder: params.json and consolidated.*.pth files."""
+    torchtitan: Annotated[OptionPath | None, _ORIGIN] = None
+    """torchtitan's folder: .metadata and *.distcp files, or step-N folders with such files. It does not say which Llama
+    it holds; the next options do."""
+    flavor: str | None = None
+    """For --torchtitan: its model.flavor, such as 8B."""
+    torchtitan_version: Version | None = None
+    """For --torchtitan: 0.1 or 0.2. Models of 0.2 scale their rotary frequencies as Llama 3.1 does, those of 0.1 do
+    not. A checkpoint with the optimizer's state tells it, one of the weights alone does not."""
+    n_heads: PositiveInt | None = None
+    """For --torchtitan without --flavor: number of query heads."""
+    rope_theta: PositiveFloat | None = None
+    """For --torchtitan without --flavor: base of the rotary frequencies."""
+    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
+    """For --torchtitan: another scaling of the rotary frequencies than the version's."""
+    norm_eps: PositiveFloat | None = None
+    """For --torchtitan: epsilon of RMSNorm. Left out: 1e-5, as all of torchtitan's Llamas have it."""
+    max_seq_len: PositiveInt | None = None
+    """For --torchtitan: longest sequence. Left out: 131072, or 8192 where rotary frequencies are not scaled."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """`titanlite import --hf DIR | --meta DIR --out CKPT`: makes a checkpoint from published weights.
+    """`titanlite import --hf DIR | --meta DIR | --torchtitan DIR --out CKPT`: makes a checkpoint of other weights.
 
     Raises:
         UserError: the folder has no Llama that this model computes exactly.
     """
     options = parse(Import, argv, "import")
+    said = {key: getattr(options, key) for key in _SAID}
+    given = [key for key in ("torchtitan_version", *_SAID) if getattr(options, key) is not None]
+    if given and options.torchtitan is None:
+        raise UserError(f"--{given[0].replace('_', '-')} is for --torchtitan; other formats say it themselves.")
     from titanlite.checkpoint.huggingface import HuggingFaceReader
     from titanlite.checkpoint.import_weights import import_weights
     from titanlite.checkpoint.meta_llama import MetaReader
+    from titanlite.checkpoint.torchtitan import TorchtitanReader
     from titanlite.model.formats import parameter_shapes
+    from titanlite.model.torchtitan import Said
 
-    origin = options.meta or options.hf
+    origin = options.torchtitan or options.meta or options.hf
     assert origin is not None
     with contextlib.ExitStack() as files:
-        reader = MetaReader(origin) if options.meta else files.enter_context(HuggingFaceReader(origin))
+        if options.torchtitan:
+            reader = TorchtitanReader(origin, Said(**said), options.torchtitan_version)
+            origin = reader.path
+        else:
+            reader = MetaReader(origin) if options.meta else files.enter_context(HuggingFaceReader(origin))
         arch, path = reader.arch, import_weights(make_folder(options.out), reader, str(origin))
     print(f"Wrote {path}: {len(parameter_shapes(arch))} tensors. A job that starts from it needs\n")
     print(job_tables(arch, path, origin))

@@ -30,7 +30,7 @@ class Migrate(Options):
     """File to write. Left out: the new file is printed, and the report goes to standard error."""
     overwrite: bool = False
     """Replace the file --out if it exists."""
-    torchtitan: Version | None = None
+    torchtitan_version: Version | None = None
     """The version that the file is for. Left out: the keys tell it. Models of 0.2 scale their rotary frequencies, those
     of 0.1 do not."""
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
         raw = read_file(options.file, _MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{options.file} cannot be read: {error}. A job file is a TOML file in UTF-8.") from None
-    result = migrate(raw, str(options.file), options.torchtitan)
+    result = migrate(raw, str(options.file), options.torchtitan_version)
     if options.out is None:
         print(result.text, end="")
     else:

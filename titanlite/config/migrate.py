@@ -25,7 +25,7 @@ from titanlite.config.mistakes import WrongJob, block, shown
 from titanlite.config.schema import JobConfig
 from titanlite.config.torchtitan import CONVERTED, EQUIVALENT, TORCHTITAN_FLAVORS, WITHOUT, Version
 
-_UNKNOWN = "It is no key of torchtitan 0.1 or 0.2, which pass over it."
+_UNKNOWN = "It is no key of torchtitan 0.1 or 0.2."
 
 
 @dataclass(frozen=True)

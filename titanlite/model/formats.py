@@ -255,13 +255,18 @@ def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) ->
         found: Hugging Face name -> shape.
     """
     expected = {hf_name(name): shape for name, shape in parameter_shapes(arch).items()}
+    spare = {name for name in found if _DERIVED.fullmatch(name) or (arch.tied_embeddings and name == HF_OUTPUT)}
+    return differences(expected, {name: shape for name, shape in found.items() if name not in spare})
+
+
+def differences(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
+    """One line per tensor that is missing, superfluous or of another shape. Both: name -> shape."""
     lines = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             lines.append(f"{name}: missing")
         elif name not in expected:
-            if not _DERIVED.fullmatch(name) and not (arch.tied_embeddings and name == HF_OUTPUT):
-                lines.append(f"{short(name)}: not part of this architecture")
+            lines.append(f"{short(name)}: not part of this architecture")
         elif expected[name] != tuple(found[name]):
             lines.append(f"{name}: shape {tuple(found[name])}, expected {expected[name]}")
     return lines
@@ -320,7 +325,7 @@ def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) ->
 
 
 def from_meta_rotary(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of Meta's wq or wk, (H * D, C). Meta pairs the channels 2i and 2i + 1, this model i and i + D /
-    2."""
+    """Reorder the rows of Meta's or torchtitan's wq or wk, (H * D, C). They pair the channels 2i and 2i + 1, this model
+    i and i + D / 2."""
     heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
     return heads.transpose(1, 2).reshape(weight.shape)
