@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -56,7 +56,7 @@ def save(folder: str, kind: str, dtype: torch.dtype = torch.float32) -> None:
         state = {"model": state | {"freqs_cis": torch.polar(torch.ones(16, 4), torch.ones(16, 4))}} | beside
     elif kind == "0.2":
         state |= beside
-    dcp.save(state, checkpoint_id=folder)
+    dcp_save(state, checkpoint_id=folder)
 
 
 def rotated(x: Tensor, factor: float) -> Tensor:
@@ -138,6 +138,20 @@ def test_weights_keep_their_dtype(tmp_path):
     save(str(tmp_path), "weights", torch.bfloat16)
     reader = TorchtitanReader(tmp_path, KNOWN, "0.2")
     assert reader.dtype("norm.weight") == reader.read("norm.weight").dtype == torch.bfloat16
+
+
+def test_weights_that_were_gathered_in_fp8_are_read(tmp_path):
+    from torchao.float8.config import e4m3_dtype
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    wrapped = {
+        name: WeightWithDynamicFloat8CastTensor(w, LinearMMConfig(), e4m3_dtype) for name, w in weights().items()
+    }
+    dcp_save(wrapped, checkpoint_id=str(tmp_path))
+    found = TorchtitanReader(tmp_path, KNOWN, "0.2").read("layers.1.feed_forward.w2.weight")
+    assert type(found) is Tensor
+    assert torch.equal(found, weights()["layers.1.feed_forward.w2.weight"])
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +270,13 @@ def test_other_folders_are_named(tmp_path, capsys):
 
 
 def test_a_model_that_is_none_of_torchtitans_llamas_is_refused(tmp_path):
-    dcp.save(weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}, checkpoint_id=str(tmp_path / "bias"))
+    dcp_save(weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}, checkpoint_id=str(tmp_path / "bias"))
     with pytest.raises(UserError, match=r"attention\.wq\.bias: not part of this architecture"):
         TorchtitanReader(tmp_path / "bias", KNOWN, "0.2")
-    dcp.save({"layers.99999.x": torch.zeros(1)} | weights(), checkpoint_id=str(tmp_path / "deep"))
+    dcp_save({"layers.99999.x": torch.zeros(1)} | weights(), checkpoint_id=str(tmp_path / "deep"))
     with pytest.raises(UserError, match="100000 layers"):
         TorchtitanReader(tmp_path / "deep", KNOWN, "0.2")
-    dcp.save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "other"))
+    dcp_save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"there is no tok_embeddings\.weight"):
         TorchtitanReader(tmp_path / "other", KNOWN, "0.2")
 
@@ -280,7 +294,7 @@ def test_torchtitans_own_model_computes_the_same(tmp_path):
     )
     theirs = Transformer(args)
     theirs.init_weights()
-    dcp.save(theirs.state_dict(), checkpoint_id=str(tmp_path / "step-1"))
+    dcp_save(theirs.state_dict(), checkpoint_id=str(tmp_path / "step-1"))
     words = ["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "out"), "--torchtitan-version", "0.2"]
     assert main([*words, *SAID]) == 0
     tokens = torch.randint(0, 64, (2, 300))

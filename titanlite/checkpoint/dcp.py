@@ -33,6 +33,7 @@ from torch.futures import Future
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.archive import FilePart, stored_entries
 from titanlite.checkpoint.index import Index, Wanted, read_index
+from titanlite.checkpoint.live_tensors import unwrapped
 from titanlite.checkpoint.open_files import open_file, shown, unreadable
 from titanlite.config.errors import CheckpointError, Damage
 from titanlite.config.flavors import Architecture
@@ -164,7 +165,7 @@ class SafeReader(FileSystemReader):
         try:
             stored_entries(part)
             part.seek(0)
-            tensor = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
+            tensor = unwrapped(torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True))
         except Exception as error:  # torch's reader raises any kind of error for damaged bytes
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             if part.error:

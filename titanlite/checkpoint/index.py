@@ -31,12 +31,13 @@ _GLOBALS = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *((_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
     *((_MODULE, name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    *(("torch", dtype) for dtype in ITEMSIZE),
+    *(("torch", dtype) for dtype in ITEMSIZE if dtype != "complex64"),
     # BytesStorageMetadata is left out, because DCP unpickles such entries without restriction.
 }
 # What the indices of other programs name besides. Their other entries are passed over.
 _FOREIGN_GLOBALS = _GLOBALS | {
     (_MODULE, "BytesStorageMetadata"),
+    ("torch", "complex64"),
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
 # A chunk takes 146 bytes. Llama 405B has 1,137 parameters with two moments each: 8.2e9 bytes, if each of 16,384 ranks

@@ -182,16 +182,17 @@ def plain(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return _unwrap(tensor)
+        return unwrapped(tensor)
     local = tensor.to_local()
-    inner = _unwrap(local)
+    inner = unwrapped(local)
     if inner is local:
         return tensor
     # DTensor.from_local would move a tensor that is offloaded to the device of the mesh.
     return DTensor(inner, tensor._spec, requires_grad=False)
 
 
-def _unwrap(tensor: Tensor) -> Tensor:
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor within torchao's wrapper of weights that are gathered in FP8; other tensors as they are."""
     if is_traceable_wrapper_subclass(tensor) and "_tensor" in tensor.__tensor_flatten__()[0]:
         return getattr(tensor, "_tensor")  # noqa: B009 - torchao's WeightWith*Float8CastTensor
     return tensor

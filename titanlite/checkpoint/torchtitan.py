@@ -38,6 +38,8 @@ class TorchtitanReader:
 
     def __init__(self, folder: Path, said: Said, version: Version | None = None) -> None:
         self.path = _step_folder(folder)
+        import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
+
         self._is_full = False
         self._reader = SafeReader(self.path, self._wanted)
         try:
