@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # as in typing, which is not imported because that takes 
 if TYPE_CHECKING:
     from typing import Any
 
-    from titanlite.completion import LoadedCheckpoint, generate, load_checkpoint
+    from titanlite.completion import Completion, LoadedCheckpoint, generate, generate_many, load_checkpoint
     from titanlite.config.errors import UserError
     from titanlite.config.flavors import FLAVORS, Architecture
     from titanlite.config.load import load_job
@@ -27,6 +27,7 @@ __version__ = "0.2.0"
 __all__ = [
     "FLAVORS",
     "Architecture",
+    "Completion",
     "JobConfig",
     "Llama",
     "LoadedCheckpoint",
@@ -36,13 +37,14 @@ __all__ = [
     "UserError",
     "evaluate_text",
     "generate",
+    "generate_many",
     "load_checkpoint",
     "load_job",
     "load_tokenizer",
 ]
 
 _HOMES = {
-    "titanlite.completion": ("LoadedCheckpoint", "generate", "load_checkpoint"),
+    "titanlite.completion": ("Completion", "LoadedCheckpoint", "generate", "generate_many", "load_checkpoint"),
     "titanlite.config.errors": ("UserError",),
     "titanlite.config.load": ("load_job",),
     "titanlite.config.schema": ("JobConfig",),

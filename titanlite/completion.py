@@ -6,13 +6,15 @@ Invariant: the same checkpoint, prompt, settings and seed give the same text. Th
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,21 +36,32 @@ PREFILL_CHUNK = 512
 
 
 class Generate(Options):
-    """Let a checkpoint complete a text. Prompt and completion go to standard output, all else to standard error."""
+    """Let a checkpoint complete texts. Prompts and completions go to standard output, all else to standard error."""
 
     checkpoint: OptionPath
     """The folder of one step (.../step-00000100), the folder of all steps, or the output folder of a run. Of several
     steps, the newest good one is used."""
     prompt: str = ""
     """Text to complete. Empty: the beginning of a new document."""
+    prompts: OptionPath | None = None
+    """A file of prompts, or - for standard input: one on each line. In a .jsonl file a line is a JSON text, or an
+    object with the key "prompt", so that a prompt can have several lines."""
     max_new_tokens: PositiveInt = 100
     """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
     temperature: NonNegativeFloat = 0.8
     """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
     top_k: NonNegativeInt = 50
     """Sample from the k most likely tokens only. 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this. 1: from all that top_k leaves."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts that end a completion. They are not a part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    """Seed of the sampling."""
+    """Seed of the sampling. It is that of each prompt, so a completion does not depend on the other prompts."""
+    batch_size: PositiveInt = 8
+    """Prompts that are completed at once."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object for each prompt, on a line of its own, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,18 @@ def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
     return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
 
 
+@dataclass(frozen=True)
+class Completion:
+    """How a prompt goes on."""
+
+    prompt: str
+    completion: str
+    tokens: int
+    """Number of tokens that the model has chosen, without the one that ends a document."""
+    end: Literal["document", "stop", "length"]
+    """Why it ended: the model ended the document, a stop text, or max_new_tokens or the model's max_seq_len."""
+
+
 def generate(
     checkpoint: LoadedCheckpoint,
     prompt: str = "",
@@ -93,6 +118,8 @@ def generate(
     *,
     temperature: float = 0.8,
     top_k: int = 50,
+    top_p: float = 1.0,
+    stop: Sequence[str] = (),
     seed: int = 0,
 ) -> Iterator[str]:
     """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
@@ -103,27 +130,74 @@ def generate(
         UserError: a value is not allowed, or the prompt does not fit the model.
         CheckpointError: raised while it generates: the model's output is not finite.
     """
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    Generate(checkpoint=checkpoint.folder, prompt=prompt, **asked)  # pyright: ignore[reportArgumentType]
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options = Generate(checkpoint=checkpoint.folder, prompt=prompt, stop=tuple(stop), **asked)  # pyright: ignore
+    ids = [encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len)]
+    return (piece for _, piece in _pieces(checkpoint, ids, options))
+
+
+def generate_many(
+    checkpoint: LoadedCheckpoint, prompts: Sequence[str], max_new_tokens: int = 100, **settings: Any
+) -> Iterator[Completion]:
+    """Complete several texts, `batch_size` of them at once. Yields their completions in the order of the prompts.
+
+    A completion does not depend on the other prompts, up to rounding: the sums of a matmul with more rows can be in
+    another order, so two tokens that are equally likely to the last bit can change places.
+
+    Args:
+        settings: Further options of `Generate`: temperature, top_k, top_p, stop, seed, batch_size.
+
+    Raises:
+        UserError: a value is not allowed, or a prompt does not fit the model.
+        CheckpointError: raised while it generates: the model's output is not finite.
+    """
+    settings["stop"] = tuple(settings.get("stop", ()))
+    options = Generate(checkpoint=checkpoint.folder, max_new_tokens=max_new_tokens, **settings)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    ids = encode_prompt(prompt, tokenizer, model.arch.max_seq_len)
-    tokens = generate_tokens(
-        model,
-        ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        generator=torch.Generator().manual_seed(seed),
-        eos_id=tokenizer.eos_id,
+    ids = [encode_prompt(prompt, tokenizer, model.arch.max_seq_len) for prompt in prompts]
+    return _complete(checkpoint, list(prompts), ids, options)
+
+
+def _complete(
+    checkpoint: LoadedCheckpoint, prompts: list[str], ids: list[list[int]], options: Generate
+) -> Iterator[Completion]:
+    for start in range(0, len(prompts), options.batch_size):
+        part = range(start, min(start + options.batch_size, len(prompts)))
+        streams = [TextStream(checkpoint.tokenizer, ids[i][-1:], options.stop) for i in part]
+        texts = [""] * len(part)
+        for row, piece in _pieces(checkpoint, [ids[i] for i in part], options, streams):
+            texts[row] += piece
+        for i, text, stream in zip(part, texts, streams, strict=True):
+            yield Completion(prompts[i], text, stream.tokens, stream.end)
+
+
+def _pieces(
+    checkpoint: LoadedCheckpoint, prompts: list[list[int]], options: Generate, streams: list[TextStream] | None = None
+) -> Iterator[tuple[int, str]]:
+    """Pieces of the completions as they come, each with the number of its prompt."""
+    tokenizer = checkpoint.tokenizer
+    streams = streams or [TextStream(tokenizer, ids[-1:], options.stop) for ids in prompts]
+    ended: set[int] = set()
+    chosen = generate_batch(
+        checkpoint.model,
+        prompts,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        generators=[torch.Generator().manual_seed(options.seed) for _ in prompts],
         vocab_size=tokenizer.vocab_size,
+        ended=ended,
     )
-    return _in_text(tokens, TextStream(tokenizer, ids[-1:]))
-
-
-def _in_text(tokens: Iterator[int], stream: TextStream) -> Iterator[str]:
-    for token in tokens:
-        yield stream.push(token)
-    yield stream.rest()
+    for row, token in chosen:
+        if token == tokenizer.eos_id:
+            streams[row].end = "document"
+        else:
+            yield row, streams[row].push(token)
+        if streams[row].end != "length":
+            ended.add(row)
+    for row, stream in enumerate(streams):
+        yield row, stream.rest()
 
 
 def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
@@ -174,45 +248,106 @@ def generate_tokens(
     eos_id: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids, one at a time, as they are chosen.
+    """Yield new token ids of one prompt, as they are chosen. An `eos_id` ends them and is not yielded.
+
+    The other arguments and the errors are those of `generate_batch`.
+    """
+    chosen = generate_batch(
+        model,
+        [prompt],
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generators=[generator],
+        vocab_size=vocab_size,
+    )
+    return itertools.takewhile(lambda token: token != eos_id, (token for _, token in chosen))
+
+
+def generate_batch(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generators: Sequence[torch.Generator | None],
+    vocab_size: int | None = None,
+    ended: Collection[int] = (),
+) -> Iterator[tuple[int, int]]:
+    """Yield (number of the prompt, new token id), as the tokens are chosen.
+
+    Shorter prompts are filled up at their front with positions that no token sees.
 
     Args:
-        prompt: ids to continue, at least one and fewer than the model's max_seq_len.
-        generator: random generator on the CPU, for any device of the model. Needed unless temperature is 0.
-        eos_id: id that ends the completion. It is not yielded.
+        prompts: ids to continue, of each at least one and fewer than the model's max_seq_len.
+        generators: of each prompt a random generator on the CPU, for any device of the model. Needed unless temperature
+            is 0.
         vocab_size: only ids below it are chosen, because an embedding can have more rows than its tokenizer has ids.
             None: all rows.
+        ended: prompts to which no more is added. The caller may change it meanwhile.
 
     Raises:
         CheckpointError: the model's output is not finite.
     """
     arch, weight = model.arch, model.get_parameter("tok_embeddings.weight")
-    length = min(len(prompt) + max_new_tokens, arch.max_seq_len)
-    shape = (1, arch.n_kv_heads, length, arch.head_dim)
+    longest = max(map(len, prompts))
+    new = [min(max_new_tokens, arch.max_seq_len - len(prompt)) for prompt in prompts]
+    shape = (len(prompts), arch.n_kv_heads, longest + max(new), arch.head_dim)
     cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
-    ids = list(prompt)
-    for _ in range(length - len(prompt)):
-        logits = next_logits(model, ids, cache)[:vocab_size]
-        token = choose(logits, temperature, top_k, generator)
-        if token == eos_id:
+    filled = torch.tensor([longest - len(prompt) for prompt in prompts], device=weight.device)
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    for done in range(max(new)):
+        open_rows = [row for row in range(len(prompts)) if row not in ended and done < new[row]]
+        if not open_rows:
             return
-        yield token
-        ids = [token]
+        logits = next_logits(model, rows, cache, filled)[:, :vocab_size]
+        rows = [[0] for _ in prompts]
+        for row in open_rows:
+            token = choose(logits[row], temperature, top_k, generators[row], top_p)
+            rows[row] = [token]
+            yield row, token
 
 
-def next_logits(model: Llama, ids: Sequence[int], cache: Sequence[LayerCache] | None) -> Tensor:
-    """Logits (V,) of the token after `ids`, in fp32 on the CPU. `ids` come after the tokens in `cache`."""
-    tokens = torch.tensor([list(ids)], device=model.get_parameter("tok_embeddings.weight").device)  # (1, T)
-    chunks = tokens.split(PREFILL_CHUNK, dim=1) if cache is not None else [tokens]
+def next_logits(
+    model: Llama, rows: Sequence[Sequence[int]], cache: Sequence[LayerCache] | None, filled: Tensor | None = None
+) -> Tensor:
+    """Logits (B, V) of the tokens after `rows`, in fp32 on the CPU. `rows` come after the tokens in `cache`.
+
+    Args:
+        rows: B prompts of equal length.
+        filled: (B,): so many positions at the front of a prompt are no part of it. None: there are none.
+    """
+    device = model.get_parameter("tok_embeddings.weight").device
+    tokens = torch.tensor([list(row) for row in rows], device=device)  # (B, T)
+    chunks = tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1) if cache is not None else [tokens]
     # Without cuDNN's kernel, because it makes a new plan for each length of the cache.
     kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with torch.inference_mode(), kernels:
         for chunk in chunks:
-            logits = model(chunk, cache=cache)  # (1, T, V)
-    return logits[0, -1].float().cpu()
+            places = {}
+            if filled is not None and cache is not None and bool(filled.any()):
+                places = _places(filled, cache[0].length, chunk.shape[1])
+            logits = model(chunk, cache=cache, **places)  # (B, T, V)
+    return logits[:, -1].float().cpu()
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
+def _places(filled: Tensor, start: int, length: int) -> dict[str, Tensor]:
+    """Positions (B, T) and mask (B, 1, T, S) of prompts with `filled` positions at their front.
+
+    A filled position sees itself, because a softmax over nothing would be NaN.
+    """
+    index = torch.arange(start + length, device=filled.device)
+    own = index[start:]
+    seen = (own[:, None] >= index) & (index >= filled[:, None, None])  # (B, T, S)
+    mask = seen | (own[:, None] == index)
+    return {"positions": (own - filled[:, None]).clamp(min=0), "mask": mask[:, None]}
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, top_p: float = 1.0
+) -> int:
     """Sample a token id from logits (V,), or take the most likely one at temperature 0.
 
     Raises:
@@ -228,36 +363,64 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
         logits, candidates = logits.topk(top_k)
     # In fp64 and relative to the maximum, so that no temperature overflows.
     probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        likely = ordered.cumsum(0) - ordered < top_p  # up to the one that reaches top_p
+        probabilities, candidates = ordered[likely], candidates[order[likely]]
     return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 class TextStream:
-    """Turns tokens into text as soon as whole characters are complete.
+    """Turns tokens into text as soon as whole characters are complete, up to a stop text.
 
     A character can consist of several tokens, and the text of a token can depend on the one before it. So the last
     piece is decoded again together with the new tokens, and the new text is what comes after the text of that piece.
 
     Args:
         before: ids whose text was shown already. The last one is enough.
+        stop: texts that end the stream.
+
+    Attributes:
+        tokens: number of tokens so far.
+        end: why the stream has ended; "length" as long as it has not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
         self._ids = list(before)
         self._shown = len(self._ids)  # the text of this many ids was shown
+        self._held = ""  # text that can be the beginning of a stop text
+        self.tokens = 0
+        self.end: Literal["document", "stop", "length"] = "length"
 
     def push(self, token: int) -> str:
-        """The text that `token` completes. Empty in the middle of a character."""
+        """The text that `token` completes. Empty in the middle of a character, and of what can be a stop text."""
         self._ids.append(token)
+        self.tokens += 1
         text = self._new_text()
         if text.endswith("\ufffd"):  # the character may be incomplete
             return ""
         self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
-        return text
+        return self._before_stop(text)
 
     def rest(self) -> str:
         """The rest at the end: an incomplete character becomes U+FFFD."""
-        return self._new_text()
+        if self.end == "stop":
+            return ""
+        text = self._before_stop(self._new_text())
+        return text if self.end == "stop" else text + self._held
+
+    def _before_stop(self, text: str) -> str:
+        """What can be shown of the text that was held back and `text`."""
+        text = self._held + text
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.end, self._held = "stop", ""
+            return text[: min(found)]
+        beginnings = (n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
+        held = max(beginnings, default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
     def _new_text(self) -> str:
         return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._shown])) :]

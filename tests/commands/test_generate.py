@@ -1,6 +1,9 @@
 """`titanlite generate`: what it loads, what it writes, and that the cache changes the cost only."""
 
+import io
+import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +19,16 @@ from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.save import Saver
 from titanlite.commands import generate as command
 from titanlite.commands.generate import write
-from titanlite.completion import TextStream, choose, encode_prompt, generate_tokens, next_logits
+from titanlite.completion import (
+    TextStream,
+    choose,
+    encode_prompt,
+    generate_batch,
+    generate_many,
+    generate_tokens,
+    load_checkpoint,
+    next_logits,
+)
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture, architecture
 from titanlite.config.load import PACKAGE, dump_config
@@ -98,7 +110,7 @@ def test_greedy_tokens_with_cache_equal_those_without(length):
     prompt = torch.randint(ARCH.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
     ids = list(prompt)
     for _ in range(18):
-        ids.append(int(next_logits(model, ids, cache=None).argmax()))
+        ids.append(int(next_logits(model, [ids], cache=None)[0].argmax()))
     assert list(generate_tokens(model, prompt, 18)) == ids[length:]
     assert len(set(ids[length:])) > 3  # not a loop of one token, which anything would reproduce
 
@@ -111,7 +123,7 @@ def test_logits_with_cache_equal_those_without(monkeypatch, chunk):
     ids = torch.randint(ARCH.vocab_size, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     cache = [LayerCache((1, 2, 40, 8), torch.float32, torch.device("cpu")) for _ in range(2)]
     for first, last in ((0, 20), (20, 39), (39, 40)):
-        cached, whole = next_logits(model, ids[first:last], cache), next_logits(model, ids[:last], cache=None)
+        cached, whole = next_logits(model, [ids[first:last]], cache), next_logits(model, [ids[:last]], cache=None)
         assert ((cached - whole).abs().max() / whole.abs().max()).item() < 1e-5
 
 
@@ -317,17 +329,148 @@ def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
         command.main(["--checkpoint", str(run)])
 
 
+# ---------------------------------------------------------------------------------------------------- several prompts
+
+
+def test_prompts_of_other_lengths_beside_it_do_not_change_a_completion():
+    model = random_model(ARCH)
+    prompts = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18], [2, 3]]
+    for settings in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}):
+        generators = [torch.Generator().manual_seed(3) for _ in prompts]
+        together = [[] for _ in prompts]
+        for row, token in generate_batch(model, prompts, 12, generators=generators, **settings):
+            together[row].append(token)
+        for prompt, tokens in zip(prompts, together, strict=True):
+            generator = [torch.Generator().manual_seed(3)]
+            assert tokens == [
+                token for _, token in generate_batch(model, [prompt], 12, generators=generator, **settings)
+            ]
+
+
+def test_each_prompt_ends_for_itself():
+    model, ended, found = random_model(ARCH), set(), []
+    long = list(range(ARCH.max_seq_len - 3))
+    for row, _ in generate_batch(model, [[1, 2], long, [4]], 9, generators=[None] * 3, ended=ended):
+        found.append(row)
+        if found.count(2) == 4:
+            ended.add(2)
+    assert [found.count(row) for row in range(3)] == [9, 3, 4]
+
+
+def test_completions_do_not_depend_on_the_size_of_the_batch(trained):
+    loaded, prompts = load_checkpoint(trained), ["def f", "import os, sys", "", "class A:", "x"]
+    results = [
+        list(generate_many(loaded, prompts, 10, seed=5, batch_size=size, top_p=0.8, stop=("e",))) for size in (1, 2, 5)
+    ]
+    assert results[0] == results[1] == results[2]
+    assert [done.prompt for done in results[0]] == prompts
+    assert len({done.completion for done in results[0]}) > 1
+
+
+def test_the_likeliest_tokens_up_to_top_p_are_chosen_from():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for top_p, allowed in ((0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        generator = torch.Generator().manual_seed(0)
+        assert {choose(logits, 1.0, 0, generator, top_p) for _ in range(300)} == allowed
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "end"),
+    [
+        ((), "abc abd abe", "length"),
+        (("abd",), "abc ", "stop"),
+        (("abx", "c a"), "ab", "stop"),
+        (("abe!",), "abc abd abe", "length"),
+    ],
+)
+def test_a_stop_text_ends_the_text_before_it_and_no_part_of_it_is_shown(either_tokenizer, stop, shown, end):
+    ids = either_tokenizer.encode("abc abd abe")
+    stream, pieces = TextStream(either_tokenizer, [], stop), []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.end == "stop":
+            break
+    assert ("".join(pieces) + stream.rest(), stream.end) == (shown, end)
+
+
+def test_a_stream_stops_where_all_at_once_stops(capsys, trained):
+    whole = complete(capsys, trained, "--prompt", "def").out[3:-1]
+    stop = whole[len(whole) // 2 :][:2]
+    out = complete(capsys, trained, "--prompt", "def", "--stop", stop).out
+    assert out == "def" + whole[: whole.index(stop)] + "\n"
+    (line,) = complete(capsys, trained, "--prompt", "def", "--stop", stop, "--json").out.splitlines()
+    assert json.loads(line)["completion"] == whole[: whole.index(stop)]
+    assert json.loads(line)["end"] == "stop"
+
+
+def test_prompts_of_a_file_and_of_standard_input(capsys, trained, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("def f\n\nimport os\r\n")
+    (tmp_path / "a.jsonl").write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
+    expected = [complete(capsys, trained, "--prompt", prompt).out for prompt in ("def f", "import os")]
+    assert complete(capsys, trained, "--prompts", str(tmp_path / "a.txt")).out == "".join(expected)
+    lines = complete(capsys, trained, "--prompts", str(tmp_path / "a.jsonl"), "--json").out.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [f"{done['prompt']}{done['completion']}\n" for done in found[:2]] == expected
+    assert found[2]["prompt"] == "two\nlines"
+    assert found[0]["tokens"] == 12
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f\nimport os\n")))
+    assert complete(capsys, trained, "--prompts", "-").out == "".join(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.txt", None, "No such file"),
+        ("empty.txt", b"\n \n", "there is no prompt"),
+        ("a.txt", b"gr\xf6\xdfer", "not valid UTF-8"),
+        ("a.jsonl", b'"good"\n{', "line 2: not valid JSON"),
+        ("b.jsonl", b'{"text": "x"}', 'line 1: must be a JSON text, or an object whose "prompt" is one'),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_used(trained, tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(said)):
+        command.main(["--checkpoint", str(trained), "--prompts", str(tmp_path / name)])
+
+
+def test_one_prompt_and_several_are_not_mixed(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="give one of them"):
+        command.main(["--checkpoint", str(trained), "--prompts", str(tmp_path / "a.txt"), "--prompt", "y"])
+
+
 def test_prompt_longer_than_the_model(trained):
     with pytest.raises(UserError, match=r"at most 39 fit into the model. Shorten it"):
         command.main(["--checkpoint", str(trained), "--prompt", "a b c d " * 30])
 
 
 def test_all_wrong_values_are_reported_together(trained):
-    words = ["--temperature", "-1", "--top-k", "-2", "--max-new-tokens", "0", "--seed", str(2**64)]
+    words = [
+        "--top-p",
+        "0",
+        "--batch-size",
+        "0",
+        "--temperature",
+        "-1",
+        "--top-k",
+        "-2",
+        "--max-new-tokens",
+        "0",
+        "--seed",
+        str(2**64),
+    ]
     with pytest.raises(UserError) as caught:
         command.main(["--checkpoint", str(trained), *words])
     message = str(caught.value)
-    for found in ("--temperature -1.0", "--top-k -2", "--max-new-tokens 0", f"--seed {2**64}"):
+    for found in (
+        "--top-p 0",
+        "--batch-size 0",
+        "--temperature -1.0",
+        "--top-k -2",
+        "--max-new-tokens 0",
+        f"--seed {2**64}",
+    ):
         assert found in message
 
 

@@ -192,13 +192,14 @@ class Llama(nn.Module):
         Args:
             positions: (T,) or (B, T). None: they count from 0, or from the length of the cache.
             mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal.
+                With a cache, S has its tokens, too.
             cache: For generation, one `LayerCache` per block with the earlier tokens. Each grows by T.
             labels: (B, T). With labels, the result is the loss and not the logits.
         """
         start = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        if cache is not None:
+        if cache is not None and mask is None:
             mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
         frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
