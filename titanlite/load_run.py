@@ -24,7 +24,7 @@ from titanlite.config.rules import Context, broken_rules, rule
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
-from titanlite.data.tokenizer import read_vocab_size
+from titanlite.data.tokenizer import load_tokenizer, read_vocab_size
 from titanlite.observe.outputs import FILES
 
 
@@ -126,6 +126,23 @@ def tokenizer_file(context: Context) -> Iterator[str]:
         _vocabulary(context.run)
     except UserError as error:
         yield context.wrong("tokenizer.path", f"{error}")
+
+
+@rule("samples", "training.seq_len", "tokenizer.path")
+def prompts_fit(context: Context) -> Iterator[str]:
+    length, samples = context.job.training.seq_len, context.job.samples
+    try:
+        tokenizer = load_tokenizer(context.run.tokenizer_path) if samples.freq else None
+    except UserError:  # tokenizer_file reports it
+        return
+    for prompt in samples.prompts if tokenizer else ():
+        tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
+        if tokens >= length:
+            text = f"has a text of {tokens} tokens; at most {length - 1} fit into a row (training.seq_len = {length})."
+            yield context.wrong("samples.prompts", text)
+        elif not tokens:
+            text = "has an empty text, and this tokenizer has no token that begins a document. Give it a character."
+            yield context.wrong("samples.prompts", text)
 
 
 @rule("tokenizer.path", "model")

@@ -187,6 +187,17 @@ def best_is_known(context: Context) -> Iterator[str]:
         yield context.wrong("checkpoint.keep_best", f"{text}checkpoint.interval = {checkpoint.interval}.")
 
 
+@rule("samples")
+def samples_have_prompts(context: Context) -> Iterator[str]:
+    samples = context.job.samples
+    if samples.freq and not samples.prompts:
+        text = 'has nothing to complete, because samples.prompts is empty. Name some, such as ["import os"].'
+        yield context.wrong("samples.freq", text)
+    if samples.prompts and "samples.freq" not in context.origins:  # a 0 that the job file sets is intended
+        text = "has no effect, because samples.freq is left out, which means 0: never. Set both, or none."
+        yield context.wrong("samples.prompts", text)
+
+
 @rule("activation_checkpoint.mode", "compile.enable", "compile.components")
 def memory_budget_compiles(context: Context) -> Iterator[str]:
     if context.job.activation_checkpoint.mode == "memory_budget" and not context.run.compiles("model"):

@@ -512,6 +512,24 @@ class Metrics(Section):
     """Write TensorBoard files to <dump_folder>/tb."""
 
 
+class Samples(Section):
+    """Prompts that the model completes during training, for a person to read."""
+
+    freq: NonNegativeInt = 0
+    """Steps between two times. The completions go to the log, to TensorBoard and to samples.jsonl. 0: never."""
+    prompts: Names = ()
+    """Texts to complete, such as ["def __init__(self", "import os"]. An empty text is the beginning of a document."""
+    max_new_tokens: PositiveInt = 50
+    """Longest completion, in tokens. All ranks compute each token together, by a forward pass over the whole text, so
+    this many passes are made. It ends earlier if the model ends the document, or at training.seq_len."""
+    temperature: NonNegativeFloat = 0.8
+    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
+    top_k: NonNegativeInt = 50
+    """Sample from the k most likely tokens only. 0: from all."""
+    seed: Seed = 0
+    """Seed of the sampling, the same at each step and for each prompt."""
+
+
 class Comm(Section):
     """Process groups."""
 
@@ -546,6 +564,7 @@ class JobConfig(Section):
     float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    samples: Samples = Samples()
     comm: Comm = Comm()
 
     @model_validator(mode="wrap")

@@ -14,7 +14,7 @@ import resource
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -64,12 +64,14 @@ class MetricsRecorder:
         self.pace: float | None = None  # seconds of a step, the mean since the first line, whose steps warm up
         self._failed_writes = 0
 
-        self._file = self._validation_file = None
+        self._file = self._validation_file = self._samples_file = None
         self._tensorboard = None
         if rank == 0:
             run.dump_folder.mkdir(parents=True, exist_ok=True)
             self._file = (run.dump_folder / "metrics.jsonl").open("a", encoding="utf-8")
             self._validation_file = (run.dump_folder / "validation.jsonl").open("a", encoding="utf-8")
+            if run.job.samples.freq:
+                self._samples_file = (run.dump_folder / "samples.jsonl").open("a", encoding="utf-8")
             if run.job.metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -154,12 +156,24 @@ class MetricsRecorder:
         line = json.dumps({"step": step, **finite}, allow_nan=False)
         self._write(self._validation_file, line, VALIDATION_CURVES, score, step)
 
-    def add_texts(self, texts: Mapping[str, str]) -> None:
-        """Show texts in TensorBoard by name, without formatting."""
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write completions after `step` to samples.jsonl, one line for each, and to TensorBoard.
+
+        Args:
+            samples: JSON values with the keys `prompt` and `completion`.
+        """
+        for number, sample in enumerate(samples):
+            self._write(self._samples_file, json.dumps({"step": step, **sample}), {}, {}, step)
+            self.add_texts({f"samples/{number}": f"{sample['prompt']}{sample['completion']}"}, step)
+
+    def add_texts(self, texts: Mapping[str, str], step: int | None = None) -> None:
+        """Show texts in TensorBoard by name, without formatting. `step` None: they describe this start."""
         if self._tensorboard is not None:
             with self._tolerating_a_full_disk():
                 for name, text in texts.items():
-                    self._tensorboard.add_text(name, textwrap.indent(text, "    "), self._first_step - 1)
+                    self._tensorboard.add_text(
+                        name, textwrap.indent(text, "    "), self._first_step - 1 if step is None else step
+                    )
 
     def tokens_so_far(self) -> int:
         """Number of tokens trained on since step 1, for a checkpoint. Waits for the device if the number is there."""
@@ -167,7 +181,7 @@ class MetricsRecorder:
 
     def close(self) -> None:
         """Flush and close the files."""
-        for output in (self._file, self._validation_file, self._tensorboard):
+        for output in (self._file, self._validation_file, self._samples_file, self._tensorboard):
             if output is not None:
                 with self._tolerating_a_full_disk():
                     output.close()

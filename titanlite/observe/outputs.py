@@ -25,7 +25,7 @@ from titanlite.runtime.events import EVENTS_FILE
 from titanlite.runtime.logging import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
-CURVES = ("validation.jsonl", "metrics.jsonl")
+CURVES = ("samples.jsonl", "validation.jsonl", "metrics.jsonl")
 LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
 # They are renamed in this order. If a start is interrupted, the files that remain let the next start rename the rest.
 FILES = ("config.toml", "environment.json", *LOGS, "tb", *CURVES)

@@ -169,7 +169,7 @@ def linear_cross_entropy_sum(
 
     def loss_of(part: slice) -> Tensor:
         chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
-        logits = chunk @ matrix.T if compiled else _fp32_logits(chunk, matrix)  # (n, V)
+        logits = chunk @ matrix.T if compiled else fp32_logits(chunk, matrix)  # (n, V)
         at_label = logits.gather(1, _classes(chunk_labels, first_class, len(matrix))[1]).squeeze(1)
         loss, logits_grad = softmax(logits, at_label, chunk_labels, scale, needs_grad, z_loss, first_class, group)
         if gradients is not None:
@@ -188,7 +188,7 @@ def linear_cross_entropy_sum(
     return with_hidden + with_weight
 
 
-def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden (n, C) @ weight (V, C).T in fp32, for a softmax that is not compiled. A compiled one converts the logits
     of the matmul itself; this one would need a second copy of them."""
     if hidden.dtype == torch.float32:

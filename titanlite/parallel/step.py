@@ -69,12 +69,22 @@ class Step:
         return total
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """This rank's share of the sum of cross entropy, in float64. No gradients are computed."""
+    def evaluate(self, microbatches: Sequence[Microbatch], loss_fn: LossFunction | None = None) -> Tensor:
+        """This rank's share of the sum of cross entropy, in float64. No gradients are computed.
+
+        Args:
+            loss_fn: Is called instead of the loss, for each microbatch in order, on the ranks that have the output.
+        """
+        own, self._loss_fn = self._loss_fn, loss_fn or self._loss_fn
         self._denominator = torch.ones_like(self._denominator)
-        total = torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
-        free_gathered(self._model)
-        return total
+        try:
+            return self._sum_of(microbatches)
+        finally:
+            self._loss_fn = own
+            free_gathered(self._model)
+
+    def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        return torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
         tokens, rest = own_part([microbatch], self._mesh)
@@ -105,16 +115,13 @@ class PipelineStep(Step):
         self._denominator = num_valid_tokens
         return self._run(self._schedule.step, microbatches)
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        self._denominator = torch.ones_like(self._denominator)
+    def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
         total = torch.zeros_like(self._denominator, dtype=torch.float64)
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
             missing = self._microbatches - len(part)  # the schedule needs that many, so rows without labels are added
             with forward_only(self._schedule, self._stages):
                 total += self._run(self._schedule.eval, [*part, *[part[-1]] * missing], missing)
-        free_gathered(self._model)
         return total
 
     def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:

@@ -57,6 +57,7 @@ from titanlite.runtime.world import process_group, use_large_pages
 from titanlite.train.build import describe, open_checkpoints, open_folder, start_metrics
 from titanlite.train.evaluate import Score, evaluate
 from titanlite.train.out_of_memory import explained, is_out_of_memory
+from titanlite.train.samples import Sampler
 from titanlite.train.update import Update
 
 
@@ -155,6 +156,9 @@ class Trainer:
         sharded = build_model(run, self.mesh, device, self.log)
         self.update = Update(run, self.mesh, sharded, device)
         self.model, self.optimizer = self.update.model, self.update.optimizer
+        self.sampler = None
+        if self.job.samples.freq:
+            self.sampler = Sampler(run, tokenizer, self.mesh, self.update.forward_backward, device)
         self.steps_done = 0
         self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
@@ -232,6 +236,7 @@ class Trainer:
                 if not finished:
                     due = requests.save or self.steps_done % job.checkpoint.interval == 0
                     self.save_and_validate(due, self.validates_now())
+                    self.sample()
                 self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.steps_done == first_step + 1:
                     set_timeout(self.mesh.groups, job.comm.train_timeout_seconds)
@@ -243,6 +248,8 @@ class Trainer:
             trained = self.steps_done > first_step
             validate = requests.stop is None and failure is None and trained and not validated
             self.save_and_validate(failure is None or trained, validate, last=finished)
+            if finished and trained and self.steps_done == job.training.steps:
+                self.sample()
         signals.wait()
         self.finish(requests, finished, failure)
 
@@ -321,6 +328,16 @@ class Trainer:
         self.log(Event(f"validation after step {self.steps_done}: {score}", "validation", self.steps_done))
         self.validation_loss = self.steps_done, score.loss
         return score
+
+    def sample(self) -> None:
+        """Let the model complete the prompts of [samples], if that is due after the steps that are done."""
+        if self.sampler is None or self.steps_done % self.job.samples.freq:
+            return
+        patience = self.job.comm.train_timeout_seconds
+        completions = self.sampler.complete(lambda: self.watch.passed(self.steps_done, patience))
+        self.metrics.sampled(self.steps_done, [asdict(completion) for completion in completions])
+        for completion in completions:
+            self.log(f"sample after step {self.steps_done}: {completion.prompt}{completion.completion}")
 
     def save(self, last: bool = False) -> None:
         """Save what a resume needs. Weights after a non-finite gradient are never saved."""

@@ -1,0 +1,118 @@
+"""[samples]: prompts that the model completes while it trains, to be read by a person.
+
+Invariant: training does not notice. The sharded model of the run completes them itself, with all ranks taking part, and
+every layout of ranks gives the same logits up to the order of sums.
+
+There is no key-value cache, because no layout has one: each token costs a forward pass over the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanlite.completion import Completion, TextStream, choose, encode_prompt
+from titanlite.config.degrees import sequence_divisor
+from titanlite.config.run import Run
+from titanlite.data.batch import IGNORED, Microbatch
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.optim.loss import fp32_logits
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.step import Step
+
+_LENGTH_UNIT = 64  # rows are padded to a multiple of this
+
+
+class Sampler:
+    """Completes the prompts of a run. All ranks create one, and call it together."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, mesh: Mesh, step: Step, device: torch.device) -> None:
+        self._config, self._run, self._tokenizer = run.job.samples, run, tokenizer
+        self._mesh, self._step, self._device = mesh, step, device
+        self._prompts = [encode_prompt(text, tokenizer, run.job.training.seq_len) for text in self._config.prompts]
+
+    def complete(self, alive: Callable[[], None] = lambda: None) -> list[Completion]:
+        """The completions, in the order of the prompts. There are none if the logits are not finite, because a guard
+        stops such a run.
+
+        Args:
+            alive: Is called after each token.
+        """
+        config, rows = self._config, [list(prompt) for prompt in self._prompts]
+        streams, texts = [TextStream(self._tokenizer, row[-1:]) for row in rows], ["" for _ in rows]
+        generators = [torch.Generator().manual_seed(config.seed) for _ in rows]
+        for _ in range(config.max_new_tokens):
+            fits = [i for i, row in enumerate(rows) if len(row) < self._run.job.training.seq_len]
+            going_on = [i for i in fits if streams[i].end == "length"]
+            if not going_on:
+                break
+            logits = self._next_logits([rows[i] for i in going_on])[:, : self._tokenizer.vocab_size]
+            if not logits.isfinite().all():
+                return []
+            for i, of_row in zip(going_on, logits, strict=True):
+                token = choose(of_row, config.temperature, config.top_k, generators[i])
+                if token == self._tokenizer.eos_id:
+                    streams[i].end = "document"
+                else:
+                    rows[i].append(token)
+                    texts[i] += streams[i].push(token)
+            alive()
+        return [
+            Completion(prompt, text + stream.rest(), stream.tokens, stream.end)
+            for prompt, text, stream in zip(config.prompts, texts, streams, strict=True)
+        ]
+
+    def _next_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (N, V) of the tokens after N rows, in fp32 on the CPU of every rank.
+
+        Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token
+        and a part of the vocabulary, so the largest value over all ranks is the logit.
+        """
+        size, kept = self._run.job.training.local_batch_size, []
+        microbatches = self._microbatches(rows, size)
+
+        def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+            kept.append(self._at_labels(hidden, weight, labels))
+            return torch.zeros_like(scale)
+
+        self._step.evaluate(microbatches, keep)
+        shape = len(microbatches) * size, self._run.arch.vocab_size
+        logits = torch.full(shape, -torch.inf, device=self._device)
+        if kept:  # a pipeline adds microbatches at the end, because its schedule needs a number of them
+            logits.copy_(torch.cat(kept[: len(microbatches)]))
+        dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
+        return logits[: len(rows)].cpu()
+
+    def _microbatches(self, rows: Sequence[Sequence[int]], size: int) -> list[Microbatch]:
+        """The rows, with a label where the next token is asked for. What lies behind it has no effect on it."""
+        job, unit = self._run.job, sequence_divisor(self._run.degrees)
+        unit *= -(-_LENGTH_UNIT // unit)
+        length = min(job.training.seq_len, -(-max(map(len, rows)) // unit) * unit)
+        if self._mesh.pipeline is not None or job.compile.enable or job.float8.enable:
+            length = job.training.seq_len  # one shape, that of training
+        count = -(-len(rows) // size)
+        inputs = torch.zeros(count * size, length, dtype=torch.int64)
+        labels = torch.full_like(inputs, IGNORED)
+        for i, row in enumerate(rows):
+            inputs[i, : len(row)] = torch.tensor(row)
+            labels[i, len(row) - 1] = 0
+        parts = zip(inputs.to(self._device).split(size), labels.to(self._device).split(size), strict=True)
+        return [Microbatch(*part) for part in parts]
+
+    def _at_labels(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Logits (B, V) at the labels that this rank has, of the classes that it has. -inf elsewhere."""
+        first_class = 0
+        if self._mesh.tensor is not None:
+            assert isinstance(hidden, DTensor)
+            assert isinstance(weight, DTensor)
+            first_class = -(-weight.shape[0] // self._mesh.tensor.size()) * self._mesh.tensor.get_local_rank()
+            hidden, weight = hidden.redistribute(placements=[Replicate()]).to_local(), weight.to_local()
+        logits = torch.full((len(labels), self._run.arch.vocab_size), -torch.inf, device=self._device)
+        row, place = (labels != IGNORED).nonzero(as_tuple=True)
+        if len(row):
+            logits[row, first_class : first_class + len(weight)] = fp32_logits(hidden[row, place], weight)
+        return logits
