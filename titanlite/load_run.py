@@ -131,11 +131,13 @@ def tokenizer_file(context: Context) -> Iterator[str]:
 @rule("samples", "training.seq_len", "tokenizer.path")
 def prompts_fit(context: Context) -> Iterator[str]:
     length, samples = context.job.training.seq_len, context.job.samples
+    if not samples.freq:
+        return
     try:
-        tokenizer = load_tokenizer(context.run.tokenizer_path) if samples.freq else None
+        tokenizer = load_tokenizer(context.run.tokenizer_path)
     except UserError:  # tokenizer_file reports it
         return
-    for prompt in samples.prompts if tokenizer else ():
+    for prompt in samples.prompts:
         tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
         if tokens >= length:
             text = f"has a text of {tokens} tokens; at most {length - 1} fit into a row (training.seq_len = {length})."

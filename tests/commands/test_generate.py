@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -335,7 +336,8 @@ def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
 def test_prompts_of_other_lengths_beside_it_do_not_change_a_completion():
     model = random_model(ARCH)
     prompts = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18], [2, 3]]
-    for settings in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}):
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}]
+    for settings in kinds:
         generators = [torch.Generator().manual_seed(3) for _ in prompts]
         together = [[] for _ in prompts]
         for row, token in generate_batch(model, prompts, 12, generators=generators, **settings):
