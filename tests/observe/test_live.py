@@ -145,6 +145,10 @@ def test_training_on_a_terminal_shows_the_view_below_whole_log_lines_and_no_line
         assert re.search(rf"\[\d\d:\d\d:\d\d\] {line} *\r\n", output)
     assert "as a line" not in output
     assert output.rindex("stopped  mine") > output.rindex("a log line")
+    finished = SCRIPT.replace("    view.update(12)", "    view.finished = True")
+    assert "finished  mine" in without_codes(in_terminal(0, finished))
+    failed = SCRIPT.replace("    view.update(12)", "    sys.excepthook = lambda *_: None; raise SystemExit(0)")
+    assert "crashed  mine" in without_codes(in_terminal(0, failed))
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}])

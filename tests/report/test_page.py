@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import random
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +18,12 @@ import pytest
 from report.test_run_files import a_run, line
 
 from titanlite.cli import main
+from titanlite.observe.live import lines, plain_line
 from titanlite.report.curves import hours, places, spikes, thin
 from titanlite.report.json_lines import Table
 from titanlite.report.page import make_page
 from titanlite.report.recorded import read_run
+from titanlite.report.run_files import RunFiles
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
 
@@ -246,3 +250,35 @@ def test_mistakes_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_page_says_when_it_was_written(tmp_path: Path) -> None:
     assert time.strftime("%Y-%m-%d") in page_of(a_run(tmp_path))
+
+
+ODD = (
+    b"NaN", b"Infinity", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true", b"9" * 400, b"\x00", b"\xff", b"\n",
+    b'{"a":', b"1e308", b"-1e308", b"0", b'"step"', b'"loss"', b'"time"', b"1e18",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(150))
+def test_whatever_the_files_hold_there_is_a_view_and_a_page(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    a_run(tmp_path, ("save", 20, "saved"), ("start", 20, "again"), ("stop", None, "stopped"))
+    rows = [line(step, tokens=step, elapsed=step, skipped_records=step // 50, grad_norm=None) for step in range(1, 150)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    (tmp_path / "validation.jsonl").write_text('{"step": 20, "loss": 6.25, "perplexity": "inf"}\n' * 2)
+    (tmp_path / "environment.json").write_text('{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}')
+    (tmp_path / "samples.jsonl").write_text('{"step": 20, "prompt": "Once", "text": " upon a time"}\n')
+    for path in tmp_path.iterdir():
+        content = bytearray(path.read_bytes())
+        for _ in range(chance.choice((0, 1, 3, 20))):
+            numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)]
+            start = chance.randrange(len(content) + 1)
+            place = (
+                chance.choice(numbers) if numbers and chance.random() < 0.5 else (start, start + chance.choice((0, 5)))
+            )
+            content[slice(*place)] = chance.choice(ODD)
+        path.write_bytes(content)
+    status = RunFiles(tmp_path).read()
+    assert all(shown.cell_len <= 60 for shown in lines(status, 60))
+    assert plain_line(status).isprintable()
+    assert Parsed(page_of(tmp_path)).tags.count("script") == 3

@@ -48,14 +48,12 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
         "import sys, pathlib; from titanlite.checkpoint.step_folders import lock\n"
         "lock(pathlib.Path(sys.argv[1]) / 'run', 0, print); print('locked', flush=True); sys.stdin.read()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
 
 
 def test_the_last_event_says_how_a_run_ended(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class Losses:
         self._open: list[tuple[float, float]] = []  # less than a stride
 
     def add(self, step: float, loss: float) -> None:
-        """Values that are not finite are left out."""
-        if not math.isfinite(loss):
+        """Values that are not finite, or beyond any loss, are left out, and so are steps that go back."""
+        if not abs(loss) < 1e30 or ((self._open or self.points) and step <= (self._open or self.points)[-1][0]):
             return
         self._open.append((step, loss))
         if len(self._open) == self._stride:
@@ -123,7 +123,7 @@ def plain_line(status: RunStatus) -> str:
 
 def sparkline(points: Sequence[tuple[float, float]], width: int, ascii_only: bool = False) -> str:
     """Losses from the first to the last step, in at most `width` characters, from the lowest to the highest one."""
-    if not points:
+    if not points or width < 1:
         return ""
     first, last = points[0][0], points[-1][0]
     columns: list[list[float]] = [[] for _ in range(min(width, len(points)))]
@@ -166,7 +166,7 @@ def lines(status: RunStatus, width: int, ascii_only: bool = False) -> Iterator[T
         yield line(f"{counted}  {after}")
     if "loss" in status.numbers:
         text = f"loss {status.numbers['loss']:.4f}"
-        curve = sparkline(status.losses.points, min(60, width - len(text) - 2), ascii_only) if width > 24 else ""
+        curve = sparkline(status.losses.points, min(60, width - len(text) - 2), ascii_only)
         yield line((text, "bold"), "  ", (curve, "cyan"))
     row = ""
     for item in items(status):
@@ -203,10 +203,13 @@ class LiveView:
 
     Args:
         read: Called once, if there is a view, for what the run's earlier starts have measured.
+
+    Attributes:
+        finished: Whether the run has come to its end, for the last view.
     """
 
     def __init__(self, read: Callable[[], RunStatus], rank: int) -> None:
-        self._live = None
+        self._live, self.finished = None, False
         if rank == 0 and is_live_terminal():
             from rich.live import Live
 
@@ -227,8 +230,7 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            done = self._status.step == self._status.total_steps
-            self._status.state = "crashed" if error is not None else "finished" if done else "stopped"
+            self._status.state = "crashed" if error is not None else "finished" if self.finished else "stopped"
             self._live.refresh()
             self._live.stop()
             for handler in self._handlers:

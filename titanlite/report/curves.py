@@ -21,9 +21,9 @@ _NO_CURVES = {"step", "time", "tokens", "elapsed"}  # they are the axes, or say 
 
 
 def column(table: Table, key: str) -> Floats:
-    """A column of a table; NaN where it has none."""
-    values = table.columns.get(key, array("d", [math.nan]) * len(table.columns["step"]))
-    return np.array(values, dtype=np.float64)
+    """A column of a table; NaN where it has no number, or one so large that sums and squares would overflow."""
+    values = np.array(table.columns.get(key, array("d", [math.nan]) * len(table.columns["step"])), dtype=np.float64)
+    return np.where(np.abs(values) < 1e100, values, np.nan)
 
 
 def hours(table: Table) -> Floats:

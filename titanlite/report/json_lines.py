@@ -43,6 +43,23 @@ def number(entry: dict[str, Any], key: str) -> float | None:
         return None
 
 
+def is_moment(at: float) -> bool:
+    """Whether it is a Unix time that a calendar knows."""
+    return 0 <= at < 2**37
+
+
+def moment(entry: dict[str, Any]) -> float | None:
+    """The Unix time of a line, or None."""
+    at = number(entry, "time")
+    return at if at is not None and is_moment(at) else None
+
+
+def step_of(entry: dict[str, Any]) -> int | None:
+    """The step of a line; None if it has none that a run can have."""
+    step = number(entry, "step")
+    return int(step) if step is not None and 0 <= step < 2**53 else None
+
+
 @dataclass
 class Tail:
     """The last lines of a file, and then the new ones.
@@ -129,8 +146,8 @@ def read_table(path: Path) -> Table:
     steps, damaged, repeated, problems = columns["step"], 0, 0, []
     for line in _whole_lines(path, problems):
         entry = parse(line)
-        step = None if entry is None else number(entry, "step")
-        if entry is None or step is None or not math.isfinite(step):
+        step = None if entry is None else step_of(entry)
+        if entry is None or step is None:
             damaged += 1
             continue
         while steps and steps[-1] >= step:
@@ -165,7 +182,7 @@ def read_objects(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in entry.items():
-        if type(value) is float or type(value) is int:
+        if type(value) is float or (type(value) is int and value.bit_length() < 64):
             yield key, value
         elif isinstance(value, dict) and key != "nonfinite":
             for name in value:

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.observe.live import RunStatus
 from titanlite.report.curves import spikes
-from titanlite.report.json_lines import Table, number, read_objects, read_table
+from titanlite.report.json_lines import Table, is_moment, moment, read_objects, read_table, step_of
 from titanlite.report.run_files import RunFiles, read_config, read_json
 from titanlite.runtime.events import ENDS, EVENTS_FILE
 
@@ -117,13 +117,13 @@ def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ..
     times, steps = metrics.columns.get("time", []), metrics.columns["step"]
     found: list[tuple[float, str, float, str]] = []
     done, ended = 0, True
-    for entry in sorted(entries, key=lambda entry: number(entry, "time") or 0.0):
-        at, step, kind = number(entry, "time"), number(entry, "step"), str(entry.get("event"))
-        if at is None or not math.isfinite(at):
+    for entry in sorted(entries, key=lambda entry: moment(entry) or 0.0):
+        at, step, kind = moment(entry), step_of(entry), str(entry.get("event"))
+        if at is None:
             continue
         while done < len(times) and times[done] <= at:
             done += 1
-        known = step if step is not None and math.isfinite(step) else steps[done - 1] if done else 0.0
+        known = step if step is not None else steps[done - 1] if done else 0.0
         if kind == "start" and not ended:
             last = max(found[-1][0], times[done - 1] if done else 0.0)
             found.append((last, "killed", known, "The next start found no word of an end: the run was killed."))
@@ -139,6 +139,7 @@ def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ..
             (times[row], "spike", steps[row], f"loss {loss:.4f}, where the mean of the 100 before is {mean:.4f}")
         )
     happened, back_to = [], math.inf
+    found = [event for event in found if is_moment(event[0])]  # metrics.jsonl can have others
     for at, kind, step, text in reversed(sorted(found, key=lambda event: event[0])):
         happened.append(Happened(at, kind, step, text, undone=step > back_to))
         if kind == "start":

@@ -20,7 +20,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
 from titanlite.config.load import MOST_BYTES
 from titanlite.observe.live import Losses, RunStatus, State
-from titanlite.report.json_lines import Tail, number, sample
+from titanlite.report.json_lines import Tail, moment, number, sample, step_of
 from titanlite.runtime.events import ENDS, EVENTS_FILE
 
 SIGNS = ("metrics.jsonl", "config.toml", EVENTS_FILE)  # files by which a folder is known as a run's
@@ -97,12 +97,12 @@ class RunFiles:
             status.step_times.clear()
         if curve and not status.step_times and self._metrics.begins_late:
             self._read_early(entries)
-        for entry in entries:
+        for entry in (entry for entry in entries if step_of(entry) is not None):
             status.logged({name: number(entry, name) for name in entry})
         for event in self._events.new():
             self._take(event)
         status.step = max(self._step, int(status.numbers.get("step", 0)))
-        times = [number(entry, "time") for entry in (*entries[-1:], *([self._last] if self._last else ()))]
+        times = [moment(entry) for entry in (*entries[-1:], *([self._last] if self._last else ()))]
         status.last_word = max((t for t in (status.last_word, *times) if t is not None), default=None)
         status.problems = [*self._problems, *self._metrics.problems(), *self._events.problems()]
         status.state, status.reason = self._state()
@@ -115,25 +115,25 @@ class RunFiles:
         name, description = self.folder.resolve().name, job.get("description") if isinstance(job, dict) else None
         steps = training.get("steps") if isinstance(training, dict) else None
         self._status.title = f"{name}: {description}" if description else name
-        self._status.total_steps = steps if type(steps) is int else None
+        self._status.total_steps = steps if type(steps) is int and 0 <= steps < 2**53 else None
 
     def _read_early(self, entries: list[dict[str, Any]]) -> None:
         """The course of the loss before `entries`, the end of metrics.jsonl, from a sample of its lines."""
-        until = next((step for entry in entries if (step := number(entry, "step")) is not None), 0.0)
+        until = next((step for entry in entries if (step := step_of(entry)) is not None), 0)
         for entry in sample(self._metrics.path, _SAMPLES):
-            step, loss = number(entry, "step"), number(entry, "loss")
+            step, loss = step_of(entry), number(entry, "loss")
             if step is not None and loss is not None and step < until:
                 self._status.losses.add(step, loss)
 
     def _take(self, event: dict[str, Any]) -> None:
-        at, text, step = number(event, "time"), event.get("text"), event.get("step")
+        at, text, step = moment(event), event.get("text"), step_of(event)
         if at is None or not isinstance(text, str):
             return
         self._last = event
         if event.get("event") == "start":
             self._start = event
             self._read_config()  # a start can have changed it
-        if type(step) is int:
+        if step is not None:
             self._step = step if event.get("event") == "start" else max(self._step, step)
         if event.get("event") != "data":
             self._status.events.append((at, text))

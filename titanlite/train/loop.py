@@ -244,7 +244,7 @@ class Trainer:
                         use_large_pages()
             # If the data ended right after a validation, that one was the last.
             validated = not finished and self.validates_now()
-            finished = finished or (requests.stop is None and failure is None)
+            finished = view.finished = finished or (requests.stop is None and failure is None)
             trained = self.steps_done > first_step
             validate = requests.stop is None and failure is None and trained and not validated
             self.save_and_validate(failure is None or trained, validate, last=finished)
