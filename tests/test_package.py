@@ -90,6 +90,8 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path: Path) -> None:
     assert where.strip() == str(site / "titanlite" / "__init__.py")
     assert "step 2/2" in call([command, "train", *SHORT], empty, **variables)
     assert (empty / "outputs" / "debug_model" / "checkpoint" / "step-00000002").is_dir()
+    report = [command, "report", "outputs/debug_model", "--out", "outputs/page.html"]
+    assert "page.html: 0.1 MB" in call(report, empty, **variables)
     assert "OK: " in call([command, "check", "--job.config_file", "llama_8b", "--world-size", "8"], empty, **variables)
     words = ["--job.config_file", "debug_model.toml", "--job.dump_folder", "launched", *SHORT]
     assert "step 2/2" in call([command, "launch", *words], empty, **variables)
