@@ -67,7 +67,7 @@ def test_a_page_of_one_run_says_all_of_it(tmp_path: Path) -> None:
     )
     (run / "validation.jsonl").write_text('{"step": 50, "loss": 6.25, "perplexity": 518.0, "bits_per_byte": 2.5}\n')
     (run / "environment.json").write_text('{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}')
-    (run / "samples.jsonl").write_text('{"step": 50, "prompt": "Once", "text": " upon a time"}\n')
+    (run / "samples.jsonl").write_text('{"step": 50, "prompt": "Once", "completion": " upon a time"}\n')
     page = Parsed(page_of(run))
     for said in (
         "mine", "finished", "50 of 100", "6.2500", "saved step 50", "Data: a table", "layout.shard", "H100", "Once",
@@ -85,7 +85,7 @@ def test_text_from_files_stays_text(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
     (run / "config.toml").write_text(f"[job]\ndescription = {json.dumps(EVIL)}\n[{json.dumps(EVIL)}]\nx = 1\n")
     (run / "environment.json").write_text(json.dumps({"device": EVIL, EVIL: {EVIL: EVIL}, "world_size": EVIL}))
-    (run / "samples.jsonl").write_text(json.dumps({"step": EVIL, "prompt": EVIL, "text": EVIL}) + "\n")
+    (run / "samples.jsonl").write_text(json.dumps({"step": EVIL, "prompt": EVIL, "completion": EVIL}) + "\n")
     (run / "validation.jsonl").write_text(json.dumps({"step": 10, EVIL: 1.0}) + "\n" + EVIL + "\n")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(60, **{EVIL: 1.0}))
@@ -226,7 +226,7 @@ def test_the_pages_of_long_runs_and_of_many_runs_stay_small(tmp_path: Path) -> N
     for number in range(50):
         run = a_run(tmp_path / f"run{number}", *[("failure", 1, long_text)] * 300, *[("save", 1, long_text)] * 300)
         (run / "metrics.jsonl").write_text(lines)
-        (run / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": long_text, "text": long_text}) + "\n")
+        (run / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": long_text, "completion": long_text}) + "\n")
     assert len(page_of(*sorted(tmp_path.iterdir())).encode()) < 5_000_000
 
 
@@ -267,7 +267,7 @@ def test_whatever_the_files_hold_there_is_a_view_and_a_page(seed: int, tmp_path:
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
     (tmp_path / "validation.jsonl").write_text('{"step": 20, "loss": 6.25, "perplexity": "inf"}\n' * 2)
     (tmp_path / "environment.json").write_text('{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}')
-    (tmp_path / "samples.jsonl").write_text('{"step": 20, "prompt": "Once", "text": " upon a time"}\n')
+    (tmp_path / "samples.jsonl").write_text('{"step": 20, "prompt": "Once", "completion": " upon a time"}\n')
     for path in tmp_path.iterdir():
         content = bytearray(path.read_bytes())
         for _ in range(chance.choice((0, 1, 3, 20))):

@@ -287,13 +287,13 @@ def _samples(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     parts, most = [], max(4, _MOST_SAMPLES // len(runs))
     for run, name in zip(runs, names, strict=True):
         rows = [
-            [str(sample.get(key, "-"))[: _most_text(runs)] for key in ("step", "prompt", "text")]
+            [str(sample.get(key, "-"))[: _most_text(runs)] for key in ("step", "prompt", "completion")]
             for sample in reversed(run.samples[-most:])
         ]
         if rows:
             left_out = len(run.samples) - len(rows)
             more = f", without {left_out:,} older ones" if left_out else ""
-            table = _table(("step", "prompt", "text"), rows, numeric=(0,), kind="text")
+            table = _table(("step", "prompt", "completion"), rows, numeric=(0,), kind="text")
             parts.append(f"<p>{_text(name)}{more}</p>{table}")
     return f'<h2>Samples</h2><div class="card scroll">{"".join(parts)}</div>' if parts else ""
 
