@@ -185,8 +185,8 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         follow(counter, sharded, update)
+        counter.mark(update.model.parameters(), "weights")  # before FP8 weights have scales, which torchao compares
         for _ in range(2):
-            counter.mark(update.model.parameters(), "weights")
             counter.begin()
             update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
             for state in update.optimizer.state.values():
