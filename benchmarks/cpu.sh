@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .venv/bin/python benchmarks/cpu.py "$@"
-exec .venv/bin/python benchmarks/report.py
+exec .venv/bin/python benchmarks/performance_page.py

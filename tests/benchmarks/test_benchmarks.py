@@ -16,7 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import growth  # noqa: E402  # pyright: ignore[reportMissingImports]
-import report  # noqa: E402  # pyright: ignore[reportMissingImports]
+import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
 from runs import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     RESULTS,
     Work,
@@ -33,7 +33,7 @@ def run(script: str, *words: object) -> str:
 
 
 def test_performance_page_is_made_from_the_committed_results():
-    assert report.PAGE.read_text() == report.page(RESULTS)
+    assert performance_page.PAGE.read_text() == performance_page.page(RESULTS)
 
 
 def test_yardstick_has_at_most_150_lines_and_no_framework():

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_parts as script  # pyright: ignore[reportMissingImports]  # noqa: E402
-import report  # pyright: ignore[reportMissingImports]  # noqa: E402
+import performance_page  # pyright: ignore[reportMissingImports]  # noqa: E402
 
 
 def gpu(out: Path, *options: str, code: int = 0) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, tex
 def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
     cases = gpu(tmp_path, "torchtitan", code=1)
     assert {case["error"] for case in cases.values()} == {"torchtitan needs a GPU"}
-    assert report.gpu_tables(cases)[:7] == [
+    assert performance_page.gpu_tables(cases)[:7] == [
         "| 8b bf16 compiled |  |",
         "| --- | ---: |",
         "| activation checkpointing | none |",
@@ -161,7 +161,7 @@ def test_a_profile_has_kernels_idle_time_and_floors(tmp_path: Path):
     for part in parts[1:-1]:
         assert 0 < found["parts"][part]["floor by bytes, ms"] < found["parts"][part]["ms"]
     assert len(found["kernels"]) == 10
-    page = "\n".join(report.gpu_tables({"8b": found}))
+    page = "\n".join(performance_page.gpu_tables({"8b": found}))
     assert "| rates: copy, bytes/s | " in page
     assert "| attention, ms: FLASH_ATTENTION | " in page
     with gzip.open(trace, "rt") as file:

@@ -1,6 +1,6 @@
 """The page docs/performance.md, made from the JSON files that the benchmarks leave in benchmarks/results/.
 
-python benchmarks/report.py [--results benchmarks/results] [--out docs/performance.md]
+python benchmarks/performance_page.py [--results benchmarks/results] [--out docs/performance.md]
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PAGE = ROOT / "docs" / "performance.md"
 INTRO = """\
 # Performance
 
-`python benchmarks/report.py` makes this page from the files that the benchmarks write into `benchmarks/results/`.
-Nothing in it is written by hand. To measure again, run the command at the head of a section, on a machine that does
-nothing else. [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
+`python benchmarks/performance_page.py` makes this page from the files that the benchmarks write into
+`benchmarks/results/`. Nothing in it is written by hand. To measure again, run the command at the head of a section, on
+a machine that does nothing else. [benchmarks/README.md](../benchmarks/README.md) lists all benchmarks.
 """
 
 
