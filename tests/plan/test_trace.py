@@ -63,6 +63,12 @@ def test_nothing_of_the_world_is_left() -> None:
     assert not dist.is_initialized()
 
 
+def test_a_world_does_not_meet_the_process_groups_of_an_earlier_one() -> None:
+    layout = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+    traces = trace.trace_run(tiny_run({"parallelism": layout}, 4))
+    assert [each.rank for each in traces] == [0, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_real_step_takes_what_is_counted_on_fake_tensors(ranks: int) -> None:

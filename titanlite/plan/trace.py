@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -212,6 +213,8 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        # DTensor remembers meshes, which compare equal to those of a later world with process groups of other names.
+        _clear_sharding_prop_cache()
 
 
 @contextmanager
