@@ -1,6 +1,7 @@
 """events.jsonl: the lines of the log that are events, and no others."""
 
 import json
+import pickle
 from pathlib import Path
 
 from titanlite.runtime.events import EVENTS_FILE, Event
@@ -21,6 +22,11 @@ def test_an_event_is_a_line_of_the_log_and_stands_in_events_jsonl_with_its_time(
     (event,) = events(tmp_path)
     assert isinstance(event.pop("time"), float)
     assert event == {"event": "save", "step": 5, "text": "saved step 5\\x1b[2J\nto a folder", "took": 0.5}
+
+
+def test_an_event_goes_to_another_process_as_it_is() -> None:
+    event = pickle.loads(pickle.dumps(Event("saved", "save", 5, took=0.5)))
+    assert (event, event.kind, event.step, event.details) == ("saved", "save", 5, {"took": 0.5})
 
 
 def test_an_event_follows_what_was_there_even_a_line_that_was_cut(tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ class Event(str):
         event.kind, event.step, event.details = kind, step, details
         return event
 
+    def __getnewargs__(self) -> tuple[str, Kind]:
+        return str(self), self.kind  # what pickle calls __new__ with; it restores the other attributes itself
+
 
 class EventsHandler(logging.handlers.WatchedFileHandler):
     """Appends to events.jsonl those log records whose message is an `Event`.
