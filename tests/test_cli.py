@@ -247,3 +247,12 @@ def test_a_world_size_that_is_no_number_is_an_error(
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert cli.main(["train"]) == cli.main(["check"]) == 2
     assert capsys.readouterr().err.count('WORLD_SIZE "abc": a whole number') == 2
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_output_of_a_command_is_said_without_a_traceback(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").touch()
+    with open("/dev/full", "w") as full:
+        command = [*TITANLITE, "runs", str(tmp_path)]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "Standard output cannot be written: No space left on device.\n")

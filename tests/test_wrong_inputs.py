@@ -371,6 +371,24 @@ COMMAND_LINES = [
     Case("line: prepare of shards", "prepare --out x --workers 1 --dataset.source shards --dataset.path run", "run"),
     Case("line: data show of a rank", f"{JSONL} text.jsonl {SMALL} --rank 5", "--rank"),
     Case("line: data show with a negative row", f"{JSONL} text.jsonl {SMALL} --row -1", "--row"),
+    Case("line: a plan for too many ranks", "plan --world-size 1000000000000", "--world-size 1000000000000 | at most"),
+    Case("line: a plan for a boundless memory", "plan --memory 1e300", "--memory 1e+300 | at most"),
+    Case("line: rates over a file", "plan --measure --out job.toml", "--out job.toml | exists already"),
+    Case("line: a search over a file", "plan --search --write job.toml", "--write job.toml | exists already"),
+    Case(
+        "line: a device of a boundless memory",
+        "plan --gpu gpu.toml",
+        "memory_gib",
+        {
+            "gpu.toml": 'name = "x"\nmachine = 8\n'
+            + "".join(
+                f"{key} = 1e300\n" for key in ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host")
+            )
+        },
+    ),
+    Case("line: a look in an age", "watch run --interval 1e300", "--interval 1e+300 | at most"),
+    Case("line: a page over a file", "report run --out job.toml", "--out job.toml | no page"),
+    Case("line: a page into a pipe", "report run --out pipe", "pipe is a pipe"),
     Case("line: import over a run", "import --hf nowhere --out run", "nowhere"),
 ]
 

@@ -6,6 +6,7 @@ answers in a tenth of a second, because each command is imported only when it is
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -138,11 +139,29 @@ def run_quietly(command: Callable[[], object]) -> int:
         note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
     except BrokenPipeError:  # `titanlite train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and _output_fails():
+            _say_end(f"Standard output cannot be written: {error.strerror}.", error)
+            return UserError.exit_code
         _say_end(traceback.format_exc(), error)
         return 1
+
+
+def _output_fails() -> bool:
+    """Whether standard output cannot be written, such as a file on a full disk. Then it is dropped."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_end(message: str, error: Exception) -> None:

@@ -19,7 +19,7 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.save import Saver
 from titanlite.commands import generate as command
-from titanlite.commands.generate import write
+from titanlite.commands.generate import read_prompts, write
 from titanlite.completion import (
     TextStream,
     choose,
@@ -72,7 +72,7 @@ def either_tokenizer(request):
 def save_run(folder, fingerprint, steps, **more):
     """What a training run leaves: config.toml, and checkpoints whose weights differ."""
     (folder / "config.toml").write_text(dump_config(JOB))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for step in steps:
             model = random_model(architecture(JOB.model), seed=step)
@@ -484,3 +484,13 @@ def test_exit_codes(capsys, trained):
     assert cli.main(["generate", "--checkpoint", str(trained.parent)]) == 4  # no checkpoint in it
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
+
+
+def test_prompts_from_a_closed_or_a_boundless_standard_input_are_refused(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        read_prompts(Path("-"))
+    monkeypatch.setattr(command, "MOST_BYTES", 8)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"nine bytes")))
+    with pytest.raises(UserError, match="more than 8 bytes"):
+        read_prompts(Path("-"))

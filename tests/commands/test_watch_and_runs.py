@@ -107,3 +107,25 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert main(["runs", str(tmp_path)]) == 2
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
     assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
+
+
+def test_a_link_to_a_folder_above_shows_no_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "group/one", ("finish", 50, "Finished"), steps=50)
+    (tmp_path / "group/again").symlink_to(tmp_path)
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)["runs"]] == [str(tmp_path / "group/one")]
+
+
+@pytest.mark.slow
+def test_watching_names_what_cannot_be_read_before_the_run_ends(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("[]\n")
+    command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path), "--interval", "0.05"]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert watching.stdout is not None
+    while (said := watching.stdout.readline()) and said != "metrics.jsonl: 1 line cannot be read\n":
+        pass
+    watching.kill()
+    watching.communicate()
+    assert said

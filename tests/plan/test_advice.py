@@ -111,3 +111,29 @@ def test_the_quick_bound_grows_with_all_that_takes_memory():
     )
     assert least < upper_bound(run(training={"local_batch_size": 4}, activation_checkpoint={"mode": "full"}))
     assert least < upper_bound(run(4, activation_checkpoint={"mode": "full"}))
+
+
+def trace_without_recomputation(run):
+    """A tracer that fails where all is recomputed."""
+    if run.job.activation_checkpoint.mode == "full":
+        raise RuntimeError("no kernel for this layout\nand a second line")
+    return trace_of_rows(run)
+
+
+def test_a_layout_that_cannot_be_traced_is_left_out_of_a_search_and_named(capsys):
+    with ThreadPoolExecutor(2) as pool:
+        found, traced = search(run(8), trace_without_recomputation, H100, pool, 2, seconds=3.0)
+    assert found
+    assert traced >= len(found)
+    assert all(each.run.job.activation_checkpoint.mode != "full" for each in found)
+    err = capsys.readouterr().err
+    assert "cannot be traced: --parallelism.tensor_parallel_degree " in err
+    assert "--activation_checkpoint.mode full (RuntimeError: no kernel for this layout)\n" in err
+
+
+def test_a_change_that_cannot_be_traced_is_left_out_of_the_advice_and_named(capsys):
+    job = run(training={"local_batch_size": 8}, activation_checkpoint={"mode": "none"})
+    changes = what_fits(job, plan_of(job), trace_without_recomputation, H100)
+    assert changes
+    assert not any("full" in change.words for change in changes)
+    assert "cannot be traced: --activation_checkpoint.mode full (RuntimeError" in capsys.readouterr().err

@@ -10,7 +10,8 @@ import warnings
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.runtime.logging import logged_ranks, setup_logging
+from titanlite.runtime.events import Event
+from titanlite.runtime.logging import failed_writes, logged_ranks, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
 
@@ -124,3 +125,46 @@ def test_import_is_cheap():
     """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
     code = "import sys, titanlite.runtime.logging, titanlite.observe.live; print({'rich', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("full", ["train.log", "events.jsonl"])
+def test_a_full_disk_is_said_once_counted_and_stops_nothing(monkeypatch, tmp_path, capsys, full):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    (tmp_path / full).symlink_to("/dev/full")
+    logger = setup_logging(0, tmp_path / "train.log")
+    for step in range(3):
+        logger.info(Event(f"saved step {step}", "save", step))
+    out, err = capsys.readouterr()
+    assert out.count("its log cannot be written") == 1
+    assert f"{full}: [Errno 28]" in out
+    assert err == ""
+    assert all(f"saved step {step}\n" in out for step in range(3))
+    assert failed_writes() >= 3
+    setup_logging(0, None)  # closes the files
+
+
+def test_a_log_that_is_gone_with_its_folder_stops_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    logger = setup_logging(0, tmp_path / "run/train.log")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for _ in range(2):
+        logger.info("a line")
+    out, err = capsys.readouterr()
+    assert (out.count("a line"), out.count("cannot be written"), err) == (2, 1, "")
+
+
+def test_standard_output_on_a_full_disk_stops_nothing(tmp_path):
+    code = f"""
+import pathlib
+from titanlite.runtime.logging import setup_logging
+setup_logging(0, pathlib.Path({str(tmp_path / "train.log")!r})).info("a line")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "LOG_RANK"}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=True
+        )
+    assert "Logging error" not in ended.stderr
+    written = (tmp_path / "train.log").read_text()
+    assert "a line" in written
+    assert written.count("cannot be written: <stdout>: [Errno 28]") == 1

@@ -86,7 +86,7 @@ def read_prompts(path: Path) -> list[str]:
         UserError: it cannot be read, has no prompt, or a line is not what the name of the file promises.
     """
     name = "standard input" if str(path) == "-" else str(path)
-    raw = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES)
+    raw = _standard_input() if str(path) == "-" else read_file(path, MOST_BYTES)
     try:
         lines = [(number, line) for number, line in enumerate(raw.decode().split("\n"), 1) if line.strip()]
     except UnicodeDecodeError as error:
@@ -96,6 +96,16 @@ def read_prompts(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [line.removesuffix("\r") for _, line in lines]
     return [_json_prompt(f"--prompts {name}, line {number}", line) for number, line in lines]
+
+
+def _standard_input() -> bytes:
+    """All of it. Raises UserError: it is closed, or it is longer than a file of prompts can be."""
+    if sys.stdin is None:
+        raise UserError("--prompts -: standard input is closed. Name a file, or pipe the prompts in.")
+    raw = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise UserError(f"--prompts -: standard input has more than {MOST_BYTES:,} bytes. Give the prompts in parts.")
+    return raw
 
 
 def _json_prompt(place: str, line: str) -> str:

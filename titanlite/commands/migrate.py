@@ -6,13 +6,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.files import check_regular, make_folder, read_file
+from titanlite.config.files import read_file, write_whole
 from titanlite.config.migrate import Migration, migrate
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.torchtitan import Version
@@ -53,20 +52,8 @@ def main(argv: Sequence[str]) -> None:
     if options.out is None:
         print(result.text, end="")
     else:
-        _write(options.out, result.text)
+        write_whole(options.out, result.text.encode())
     print(printable(_report(result, options)), file=sys.stderr if options.out is None else sys.stdout)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file whole or not at all. Raises UserError: `path` is no file, or cannot be written."""
-    if os.path.lexists(path):
-        check_regular(path)
-    unfinished = make_folder(path.parent) / f".{path.name}.unfinished"
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
 
 
 def _report(result: Migration, options: Migrate) -> str:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import not_writable, write_whole
 from titanlite.config.load import dump_config
-from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import GIB, Forecast
-from titanlite.observe.gpus import Gpu, find_gpu
+from titanlite.observe.gpus import MOST_GIB, Gpu, find_gpu
 
 WORKERS = 2  # processes of a search
 
@@ -27,14 +28,14 @@ class Plan(Options):
     """Say what a job will take before it runs: the peak of memory on each kind of rank, the time of a step, and what
     makes it fit or go faster. It runs the trainer's own code on tensors without data, so it needs no GPU."""
 
-    world_size: PositiveInt | None = None
+    world_size: OptionRanks | None = None
     """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
     without it."""
     gpu: str | None = None
     """The device: a name such as H100 or A100-80GB, cpu for this machine's cores, or a TOML file with numbers of your
     own, such as --measure writes. Left out: the GPU of this machine, or H100 if it has none."""
-    memory: PositiveFloat | None = None
-    """GiB of a device (of the machine with --gpu cpu), in place of the number in the table."""
+    memory: Annotated[float, Field(gt=0, le=MOST_GIB)] | None = None
+    """GiB of a device (of the machine with --gpu cpu), in place of the number in the table. A million at most."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object instead of text."""
     quick: bool = False
@@ -44,11 +45,11 @@ class Plan(Options):
     search: bool = False
     """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
     write: OptionPath | None = None
-    """With --search: write the job file of the fastest here."""
+    """With --search: write the job file of the fastest to this new file."""
     measure: bool = False
     """Measure the rates of this machine, in about a minute, instead of planning a job."""
     out: OptionPath | None = None
-    """With --measure: write the rates to this TOML file. Left out: my_machine.toml."""
+    """With --measure: write the rates to this new TOML file. Left out: my_machine.toml."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -169,21 +170,27 @@ def describe(run: Run, plan: Forecast, gpu: Gpu) -> Iterator[str]:
 def _search(run: Run, gpu: Gpu, options: Plan) -> None:
     """Print the fastest jobs that fit, and write the first if it is asked for."""
     import json
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
     from multiprocessing import get_context
 
     from titanlite.plan.advice import search, words
     from titanlite.plan.trace import trace_run
 
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        found, traced = search(run, trace_run, gpu, pool, WORKERS)
+    try:
+        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_quiet) as pool:
+            found, traced = search(run, trace_run, gpu, pool, WORKERS)
+    except BrokenExecutor:
+        raise UserError(
+            f"A process of the search was killed, probably because the memory of this machine is full: {WORKERS} "
+            "layouts are traced at a time. Search again where more memory is free."
+        ) from None
     if not found:
         raise UserError(
             f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
             f"{run.world_size} x {gpu.name}, or a smaller model."
         )
     if options.write:
-        options.write.write_text(dump_config(found[0].run.job), encoding="utf-8")
+        write_whole(options.write, dump_config(found[0].run.job).encode())
     if options.as_json:
         best = [{"options": words(each.settings), **each.plan.model_dump()} for each in found]
         print(json.dumps({"traced": traced, "best": best}))
@@ -215,11 +222,9 @@ def _quiet() -> None:
 
 
 def _check_new(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before minutes are spent."""
-    from titanlite.config.files import not_writable
-
-    if path.is_dir():
-        raise UserError(f"{option} {path}: is a folder; name a file.")
+    """Refuse a file that exists or cannot be written, before minutes are spent."""
+    if os.path.lexists(path):
+        raise UserError(f"{option} {path}: exists already. Name another file, or remove this one.")
     if problem := not_writable(path.absolute().parent):
         raise UserError(f"{option} {path}: {problem}")
 

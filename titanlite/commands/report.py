@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,12 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
+from titanlite.config.files import check_regular, write_whole
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.report.page import make_page
 from titanlite.report.recorded import read_run
+
+_BEGIN = b"<!doctype html>"
 
 
 class Report(Options):
@@ -24,15 +28,21 @@ class Report(Options):
     dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(min_length=1, max_length=50)]
     """Output folders of runs, 50 at most."""
     out: OptionPath = Path("report.html")
-    """The page. A file of this name is replaced."""
+    """The page. An earlier page of this name is replaced."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to a folder, or the page cannot be written."""
     options = parse(Report, argv, "report")
+    if os.path.lexists(options.out) and not _is_page(options.out):
+        raise UserError(f"--out {options.out}: is there already, and is no page of a report. Name another file.")
     page = make_page([read_run(folder) for folder in options.dirs]).encode()
-    try:
-        options.out.expanduser().write_bytes(page)
-    except OSError as error:
-        raise UserError(f"--out {options.out}: cannot be written: {error.strerror}. Name another file.") from None
+    write_whole(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.1f} MB. Open it in a browser.")
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is HTML. Raises UserError: it is no file."""
+    check_regular(path)
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)).lower() == _BEGIN

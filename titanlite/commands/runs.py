@@ -83,13 +83,17 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -(row["last_word"] or 0.0))
 
 
-def _find(folder: Path, depth: int) -> Iterator[Path]:
+def _find(folder: Path, depth: int, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """The runs in a folder. A link to one of the folders `above` leads nowhere new."""
+    real = folder.resolve()
+    if real in above:
+        return
     if is_run(folder):
         yield folder
     elif depth:
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
-                yield from _find(path, depth - 1)
+                yield from _find(path, depth - 1, (*above, real))
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

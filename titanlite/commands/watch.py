@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
-from pydantic import PositiveFloat
+from pydantic import Field
 
 from titanlite.config.errors import one_line
 from titanlite.config.options import OptionPath, Options, parse
@@ -24,8 +24,8 @@ class Watch(Options):
 
     dir: Annotated[OptionPath, tyro.conf.Positional]
     """The run's output folder."""
-    interval: PositiveFloat = 1.0
-    """Seconds between two looks at the files."""
+    interval: Annotated[float, Field(gt=0, le=86400)] = 1.0
+    """Seconds between two looks at the files, a day at most."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,6 +56,7 @@ def _watch_live(files: RunFiles, interval: float) -> None:
 def _watch_plainly(files: RunFiles, interval: float) -> None:
     """A line for each change."""
     said, told = "", 0.0
+    named: set[str] = set()  # problems
     while True:
         status = files.read()
         for at, text in status.events:
@@ -66,8 +67,10 @@ def _watch_plainly(files: RunFiles, interval: float) -> None:
         if (line := plain_line(status)) != said:
             print(line)
             said = line
+        for problem in status.problems:
+            if problem not in named:
+                print(one_line(problem))
+        named.update(status.problems)
         if not _goes_on(status):
             break
         time.sleep(interval)
-    for problem in status.problems:
-        print(one_line(problem))

@@ -86,6 +86,23 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; its folder is made, and a file of this name is replaced.
+
+    Raises:
+        UserError: `path` is no regular file, or cannot be written.
+    """
+    if os.path.lexists(path):
+        check_regular(path)
+    unfinished = make_folder(path.parent) / f".{path.name}.unfinished"
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
+
+
 def check_regular(path: Path) -> None:
     """Raises a UserError if `path` is no regular file. For files that a library opens itself."""
     try:

@@ -21,6 +21,9 @@ from titanlite.config.files import FileModel, explain, read_file
 _TABLE = Path(__file__).with_name("gpus.toml")
 _MOST_BYTES = 1 << 22
 
+MOST_GIB = 1e6
+"""Of a device: a thousand times the largest."""
+Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
 Listed = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 
 
@@ -72,23 +75,23 @@ class Gpu(FileModel):
     name: str
     cpu: bool = False
     """The ranks of a machine share its memory and its cores."""
-    memory_gib: PositiveFloat
+    memory_gib: Annotated[float, Field(gt=0, le=MOST_GIB)]
     """Memory of one device; of the whole machine if `cpu`."""
-    bf16: PositiveFloat
+    bf16: Amount
     """Peak dense bfloat16, TFLOP/s. All rates here are for one device, or for the machine if `cpu`."""
-    fp8: NonNegativeFloat = 0.0
+    fp8: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Peak dense FP8, TFLOP/s. 0: no FP8."""
-    fp32: PositiveFloat
+    fp32: Amount
     """Peak fp32 of a matmul, TFLOP/s."""
-    bandwidth: PositiveFloat
+    bandwidth: Amount
     """Of the memory, GB/s."""
-    link: PositiveFloat
+    link: Amount
     """To other devices of the machine, in one direction, GB/s."""
-    network: PositiveFloat
+    network: Amount
     """To other machines, in one direction, GB/s for each device."""
-    host: PositiveFloat
+    host: Amount
     """To host memory, in one direction, GB/s."""
-    latency_us: PositiveFloat = 10.0
+    latency_us: Amount = 10.0
     """Least time of a collective, microseconds."""
     machine: PositiveInt
     """Devices of a machine; cores if `cpu`."""

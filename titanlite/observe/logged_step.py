@@ -97,7 +97,10 @@ class LoggedStep:
     ] = 0
     failed_writes: Annotated[
         int,
-        Curve("7_counters/failed_writes", "Times that metrics could not be written (disk full), since this start."),
+        Curve(
+            "7_counters/failed_writes",
+            "Times that metrics, the log or events could not be written (disk full), since this start.",
+        ),
     ] = 0
 
     def to_json(self) -> str:

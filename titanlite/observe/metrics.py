@@ -27,6 +27,7 @@ from torch import Tensor
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, Curve, LoggedStep, StepLine
+from titanlite.runtime.logging import failed_writes
 
 GIB = 2**30
 
@@ -141,7 +142,7 @@ class MetricsRecorder:
             step_time=seconds / steps,
             elapsed=now - self._start_time,
             time=time.time(),
-            failed_writes=self._failed_writes,
+            failed_writes=self._failed_writes + failed_writes(),
             **counters,
         )
         self._write(self._file, self.latest.to_json(), CURVES, asdict(self.latest), step)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from titanlite.config.rules import Context, broken_rules
@@ -19,7 +20,9 @@ from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
 from titanlite.plan.bounds import guessed_seconds, likely_bytes
+from titanlite.plan.counts import RankTrace
 from titanlite.plan.forecast import Tracer, forecast, memory_of_rank, traces_of
+from titanlite.runtime.logging import note
 
 Settings = Mapping[str, Any]  # "section.key" -> value
 
@@ -67,8 +70,11 @@ def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | No
     known = {run.job.training.local_batch_size: plan}
 
     def plan_of(rows: int) -> Forecast | None:
-        if rows not in known and (new := changed(run, _rows(run, rows))) is not None:
-            known[rows] = forecast(new, traces_of(new, gpu, trace), gpu)
+        settings = _rows(run, rows)
+        if rows not in known and (new := changed(run, settings)) is not None:
+            after = _plan_of(new, settings, gpu, lambda: traces_of(new, gpu, trace))
+            if after is not None:
+                known[rows] = after
         return known.get(rows)
 
     for _ in range(6):
@@ -145,10 +151,23 @@ def what_fits(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu, most: int = 5) 
         if len(settings) > 2 and len(found) >= 2:  # several changes at once are for runs that no single one helps
             break
         seen.add(words(settings))
-        after = forecast(new, traces_of(new, gpu, trace), gpu)
-        if after.fits and after.needs < plan.needs:
+        after = _plan_of(new, settings, gpu, partial(traces_of, new, gpu, trace))
+        if after is not None and after.fits and after.needs < plan.needs:
             found.append(_change(settings, after, plan))
     return tuple(sorted(found, key=lambda change: change.price)[:most])
+
+
+def _plan_of(run: Run, settings: Settings, gpu: Gpu, traces: Callable[[], Sequence[RankTrace]]) -> Forecast | None:
+    """The plan of a changed run. If it cannot be traced, it is named and left out (None), because the advice about
+    other changes holds without it."""
+    try:
+        return forecast(run, traces(), gpu)
+    except Exception as error:
+        if isinstance(error, BrokenExecutor):
+            raise  # no other trace would come to an end, either
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        note(f"Left out, because it cannot be traced: {' '.join(words(settings))} ({type(error).__name__}: {reason})")
+        return None
 
 
 def _change(settings: Settings, after: Forecast, before: Forecast) -> Change:
@@ -232,13 +251,16 @@ def search(
     """The fastest jobs that fit, fastest first, and how many were traced.
 
     The candidates are traced in the order of a guess at their speed, until the time is over. A candidate is passed over
-    if the same with fewer rows does not fit.
+    if the same with fewer rows does not fit, or if it cannot be traced; then it is named.
 
     Args:
         trace: Can be sent to another process.
         pool: Where traces run.
         workers: How many traces run at a time.
         seconds: After this time no further trace is started.
+
+    Raises:
+        BrokenExecutor: A process of the pool was killed.
     """
 
     def speed(candidate: tuple[Settings, Run]) -> float:
@@ -258,7 +280,9 @@ def search(
             break
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             settings, new = running.pop(done)
-            plan = forecast(new, done.result(), gpu)
+            plan = _plan_of(new, settings, gpu, done.result)
+            if plan is None:
+                continue
             traced += 1
             if plan.fits:
                 found.append(Found(new, settings, plan))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config.errors import UserError
+from titanlite.config.files import write_whole
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import blank_microbatch
@@ -114,10 +114,7 @@ def measure(out: Path, log: Callable[[str], None]) -> Gpu:
     today = datetime.date.today().isoformat()
     update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
     result = base.model_copy(update=update)
-    try:
-        out.write_text(tomli_w.dumps(result.model_dump(exclude_defaults=True)), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}.") from None
+    write_whole(out, tomli_w.dumps(result.model_dump(exclude_defaults=True)).encode())
     return result
 
 

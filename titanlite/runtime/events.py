@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.handlers
 import os
 from typing import Any, Literal, Self, TextIO
 
 from titanlite.config.errors import printable
+from titanlite.runtime.lossy_log import RunFileHandler
 
 EVENTS_FILE = "events.jsonl"
 _LONGEST = 4000  # characters of a text, for which the last ones are kept, because a traceback ends with its reason
@@ -57,7 +57,7 @@ class Event(str):
         return str(self), self.kind  # what pickle calls __new__ with; it restores the other attributes itself
 
 
-class EventsHandler(logging.handlers.WatchedFileHandler):
+class EventsHandler(RunFileHandler):
     """Appends to events.jsonl those log records whose message is an `Event`.
 
     A line: {"time": Unix time, "event": kind, "step": int or null, "text": the log's line, ...details}.

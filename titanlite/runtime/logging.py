@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 from titanlite.runtime.events import EVENTS_FILE, Event, EventsHandler, Kind
+from titanlite.runtime.lossy_log import LossyHandler, RunFileHandler
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,6 +148,12 @@ def note_end(message: str, kind: Kind, log_file: Path | None = None) -> None:
         handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, Event(message, kind), None, None))
 
 
+def failed_writes() -> int:
+    """Lines of the log and events of this process that could not be written."""
+    handlers = logging.getLogger(LOGGER_NAME).handlers
+    return sum(handler.failed_writes for handler in handlers if isinstance(handler, LossyHandler))
+
+
 def note(line: str) -> None:
     """Print a line on standard error, for a person who reads while a command works."""
     print(printable(line), file=sys.stderr, flush=True)
@@ -155,14 +161,14 @@ def note(line: str) -> None:
 
 def _file_handlers(log_file: Path, prefix: str) -> list[logging.Handler]:
     """Handlers for the log and the events. They continue in a new file if the old one is renamed."""
-    handler = logging.handlers.WatchedFileHandler(log_file, encoding="utf-8")
+    handler = RunFileHandler(log_file, encoding="utf-8")
     events = EventsHandler(log_file.with_name(EVENTS_FILE), encoding="utf-8")
     return [_plain(handler, prefix, "%Y-%m-%d %H:%M:%S"), events]
 
 
 def _terminal_handler(prefix: str) -> logging.Handler:
     if not is_live_terminal():
-        return _plain(logging.StreamHandler(sys.stdout), prefix, "%H:%M:%S")
+        return _plain(LossyHandler(sys.stdout), prefix, "%H:%M:%S")
     from rich.logging import RichHandler
 
     handler = RichHandler(
@@ -177,7 +183,7 @@ def _terminal_handler(prefix: str) -> logging.Handler:
 
 
 def _error_handler(prefix: str) -> logging.Handler:
-    handler = _plain(logging.StreamHandler(sys.stderr), prefix, "%H:%M:%S")
+    handler = _plain(LossyHandler(sys.stderr), prefix, "%H:%M:%S")
     handler.setLevel(logging.ERROR)
     return handler
 
