@@ -72,7 +72,7 @@ def either_tokenizer(request):
 def save_run(folder, fingerprint, steps, **more):
     """What a training run leaves: config.toml, and checkpoints whose weights differ."""
     (folder / "config.toml").write_text(dump_config(JOB))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
     try:
         for step in steps:
             model = random_model(architecture(JOB.model), seed=step)
