@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 22
 
 MOST_GIB = 1e6
 """Of a device: a thousand times the largest."""
-Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+Amount = Annotated[float, Field(gt=0, le=1e9)]
 Listed = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 
 
