@@ -158,10 +158,10 @@ def fall_back(folder: Path, alone: bool) -> tuple[int, list[str]]:
     if alone and dist.get_rank() == 1:
         read = dcp.read_index
 
-        def broken(path: Path):
+        def broken(path: Path, *rest: Any):
             if path.name == "step-00000004":
                 raise Damage(".metadata: seen by one rank alone")
-            return read(path)
+            return read(path, *rest)
 
         dcp.read_index = broken
     manager = run.manager(folder, lines=lines)
