@@ -244,7 +244,7 @@ def test_mistakes_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(tmp_path)]) == 2
     assert "no run has written to this folder" in capsys.readouterr().err
     assert main(["report", str(run), "--out", str(tmp_path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "is a folder; expected a file" in capsys.readouterr().err
     assert main(["report"]) == 2
 
 
