@@ -1,6 +1,7 @@
 """Rules that span keys, the world size and files on disk: each is reported with its remedy, all in one report."""
 
 import base64
+import os
 import re
 import time
 from pathlib import Path
@@ -314,6 +315,14 @@ def test_a_folder_that_takes_no_files_is_found_out(folder: str):
     assert f'checkpoint.folder = "{folder}"' in (report := check("--checkpoint.folder", folder))
     assert "cannot be written to" in report
     assert check("--checkpoint.folder", folder, "--checkpoint.no-enable") == ""
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "train.log", "tb"])
+def test_a_pipe_in_the_place_of_an_output_is_found_out(name: str):
+    """To open it for writing would wait for a reader."""
+    Path("out").mkdir()
+    os.mkfifo(Path("out", name))
+    assert "Move it away" in check("--job.dump_folder", "out")
 
 
 def test_the_check_of_a_folder_leaves_nothing():

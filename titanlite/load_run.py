@@ -257,6 +257,8 @@ def _wrong_kind(folder: Path) -> str | None:
         path = folder / name
         if os.path.exists(path) and os.path.isdir(path) != (name == "tb"):
             return f"{path} is {'a file' if name == 'tb' else 'a folder'}, where a run writes its own. Move it away."
+        if path.is_fifo():  # to open it would wait for a reader
+            return f"{path} is a pipe, where a run writes a file. Move it away."
     return None
 
 

@@ -197,6 +197,16 @@ def test_a_table_has_all_keys_at_all_steps_and_the_last_line_of_a_step_counts(tm
     assert "steps go back" in table.problems[0]
 
 
+def test_a_line_that_no_run_writes_does_not_hide_those_after_it(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "metrics.jsonl")
+    tail.path.write_text(line(1))
+    assert [entry["step"] for entry in tail.new()] == [1]
+    with tail.path.open("a") as file:
+        file.write("x" * 17_000_000 + "\n" + line(2))
+    assert [entry["step"] for _ in range(3) for entry in tail.new()] == [2]
+    assert "cannot be read" in tail.problems()[0]
+
+
 def test_objects_of_a_file_that_is_not_there_are_none(tmp_path: Path) -> None:
     problems: list[str] = []
     assert read_objects(tmp_path / "events.jsonl", problems) == []

@@ -96,11 +96,15 @@ class Tail:
                         file.seek(self._offset - 1)
                         self._offset += len(file.readline()) - 1
                 file.seek(self._offset)
-                whole = file.read(_MOST).rpartition(b"\n")[0]
+                data = file.read(_MOST)
+                whole = data.rpartition(b"\n")[0]
         except (OSError, UserError) as error:
             self.problem = str(error)
             return []
         if not whole:
+            if len(data) == _MOST:  # no run writes such a line: pass over it
+                self._offset += _MOST
+                self.damaged += 1
             return []
         self._offset += len(whole) + 1
         found = [parse(line) for line in whole.split(b"\n") if line.strip()]
