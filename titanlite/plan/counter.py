@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from titanlite.plan.counts import KINDS
@@ -62,6 +63,7 @@ class Counter(TorchDispatchMode):
         self.kinds: list[int] = []  # of each storage
         self.work: Tally[tuple[int, Kernel]] = Tally()
         self.traffic: Tally[tuple[int, Collective]] = Tally()
+        self._asked_for_shapes = False
         self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
         self._sizes: list[int] = []
         self._microbatches: Tally[int] = Tally()
@@ -128,8 +130,12 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count, and see what FSDP2 frees by resizing a storage to nothing."""
-        resize = torch.UntypedStorage.resize_
+        """Count, and see what FSDP2 frees by resizing a storage to nothing.
+
+        Not counted is how DTensor finds the shape of a result: it runs the operator on whole tensors without memory,
+        in torch 2.11 at each call if the tensors are fake.
+        """
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -137,7 +143,15 @@ class Counter(TorchDispatchMode):
                 self._resized(known[0], storage.nbytes())
             return result
 
-        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+        def propagated(propagator: ShardingPropagator, schema: Any) -> Any:
+            self._asked_for_shapes = True
+            try:
+                return propagate(propagator, schema)
+            finally:
+                self._asked_for_shapes = False
+
+        shapes = patch.object(ShardingPropagator, propagate.__name__, propagated)
+        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, self:
             yield
 
     # ----------------------------------------------------------------------------------------------------- operators
@@ -149,6 +163,8 @@ class Counter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._asked_for_shapes:
+            return result
         what = describe(func, args, kwargs, result)
         if what is None:  # a view, or a question
             return result
