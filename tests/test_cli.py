@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -256,3 +257,15 @@ def test_a_full_disk_under_the_output_of_a_command_is_said_without_a_traceback(t
         command = [*TITANLITE, "runs", str(tmp_path)]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (2, "Standard output cannot be written: No space left on device.\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--help"], ["help", "training"]], ids=["a line", "more than a buffer"])
+def test_a_terminal_that_is_gone_under_the_output_of_a_command_is_said_without_a_traceback(words: list[str]):
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    ended = subprocess.run(
+        [*TITANLITE, *words], stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (2, "Standard output cannot be written: Input/output error.\n")

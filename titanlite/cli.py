@@ -6,7 +6,6 @@ answers in a tenth of a second, because each command is imported only when it is
 
 from __future__ import annotations
 
-import errno
 import gc
 import importlib
 import io
@@ -142,22 +141,22 @@ def run_quietly(command: Callable[[], object]) -> int:
         _drop_output()
         return 141
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and _output_fails():
-            _say_end(f"Standard output cannot be written: {error.strerror}.", error)
+        if isinstance(error, OSError) and (reason := _output_fails()):
+            _say_end(f"Standard output cannot be written: {reason}.", error)
             return UserError.exit_code
         _say_end(traceback.format_exc(), error)
         return 1
 
 
-def _output_fails() -> bool:
-    """Whether standard output cannot be written, such as a file on a full disk. Then it is dropped."""
+def _output_fails() -> str:
+    """Why standard output cannot be written: its disk is full, or its terminal is gone. Then it is dropped. "" if what
+    was printed has been written."""
     try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    except OSError:
+        sys.stdout.flush()  # what could not be written is still there
+    except OSError as error:
         _drop_output()
-        return True
-    return False
+        return error.strerror or str(error)
+    return ""
 
 
 def _drop_output() -> None:

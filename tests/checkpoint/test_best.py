@@ -1,7 +1,10 @@
 """checkpoint.keep_best: the checkpoint with the lowest validation loss stays, and `best` leads to it."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import titanlite
@@ -9,6 +12,7 @@ from small_runs import SMALL
 from tiny_run import Checkpoints, TinyRun, names
 
 from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.best import BestCheckpoint
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.config.schema import JobConfig
 
@@ -73,6 +77,37 @@ class TestTheFolder:
         manager = started(run, tmp_path)
         manager.saver.purge()
         manager.close()
+        assert link.resolve().name == "step-00000002"
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("call", ["unlink", "symlink_to", "replace"])
+    def test_a_kill_while_the_link_is_moved_leaves_it_at_a_checkpoint(
+        self, tmp_path: Path, call: str, after: bool
+    ) -> None:
+        run, folder = TinyRun(), tmp_path / "checkpoint"
+        save(started(run, tmp_path, keep_latest_k=0), {1: 2.0, 2: 1.0})
+        link = folder / "best"
+        link.unlink()
+        link.symlink_to("step-00000001")  # as before step 2 was saved
+        child = os.fork()
+        if child == 0:
+            original = getattr(Path, call)
+
+            def killed(*arguments: Any, **keys: Any) -> None:
+                if after:
+                    original(*arguments, **keys)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(Path, call, killed)
+            BestCheckpoint(folder, tmp_path / "final", JOB, lambda line: None).keep("ours")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        moved = call == "replace" and after
+        assert checkpoints_at(link) == [folder / f"step-0000000{2 if moved else 1}"]
+        manager = started(run, tmp_path, keep_latest_k=0)
+        manager.saver.purge()
+        manager.close()
+        assert names(folder) == ["best", "step-00000001", "step-00000002"]
         assert link.resolve().name == "step-00000002"
 
     def test_losses_of_another_run_or_on_other_rows_do_not_count(self, tmp_path: Path) -> None:

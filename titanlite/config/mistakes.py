@@ -153,8 +153,13 @@ def table_within(annotation: Any) -> type[BaseModel] | None:
 def must_be(model: type[BaseModel], name: str, within: bool = False) -> str:
     """What is allowed for a field, from its schema, and its help text. `within`: what is allowed for an item of the
     list."""
+    return f"must be {allowed(model, name, within)}. {model.model_fields[name].description or ''}"
+
+
+def allowed(model: type[BaseModel], name: str, within: bool = False) -> str:
+    """The type and the limits of a field in words; of an item of the list, if `within`."""
     schema = json_schema(model)["properties"][name]
-    return f"must be {_allowed(schema['items'] if within else schema)}. {model.model_fields[name].description or ''}"
+    return _allowed(schema["items"] if within else schema)
 
 
 @functools.cache
@@ -169,7 +174,10 @@ def _allowed(schema: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"a list, each {_allowed(schema.get('items', {}))}"
+        least, most = schema.get("minItems"), schema.get("maxItems")
+        numbers = [f"{words} {count}" for words, count in (("at least", least), ("at most", most)) if count is not None]
+        of = f" of {' and '.join(numbers)}" if numbers else ""
+        return f"a list{of}, each {_allowed(schema.get('items', {}))}"
     if "$ref" in schema:
         return "a table"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
