@@ -243,7 +243,13 @@ def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, 
     run(job_file, tmp_path / "one")
     run(job_file, tmp_path / "two", ranks=2)
     run(job_file, tmp_path / "mixed", "--training.steps", "5", "--lr_scheduler.decay_ratio", "0")
-    run(job_file, tmp_path / "mixed", "--lr_scheduler.decay_ratio", "0", ranks=2)
+    said = run(job_file, tmp_path / "mixed", "--lr_scheduler.decay_ratio", "0", ranks=2)
+    assert "Training starts after step 5; changed since the start before:" in said
+    assert "machine: ranks 1 -> 2" in said
+    assert said.count("training.steps: 5 -> 12") == 1  # by the checkpoint's comparison
+    first, second = read_run(tmp_path / "mixed").starts
+    assert (first.changed, first.ranks, second.ranks, second.step) == (None, 1, 2, 5)
+    assert second.changed == ("machine: ranks 1 -> 2", "job: training.steps: 5 -> 12")
     run(job_file, tmp_path / "stable", "--lr_scheduler.decay_ratio", "0")
     for a, b in (("one", "two"), ("stable", "mixed")):
         for step, entry in logged(tmp_path / a).items():

@@ -81,6 +81,46 @@ def test_a_page_of_one_run_says_all_of_it(tmp_path: Path) -> None:
     assert [chart["title"] for chart in page.data["charts"]][:2] == ["loss: train", "Events"]
 
 
+def test_starts_say_what_has_changed_since_the_start_before(tmp_path: Path) -> None:
+    record = {"code": {"files": "f00d", "commit": "c0ffee", "state": "changed"}, "machine": {"ranks": 8}}
+    starts = [{"host": "node1"}, {"host": "node2", "record": record, "changed": ["machine: ranks 4 -> 8", "code: x"]}]
+    starts += [{"record": {"code": {"files": "f00d"}, "machine": {"ranks": "8"}}, "changed": []}, {"changed": 7}]
+    events = [{"time": 1e9 + i, "event": "start", "step": i, "text": "", **start} for i, start in enumerate(starts)]
+    a_run(tmp_path)
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = [(start.step, start.host, start.ranks, start.code, start.changed) for start in read_run(tmp_path).starts]
+    assert found == [
+        (0, "node1", None, "-", None),
+        (1, "node2", 8, "c0ffee changed", ("machine: ranks 4 -> 8", "code: x")),
+        (2, "-", None, "f00d", ()),
+        (3, "-", None, "-", None),
+    ]
+    section = page_of(tmp_path).partition("<h2>Starts</h2>")[2].partition("<h2>")[0]
+    assert "machine: ranks 4 -&gt; 8\ncode: x" in section
+    assert section.count("nothing") == 1
+
+
+def test_the_plan_of_the_last_start_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    plan = {"event": "plan", "planned": {"tps": 123.0, "memory_peak": "x", "step_time": 10**400}}
+    a_run(tmp_path)
+
+    def planned(*events: dict[str, Any]) -> dict[str, float]:
+        lines = [{"time": 1e9 + number, "step": 0, "text": "", **event} for number, event in enumerate(events)]
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return dict(read_run(tmp_path).planned)
+
+    begin = {"event": "start"}
+    assert planned(begin) == {}
+    assert "planned" not in Parsed(page_of(tmp_path)).text.partition("Throughput")[2]
+    assert planned(plan, begin, begin) == {}  # the second start made none
+    assert planned(plan, {"event": "failure"}, begin) == {}
+    assert planned(begin, plan, begin) == {"tps": 123.0}
+    page = Parsed(page_of(tmp_path))
+    assert page.data["runs"][0]["planned"] == {"tps": 123.0}
+    assert "planned" in page.text.partition("Throughput")[2]
+    assert "123" in page.text.partition("Throughput")[2]
+
+
 def test_text_from_files_stays_text(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a<b>&", ("failure", None, EVIL), (EVIL, 3, "text"))
     (run / "config.toml").write_text(f"[job]\ndescription = {json.dumps(EVIL)}\n[{json.dumps(EVIL)}]\nx = 1\n")
@@ -246,6 +286,9 @@ def test_mistakes_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(run), "--out", str(tmp_path)]) == 2
     assert "is a folder; expected a file" in capsys.readouterr().err
     assert main(["report"]) == 2
+    capsys.readouterr()
+    assert main(["report", *["run"] * 51]) == 2
+    assert "must be a list of at least 1 and at most 50, each a text" in capsys.readouterr().err
 
 
 def test_a_page_says_when_it_was_written(tmp_path: Path) -> None:

@@ -84,6 +84,10 @@ class Changes:
         """All that keeps the run from going on."""
         return [*self.other_model, *self.other_order, *self.other_data]
 
+    def differences(self) -> list[str]:
+        """All lines, without what they mean for the run."""
+        return [*self.harmless, *self.curve, *self.refused]
+
     def lines(self) -> list[str]:
         """For the log; empty if nothing changed."""
         labelled = [("harmless", self.harmless), ("changes the curve", self.curve), ("refused", self.refused)]

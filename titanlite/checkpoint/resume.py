@@ -27,6 +27,9 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 class Resumer:
     """All ranks create one, and call `load` together.
 
+    Attributes:
+        changes: what the log has been told of the differences between this job and that of the checkpoint.
+
     Args:
         job: the resolved job file as a JSON value, compared with the one that was saved.
         same_tokenizer: whether the tokenizer has this fingerprint, which a saved data state holds; another is refused.
@@ -47,6 +50,7 @@ class Resumer:
         self._ranks = folder.ranks
         self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
         self._excluded = set(self._config.exclude_from_loading)
+        self.changes: list[str] = []
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
@@ -150,6 +154,7 @@ class Resumer:
             same_tokenizer="tokenizer" not in data or self._same_tokenizer(data["tokenizer"]),
             data=self._compare_data(data) if self._compare_data and resumes_data else None,
         )
+        self.changes = changes.differences()
         for line in changes.lines():
             self._folder.say(f"changed since {path.name}: {line}")
         if changes.refused:

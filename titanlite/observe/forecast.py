@@ -109,6 +109,17 @@ class Forecast(FileModel):
             f"{self.step_seconds:.3g} s a step ({self.basis})"
         )
 
+    def numbers(self) -> dict[str, float]:
+        """The plan by the names that metrics.jsonl has for the same numbers."""
+        speed = self.tokens_per_second
+        return {
+            "tps": speed * self.world_size,
+            "tps_per_device": speed,
+            "step_time": self.step_seconds,
+            "mfu": self.mfu,
+            "memory_peak": (self.needs if self.shared else self.peak) / GIB,
+        }
+
     def composition(self) -> str:
         """What the peak consists of, the largest first."""
         kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])

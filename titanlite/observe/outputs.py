@@ -31,18 +31,22 @@ LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is kno
 FILES = ("config.toml", "environment.json", *LOGS, "tb", *CURVES)
 
 
-def describe_environment(device_name: str, run: str, layout: Mapping[str, int]) -> dict[str, Any]:
+def describe_environment(
+    device_name: str, run: str, layout: Mapping[str, int], code: Mapping[str, str]
+) -> dict[str, Any]:
     """The content of environment.json: with what, where, and on how many ranks a run trains.
 
     Args:
         run: The identity of the run, which its checkpoints contain, too.
         layout: Parallel degrees by name.
+        code: Which code of titanlite runs.
     """
     import torch  # not at the top, because the check of a job uses this module without torch
     import torch.distributed as dist
 
     return {
         "run": run,
+        "code": dict(code),
         "python": platform.python_version(),
         "packages": {"titanlite": __version__} | {package: version(package) for package in PACKAGES},
         "device": device_name,

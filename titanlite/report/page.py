@@ -43,9 +43,9 @@ def make_page(runs: Sequence[Recorded]) -> str:
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'"
     title = ", ".join(names)
     sections = (
-        _overview(runs, names), _charts(runs), _events(runs, names), _speed(runs, names), _checkpoints(runs, names),
-        _coverage(runs, names), _samples(runs, names), _differences(runs, names), _environment(runs, names),
-        _configurations(runs, names),
+        _overview(runs, names), _charts(runs), _events(runs, names), _starts(runs, names), _speed(runs, names),
+        _checkpoints(runs, names), _coverage(runs, names), _samples(runs, names), _differences(runs, names),
+        _environment(runs, names), _configurations(runs, names),
     )  # fmt: skip
     return f"""<!doctype html>
 <html lang="en">
@@ -102,6 +102,7 @@ def _data(runs: Sequence[Recorded], names: Sequence[str]) -> dict[str, Any]:
             "curves": thin(run.metrics, most),
             "validations": validations,
             "events": _drawn_events(run, max(20, _MOST_EVENTS // len(runs))),
+            "planned": {key: value for key, value in run.planned.items() if math.isfinite(value)},
         })  # fmt: skip
     return {"runs": drawn, "charts": _specs(drawn)}
 
@@ -230,23 +231,48 @@ def _event_table(events: Iterable[Happened], most_text: int) -> str:
     return f"<table>{head}{rows}</table>" if rows else ""
 
 
+def _starts(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    """Each start, and what differs from the start before."""
+    parts, most, most_text = [], max(5, _MOST_ROWS // len(runs)), _most_text(runs)
+    for run, name in zip(runs, names, strict=True):
+        rows = [
+            [
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.time)),
+                f"{start.step:,}",
+                "-" if start.ranks is None else f"{start.ranks:,}",
+                start.host[:most_text],
+                start.code[:most_text],
+                "-" if start.changed is None else "\n".join(start.changed)[:most_text] or "nothing",
+            ]
+            for start in reversed(run.starts[-most:])
+        ]
+        more = f", without the {len(run.starts) - most:,} oldest" if len(run.starts) > most else ""
+        head = ("time", "after step", "ranks", "host", "code", "changed since the start before")
+        if rows:
+            parts.append(f"<p>{_text(name)}{more}</p>{_table(head, rows, numeric=(0, 1, 2), kind='text')}")
+    return f'<h2>Starts</h2><div class="card scroll">{"".join(parts)}</div>' if parts else ""
+
+
 def _speed(runs: Sequence[Recorded], names: Sequence[str]) -> str:
-    """Medians and extremes of what a step took."""
-    rows = []
+    """Medians and extremes of what a step took, with the plan of a run beside them."""
+    rows, any_plan = [], any(run.planned for run in runs)
     for key in ("tps", "tps_per_device", "mfu", "step_time", "data_time", "memory", "memory_peak", "utilization"):
         about = CURVES[key].description
         for run, name in zip(runs, names, strict=True):
             values = column(run.metrics, key)
             values = values[np.isfinite(values)]
             if len(values):
+                plan = [run.planned.get(key, math.nan)] if any_plan else []
                 shown = (
-                    f"{v:,.0f}" if v >= 1000 else f"{v:.4g}" for v in (np.median(values), min(values), max(values))
-                )
+                    "-" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.4g}"
+                    for v in (*plan, np.median(values), min(values), max(values))
+                )  # fmt: skip
                 rows.append([key, name, *shown, about])
                 about = ""
-    head = ("number", "run", "median", "smallest", "largest", "")
+    plan = ("planned",) if any_plan else ()
+    head = ("number", "run", *plan, "median", "smallest", "largest", "")
     return f"""<h2>Throughput and memory</h2><div class="card scroll">
-{_table(head, rows, numeric=range(2, 5))}</div>"""
+{_table(head, rows, numeric=range(2, 5 + any_plan))}</div>"""
 
 
 def _checkpoints(runs: Sequence[Recorded], names: Sequence[str]) -> str:

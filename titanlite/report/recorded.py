@@ -7,7 +7,7 @@ named in `problems`, and the rest is there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.observe.live import RunStatus
 from titanlite.report.curves import spikes
-from titanlite.report.json_lines import Table, is_moment, moment, read_objects, read_table, step_of
+from titanlite.report.json_lines import Table, is_moment, moment, number, read_objects, read_table, step_of
 from titanlite.report.run_files import RunFiles, read_config, read_json
 from titanlite.runtime.events import ENDS, EVENTS_FILE
 
@@ -54,12 +54,32 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A start of a run.
+
+    Attributes:
+        host: Name of the first machine.
+        ranks: None if it is not known, as in version 0.1.
+        code: The commit, and "changed" if the code differed from it; or a hash of the files.
+        changed: What differs from the start before; None if that is not known.
+    """
+
+    time: float
+    step: int
+    host: str
+    ranks: int | None
+    code: str
+    changed: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class Recorded:
     """A run. Tables have a row for each logged step, or validation.
 
     Attributes:
         sources: Name of each source of data -> rows trained on, by the newest checkpoint.
         config: config.toml, as "section.key" -> value.
+        planned: What the last start was planned to take, by the names of metrics.jsonl; empty without a plan.
     """
 
     folder: Path
@@ -67,6 +87,8 @@ class Recorded:
     metrics: Table
     validations: Table
     events: tuple[Happened, ...]
+    starts: tuple[Started, ...]
+    planned: Mapping[str, float]
     samples: tuple[dict[str, Any], ...]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -91,6 +113,8 @@ def read_run(folder: Path) -> Recorded:
         metrics=metrics,
         validations=validations,
         events=_events(events, metrics),
+        starts=tuple(_starts(events)),
+        planned=_planned(events),
         samples=tuple(samples),
         config=flat(tables),
         environment=flat(environment),
@@ -145,6 +169,37 @@ def _events(entries: list[dict[str, Any]], metrics: Table) -> tuple[Happened, ..
         if kind == "start":
             back_to = min(back_to, step)
     return tuple(reversed(happened))
+
+
+def _starts(entries: list[dict[str, Any]]) -> Iterator[Started]:
+    for entry in entries:
+        if entry.get("event") != "start" or (at := moment(entry)) is None:
+            continue
+        record = flat(found) if isinstance(found := entry.get("record"), dict) else {}
+        ranks, changed = record.get("machine.ranks"), entry.get("changed")
+        code = [str(record[key]) for key in ("code.commit", "code.state") if key in record]
+        yield Started(
+            time=at,
+            step=step_of(entry) or 0,
+            host=str(entry.get("host", "-")),
+            ranks=ranks if type(ranks) is int else None,
+            code=" ".join(code or [str(record.get("code.files", "-"))]),
+            changed=tuple(map(str, changed)) if isinstance(changed, list) else None,
+        )
+
+
+def _planned(entries: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the last start, if that had a plan, which is said before the start itself."""
+    found: dict[str, float] = {}
+    coming: dict[str, float] = {}
+    for entry in entries:
+        if entry.get("event") == "start":
+            found, coming = coming, {}
+        elif entry.get("event") in ENDS:  # of a start that did not come to train
+            coming = {}
+        elif isinstance(planned := entry.get("planned"), dict):
+            coming = {key: value for key in planned if (value := number(planned, key)) is not None}
+    return found
 
 
 def _checkpoints(folder: Path, problems: list[str]) -> tuple[list[Checkpoint], dict[str, int]]:

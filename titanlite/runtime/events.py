@@ -20,6 +20,7 @@ _LONGEST = 4000  # characters of a text, for which the last ones are kept, becau
 
 Kind = Literal[
     "start",
+    "plan",
     "data",
     "save",
     "failed save",

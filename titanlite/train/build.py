@@ -10,7 +10,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -37,8 +37,9 @@ from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
-from titanlite.runtime.events import Event
+from titanlite.runtime.events import EVENTS_FILE, Event
 from titanlite.runtime.logging import LOG_FILE, setup_logging
+from titanlite.train.starts import Start, describe_code, start_before, told
 
 Log = Callable[[str], None]
 
@@ -110,24 +111,47 @@ def open_checkpoints(
     return saver, resumer
 
 
-def start_metrics(
-    run: Run, device: torch.device, identity: str, outputs: OutputFolder | None, state: dict[str, Any] | None
-) -> MetricsRecorder:
-    """Write the job and the environment of the run to its output folder, and open its metrics at the current step.
+def environment_of(run: Run, device: torch.device, identity: str) -> dict[str, Any]:
+    """The content of environment.json. Only rank 0, which writes it, looks at the code."""
+    cpu = platform.processor() or platform.machine()
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    code = describe_code() if dist.get_rank() == 0 else {}
+    return describe_environment(device_name, identity, asdict(run.degrees), code)
+
+
+def start_files(
+    run: Run, environment: Mapping[str, Any], outputs: OutputFolder, step: int | None, record: Start, said: list[str]
+) -> None:
+    """On rank 0: write the job and the environment to the output folder, and log what differs from the start before.
 
     Args:
-        outputs: The output folder, on rank 0 only.
+        environment: What `environment_of` returns.
+        step: Last step of the checkpoint that the run resumed from; None if it begins anew.
+        said: Differences that the log has said already.
+    """
+    outputs.start(run.job, environment, step)
+    before = start_before(outputs.folder / EVENTS_FILE)
+    changed = None if before is None else record.differences(before)
+    text = f"Training starts {f'after step {step}' if step else 'anew'}" + (
+        "" if changed is None else told(changed, said)
+    )
+    details = {"host": socket.gethostname(), "process": os.getpid(), "record": record.model_dump(mode="json")}
+    if changed is not None:
+        details["changed"] = [f"{part}: {line}" for part, line in changed]
+    outputs.log(Event(text, "start", step or 0, **details))
+
+
+def start_metrics(
+    run: Run, device: torch.device, environment: Mapping[str, Any], state: dict[str, Any] | None
+) -> MetricsRecorder:
+    """Open the run's metrics at the current step.
+
+    Args:
+        environment: What `environment_of` returns.
         state: The state of the checkpoint that the run resumed from, if any.
     """
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    layout = asdict(run.degrees)
-    environment = describe_environment(device_name, identity, layout)
     step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
-    if outputs is not None:
-        outputs.start(run.job, environment, None if state is None else step)
-        place = {"host": socket.gethostname(), "process": os.getpid()}
-        outputs.log(Event("Training starts " + (f"after step {step}" if step else "anew"), "start", step, **place))
-    metrics = MetricsRecorder(run, dist.get_rank(), device, peak_flops(device_name), step, tokens)
-    texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(layout, indent=2)}
+    metrics = MetricsRecorder(run, dist.get_rank(), device, peak_flops(environment["device"]), step, tokens)
+    texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(environment["layout"], indent=2)}
     metrics.add_texts({"job": dump_config(run.job), **texts})
     return metrics

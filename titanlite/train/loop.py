@@ -54,10 +54,18 @@ from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group, use_large_pages
-from titanlite.train.build import describe, open_checkpoints, open_folder, start_metrics
+from titanlite.train.build import (
+    describe,
+    environment_of,
+    open_checkpoints,
+    open_folder,
+    start_files,
+    start_metrics,
+)
 from titanlite.train.evaluate import Score, evaluate
 from titanlite.train.out_of_memory import explained, is_out_of_memory
 from titanlite.train.samples import Sampler
+from titanlite.train.starts import Start
 from titanlite.train.update import Update
 
 
@@ -138,7 +146,8 @@ class Trainer:
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
         patience = self.job.comm.init_timeout_seconds
         set_timeout(self.mesh.groups, patience)
-        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, patience, all_hosts())
+        hosts = all_hosts()
+        self.watch = HangWatch(os.environ.get(ERROR_FOLDER), self.rank, patience, hosts)
         self.log = setup_logging(self.rank, None).info
         self.run_id, outputs = open_folder(run, self.log, opened)
         tokenizer = load_tokenizer(run.tokenizer_path)
@@ -151,7 +160,7 @@ class Trainer:
             self.log(line)
         self.plan = handed_down() if self.job.job.plan else None
         if self.plan is not None:
-            self.log(self.plan.line())
+            self.log(Event(self.plan.line(), "plan", planned=self.plan.numbers()))
         self.loader.start()  # its processes start while the model is built; a resume restarts them
         sharded = build_model(run, self.mesh, device, self.log)
         self.update = Update(run, self.mesh, sharded, device)
@@ -164,17 +173,22 @@ class Trainer:
         self.grad_norm: Tensor | None = None
         self.validation_loss = -1, math.inf  # the step of the last validation, and its loss
         self.saver: Saver | None = None
-        state = None
+        state, changes = None, []
         if self.job.checkpoint.enable:
             live = LiveState(self.model, self.optimizer)
             self.saver, resumer = open_checkpoints(run, live, tokenizer, self.loader, self.log, opened)
             state = self.resume(resumer.load())
+            changes = resumer.changes
             self.saver.loaded_step, self.saver.run = state["step"] if state else None, self.run_id
             if state is not None and self.job.checkpoint.keep_best:
                 self.saver.purge()  # a kill may have come between a save and the link to the best
         self.update.precompute_scales()
         self.loader.start()
-        self.metrics: MetricsRecorder = start_metrics(run, device, self.run_id, outputs, state)
+        environment = environment_of(run, device, self.run_id)
+        if outputs is not None:
+            record = Start.of(self.job, environment, hosts, self.loader.sources, tokenizer.fingerprint)
+            start_files(run, environment, outputs, state["step"] if state else None, record, changes)
+        self.metrics: MetricsRecorder = start_metrics(run, device, environment, state)
         opened.callback(self.metrics.close)
         opened.callback(self.watch.close)
 
@@ -356,7 +370,8 @@ class Trainer:
         Its reason is a stop by a signal, data that could not be read (`failure`), or a last save that failed.
         """
         if self.plan is not None and self.metrics.pace is not None:
-            self.log(self.plan.compared(self.metrics.memory_peak * GIB, self.metrics.pace))
+            measured = self.plan.compared(self.metrics.memory_peak * GIB, self.metrics.pace)
+            self.log(Event(measured, "plan", self.steps_done))
         self.close()
         if failure is not None:
             raise failure

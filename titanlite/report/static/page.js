@@ -19,9 +19,9 @@ const number = (v) => {
   return Number(v.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 5 });
 };
 
-const COLORS = { save: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn" }; // others: --bad
+const COLORS = { save: "--muted", plan: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn" }; // others: --bad
 const kindColor = (kind) => css(COLORS[kind] || (kind === "finish" ? "--good" : "--bad"));
-const QUIET = ["save", "validation", "data", "finish"]; // they have no line in the charts, only a mark among the events
+const QUIET = ["save", "validation", "data", "plan", "finish"]; // they have no line in the charts, only a mark among the events
 const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))].filter((kind) => kind !== "data");
 
 const state = { axis: "step", smoothing: 0, events: true, log: false, cut: false, zoom: null, hidden: new Set() };
@@ -108,6 +108,26 @@ function drawEvents(plot) {
   ctx.restore();
 }
 
+// What was planned, as a dotted line over the whole width.
+function drawPlans(plot, key) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.globalAlpha = 0.8;
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const run of shown())
+    if (key in run.planned) {
+      const at = Math.round(plot.valToPos(run.planned[key], "y", true));
+      if (at < bbox.top || at > bbox.top + bbox.height) continue;
+      ctx.strokeStyle = color(run);
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, at);
+      ctx.lineTo(bbox.left + bbox.width, at);
+      ctx.stroke();
+    }
+  ctx.restore();
+}
+
 function options(box, spec, extra) {
   const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   return {
@@ -163,11 +183,14 @@ function makeCurve(spec, box, readout) {
       if (from < 0) return;
       const text = `${part === "validation" ? "validation " : ""}${number(values[from])}`;
       const named = D.runs.length > 1 ? `${run.name} ${text}` : text;
-      node("span", readout, "", named).style.color = color(run);
+      const plan = part === "mean" && spec.key in run.planned ? ` (planned ${number(run.planned[spec.key])})` : "";
+      node("span", readout, "", named + plan).style.color = color(run);
     });
   };
   // Without outliers the axis spans what 98% of the points that are shown have.
+  const planned = D.runs.map((run) => run.planned[spec.key]).filter((v) => v !== undefined);
   const heights = (plot, min, max) => {
+    if (planned.length && min !== null) [min, max] = [Math.min(min, ...planned), Math.max(max, ...planned)];
     if (!state.cut) return uPlot.rangeNum(min, max, 0.1, true);
     const [from, to] = plot.series[0].idxs, seen = [];
     columns.forEach(({ part }, i) => {
@@ -182,7 +205,7 @@ function makeCurve(spec, box, readout) {
   const plot = new uPlot(options(box, spec, {
     series, bands,
     scales: { x: { time: false, range: (_, min, max) => [min, max] }, y: state.log && positive ? { distr: 3 } : { range: heights } },
-    hooks: { ...HOOKS, draw: [drawEvents], setCursor: [say] },
+    hooks: { ...HOOKS, draw: [drawEvents, (chart) => drawPlans(chart, spec.key)], setCursor: [say] },
   }), data, box);
   say(plot);
   return plot;
