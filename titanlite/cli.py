@@ -141,22 +141,22 @@ def run_quietly(command: Callable[[], object]) -> int:
         _drop_output()
         return 141
     except Exception as error:
-        if isinstance(error, OSError) and (reason := _output_fails()):
-            _say_end(f"Standard output cannot be written: {reason}.", error)
+        if isinstance(error, OSError) and error.filename is None and _output_fails():  # an error of a file names it
+            _say_end(f"Standard output cannot be written: {error.strerror}.", error)
             return UserError.exit_code
         _say_end(traceback.format_exc(), error)
         return 1
 
 
-def _output_fails() -> str:
-    """Why standard output cannot be written: its disk is full, or its terminal is gone. Then it is dropped. "" if what
-    was printed has been written."""
+def _output_fails() -> bool:
+    """Whether standard output cannot be written: its disk is full, or its terminal is gone. Then it is dropped."""
     try:
-        sys.stdout.flush()  # what could not be written is still there
-    except OSError as error:
+        sys.stdout.write("\n")  # Python has forgotten what it could not write
+        sys.stdout.flush()
+    except OSError:
         _drop_output()
-        return error.strerror or str(error)
-    return ""
+        return True
+    return False
 
 
 def _drop_output() -> None:
