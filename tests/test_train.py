@@ -10,9 +10,11 @@ import pty
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +25,7 @@ import pytest
 import strict_run
 import torch
 from ranks import World, descendants, start_titanlite, titanlite
-from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
+from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from titanlite.config.errors import GuardError
@@ -76,16 +78,68 @@ def weights_and_moments(step_folder: Path, tmp_path: Path) -> dict[str, torch.Te
     return flat
 
 
-def test_exact_resume(job_file: Path, tmp_path: Path) -> None:
-    """Invariant 4: killed outright after a save and started again, the run is bitwise the uninterrupted one."""
-    killed = start_ranks(job_file, tmp_path / "killed", "--training.steps", "200", "--lr_scheduler.decay_ratio", "0")
+def in_tensorboard(folder: Path, curve: str) -> list[tuple[int, float]]:
+    """The points of a loss as TensorBoard shows them. They are in fp32, as the loss was."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tb"))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(f"1_loss/{curve}")]
+
+
+def in_offline_wandb(folder: Path, curve: str) -> list[tuple[int, float]]:
+    """The points of a loss in what `wandb sync` would send: the files that W&B's offline mode has written."""
+    from wandb.proto import wandb_internal_pb2  # pyright: ignore
+
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in leveldb_records(file.read_bytes()[7:], 7):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            if f"loss/{curve}" in values:
+                found.append((int(values["_step"]), float(values[f"loss/{curve}"])))
+    return found
+
+
+def leveldb_records(data: bytes, start: int) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format (doc/log_format.md there), which begins at byte `start` of its file."""
+    position, record = 0, b""
+    while len(data) - position > 7:
+        rest = 32768 - (start + position) % 32768
+        if rest < 7:  # too short for a header
+            position += rest
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield record
+            record = b""
+
+
+def test_exact_resume(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 4: killed outright after a save and started again, the run is bitwise the uninterrupted one.
+
+    What the killed run logged after its last save is trained, and logged, again: each writer has it once.
+    """
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = ("--lr_scheduler.decay_ratio", "0", "--validation.freq", "5", "--validation.holdout", "0.02")
+    writers = ("--metrics.enable_tensorboard", "--metrics.enable_wandb", "--validation.sequences", "2")
+    killed = start_ranks(job_file, tmp_path / "killed", "--training.steps", "200", *options, *writers)
     killed.wait_for("step +7/")
     killed.kill(0, signal.SIGKILL)
     assert killed.wait() == [-signal.SIGKILL]
-    # What the killed run logged after its last save is trained, and logged, again.
-    output = run(job_file, tmp_path / "killed", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
+    output = run(job_file, tmp_path / "killed", "--training.steps", "30", *options, *writers)
     assert "Resumed after step 5" in output
-    run(job_file, tmp_path / "reference", "--training.steps", "30", "--lr_scheduler.decay_ratio", "0")
+    expected = sorted(losses(tmp_path / "killed").items())
+    assert [step for step, _ in expected] == list(range(1, 31))
+    for read in (in_tensorboard, in_offline_wandb):
+        assert read(tmp_path / "killed", "train") == expected
+        assert [step for step, _ in read(tmp_path / "killed", "validation")] == list(range(0, 31, 5))
+    options = ("--lr_scheduler.decay_ratio", "0", "--validation.holdout", "0.02", "--validation.freq", "1000")
+    run(job_file, tmp_path / "reference", "--training.steps", "30", *options)
     assert curve(tmp_path / "killed") == curve(tmp_path / "reference")
     resumed, reference = (
         weights_and_moments(tmp_path / name / "checkpoint" / "step-00000030", tmp_path)

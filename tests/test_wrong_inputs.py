@@ -222,7 +222,7 @@ JOB_FILES = [
     job("a checkpoint folder of a name that the run writes", '[checkpoint]\nfolder = "tb"', "other outputs"),
     job("an empty checkpoint folder", '[checkpoint]\nfolder = ""', "other outputs"),
     job("log_freq 0", "[metrics]\nlog_freq = 0", "metrics.log_freq = 0"),
-    job("wandb", "[metrics]\nenable_wandb = true", "metrics.enable_wandb"),
+    job("writers", '[metrics]\nwriters = ["none_such"]', "metrics.writers"),
     job("a timeout of zero", "[comm]\ninit_timeout_seconds = 0", "comm.init_timeout_seconds"),
     job(
         "a stage after the end",

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from titanlite.config.degrees import MOST_RANKS
@@ -25,7 +26,8 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import load_tokenizer, read_vocab_size
-from titanlite.observe.outputs import FILES
+from titanlite.observe.outputs import FILES, FOLDERS
+from titanlite.observe.writers import offered_writers
 
 
 def load_run(argv: Sequence[str], world_size: int) -> Run:
@@ -255,11 +257,23 @@ def _wrong_kind(folder: Path) -> str | None:
     """Which output of a run a folder or a file is in the way of."""
     for name in FILES:
         path = folder / name
-        if os.path.exists(path) and os.path.isdir(path) != (name == "tb"):
-            return f"{path} is {'a file' if name == 'tb' else 'a folder'}, where a run writes its own. Move it away."
+        if os.path.exists(path) and os.path.isdir(path) != (name in FOLDERS):
+            return f"{path} is {'a file' if name in FOLDERS else 'a folder'}, where a run writes its own. Move it away."
         if path.is_fifo():  # to open it would wait for a reader
             return f"{path} is a pipe, where a run writes a file. Move it away."
     return None
+
+
+@rule("metrics")
+def writers(context: Context) -> Iterator[str]:
+    metrics = context.job.metrics
+    offered = offered_writers() if metrics.writers else {}  # the search takes a while
+    if metrics.enable_wandb and find_spec("wandb") is None:
+        yield context.wrong("metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'.")
+    for name in metrics.writers:
+        if name not in offered:
+            text = f"no installed package offers a writer {shown(name)}. There are: {', '.join(offered) or 'none'}."
+            yield context.wrong("metrics.writers", text, "CONTRIBUTING.md says how one is made.")
 
 
 @rule("checkpoint", "job.dump_folder")

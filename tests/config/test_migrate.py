@@ -237,7 +237,7 @@ def test_a_value_becomes(text, keys):
 LOST = [  # what cannot be carried over, and words of the reason
     ('[checkpoint]\ninitial_load_path = "a/step-5"', "titanlite import --torchtitan"),
     ("[checkpoint]\nload_step = 5", "checkpoint of torchtitan's run"),
-    ("[metrics]\nenable_wandb = true", "metrics.jsonl"),
+    ("[metrics]\nsave_for_all_ranks = true", "One rank writes the metrics"),
     ("[memory_estimation]\nenabled = true", "cannot fit"),
     ("[fault_tolerance]\nenable = true", "starts again by itself"),
     ('[model]\nconverters = ["mx"]', "no such conversion"),

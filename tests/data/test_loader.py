@@ -25,7 +25,7 @@ from test_heldout import make_set
 from torch import Tensor
 
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.schema import Dataset, JobConfig, Validation
+from titanlite.config.schema import Dataset, DataSource, JobConfig, Validation
 from titanlite.data.documents import MAX_STREAMS
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.reader import BatchReader
@@ -373,6 +373,42 @@ def test_each_record_that_is_skipped_is_said_and_counted_once(tmp_path, caplog, 
     assert stats[0]["skipped_records"] == 10
     said = sorted(int(message.split("line ")[1].split(":")[0].split(",")[0]) for message in caplog.messages)
     assert said == [*lines, 210]
+
+
+def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    write_jsonl(tmp_path / "b.jsonl", some_texts(150))
+    sources = tuple(
+        DataSource(source="jsonl", path=str(tmp_path / f"{name}.jsonl"), weight=weight)
+        for name, weight in (("a", 1.0), ("b", 3.0), ("b", 0.0))
+    )
+    dataset = Dataset(sources=sources, num_workers=0)
+    found, batches = {}, 8
+    for size in (1, 2, 3):
+        ranks = Ranks(dataset, size)
+        for number in range(batches):
+            ranks.batch()
+            if number == 3:  # where a log line or a checkpoint comes makes no difference
+                state = ranks.state()
+        stats = ranks.together(lambda loader: loader.stats())
+        assert all(stat == stats[0] for stat in stats)
+        resumed = Ranks(dataset, 2).load(state)
+        for _ in range(batches - 4):
+            resumed.batch()
+        found[size], again = stats[0], resumed.together(lambda loader: loader.stats())[0]
+        assert {key: again[key] for key in ("source_tokens", "source_epochs")} == {
+            key: found[size][key] for key in ("source_tokens", "source_epochs")
+        }
+    assert found[1] == found[2] == found[3]
+    a, b, unused = found[1]["source_tokens"]
+    assert (b.endswith(" (1)"), unused.endswith(" (2)")) == (True, True)  # two sources of one name
+    assert found[1]["source_tokens"] == {a: 24 * 8 * 32 // 4, b: 24 * 8 * 32 * 3 // 4, unused: 0}
+    tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40  # each ends with a token of its own
+    # A document counts once it is passed, and each of the streams stands in the middle of one.
+    streams = min(MAX_STREAMS, 32)
+    assert found[1]["source_epochs"][a] == pytest.approx(24 * 8 * 32 // 4 / tokens, abs=streams / 40)
+    assert found[1]["source_epochs"][a] > found[1]["source_epochs"][b] > 0
+    assert found[1]["source_epochs"][unused] == 0
 
 
 def test_documents_that_are_all_empty_are_an_error_in_words(tmp_path):

@@ -1,5 +1,6 @@
 """metrics.jsonl, TensorBoard and the console line: what stands in them, and that a step never waits for the device."""
 
+import itertools
 import json
 import logging
 import math
@@ -13,11 +14,13 @@ from titanlite.config.schema import Job, JobConfig, Metrics, Training
 from titanlite.observe import metrics
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.writers import RunStart, open_writers
 
 KEYS = [
-    *("step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_per_device", "mfu", "memory", "memory_peak"),
-    *("data_time", "step_time", "elapsed", "time", "utilization", "skipped_records", "failed_saves", "save_waits"),
-    "failed_writes",
+    *("step", "loss", "loss_max", "grad_norm", "clipped", "lr", "tokens", "tps", "tps_per_device", "mfu", "tflops"),
+    *("memory", "memory_peak", "memory_active", "alloc_retries", "step_time", "data_time", "forward_backward_time"),
+    *("optimizer_time", "checkpoint_time", "other_time", "elapsed", "time_left", "time", "utilization"),
+    *("skipped_records", "failed_saves", "save_waits", "failed_writes"),
 ]
 
 
@@ -46,25 +49,41 @@ def clock(monkeypatch):
     return clock
 
 
+ENVIRONMENT = {"run": "0123456789abcdef", "layout": {"shard": 2}}
+
+
 def recorder(folder, rank=0, log_freq=10, tensorboard=False, total_steps=25, peak_flops=None, **more):
     job = JobConfig(
         job=Job(dump_folder=str(folder)),
         training=Training(steps=total_steps),
         metrics=Metrics(log_freq=log_freq, enable_tensorboard=tensorboard),
     )
-    return MetricsRecorder(Run(job, world_size=2), rank, torch.device("cpu"), peak_flops, **more)
+    run = Run(job, world_size=2)
+    writers = open_writers(RunStart(run, more.get("resumed_step", 0), ENVIRONMENT), rank)
+    return MetricsRecorder(run, writers, torch.device("cpu"), peak_flops, **more)
+
+
+def losses(loss):
+    """Of the batch, and the largest of a rank."""
+    return torch.tensor([loss, loss + 0.5])
 
 
 def train(recorder, steps, clock=None, tokens: int | torch.Tensor = 1000):
     """Run the recorder as the trainer does: loss 8 - step / 10, grad_norm step; returns the console lines."""
-    lines = []
-    for step in steps:
-        if clock is not None:
-            clock.now += 0.5
-        recorder.record(torch.tensor(8 - step / 10), torch.tensor(float(step)), tokens, data_time=0.1)
-        if recorder.is_log_step(step):
-            lines.append(recorder.log(step, lr=3e-4))
-    return lines
+    said, logger = [], logging.getLogger("titanlite")
+    info, logger.info = logger.info, said.append
+    try:
+        for step in steps:
+            if clock is not None:
+                with recorder.timing("data"):
+                    clock.now += 0.1
+                clock.now += 0.4
+            recorder.record(torch.tensor(float(step)), tokens, {"forward_backward": 0.2, "optimizer": 0.05})
+            if recorder.is_log_step(step):
+                recorder.log(step, lr=3e-4, losses=losses(8 - step / 10))
+    finally:
+        logger.info = info
+    return said
 
 
 def entries(folder):
@@ -82,14 +101,19 @@ def test_numbers_of_a_logged_step(tmp_path, clock):
     assert list(entry) == KEYS
     assert entry["step"] == 10
     assert entry["loss"] == 7.0
+    assert entry["loss_max"] == 7.5
     assert entry["grad_norm"] == 10.0
+    assert entry["clipped"] == 1.0  # the norms of steps 2 to 10 are above training.max_norm
     assert entry["lr"] == 3e-4
     assert entry["tokens"] == 10_000
     assert entry["tps"] == 2000.0  # 9 steps of 1000 tokens in 4.5 s
     assert entry["tps_per_device"] == 1000.0
     assert entry["mfu"] == pytest.approx(1000 * 6e6 / 1e11)
     assert entry["step_time"] == 0.5
-    assert entry["data_time"] == pytest.approx(0.1)
+    parts = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
+    assert [entry[part] for part in parts] == pytest.approx([0.1, 0.2, 0.05, 0.0, 0.15])
+    assert entry["tflops"] == pytest.approx(1000 * 6e6 / 1e12)
+    assert entry["time_left"] == 7.5
     assert entry["elapsed"] == 5.0
     assert entry["time"] == 1.7e9 + 105
     memory = f"{entry['memory']:.2f} GiB"
@@ -134,30 +158,30 @@ def test_a_step_that_is_not_logged_reads_nothing(tmp_path):
     for _ in range(3):
         scalar = torch.tensor(2.0).as_subclass(Unreadable)
         count = torch.tensor(7).as_subclass(Unreadable)
-        rec.record(scalar, scalar, count, data_time=0.0)
+        rec.record(scalar, count, {})
     with pytest.raises(AssertionError, match="the host waited"):
-        rec.log(3, lr=0.1)  # the same tensors, so the trap works
+        rec.log(3, lr=0.1, losses=losses(1.0))  # the same tensors, so the trap works
 
 
 def test_tokens_counted_by_the_device(tmp_path):
     rec = recorder(tmp_path, tokens=2**31)
     train(rec, range(1, 11), tokens=torch.tensor(3))
     assert entries(tmp_path)[-1]["tokens"] == 2**31 + 30
-    rec.record(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(5), 0.0)
+    rec.record(torch.tensor(1.0), torch.tensor(5), {})
     assert rec.tokens_so_far() == 2**31 + 35
 
 
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_non_finite_numbers_are_valid_json(tmp_path, value, name):
     rec = recorder(tmp_path)
-    rec.record(torch.tensor(value), torch.tensor(1.0), 10, 0.0)
-    line = rec.log(1, lr=0.1)
-    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert entry["loss"] is None
-    assert entry["nonfinite"] == {"loss": name}
-    assert name in line
-    assert isinstance(rec.latest, LoggedStep)
-    assert str(rec.latest.loss) == name  # guards see it as it is
+    rec.record(torch.tensor(1.0), 10, {})
+    entry = rec.log(1, lr=0.1, losses=torch.tensor([value, 1.0]), source_epochs={"a": 1.0, "b": value})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["loss"] is None
+    assert line["nonfinite"] == {"loss": name}
+    assert line["source_epochs"] == {"a": 1.0, "b": None, "nonfinite": {"b": name}}
+    assert isinstance(entry, LoggedStep)
+    assert str(entry.loss) == name  # guards see it as it is
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
@@ -229,14 +253,15 @@ def test_tensorboard_has_the_same_numbers_and_hides_what_a_crash_left(tmp_path):
 
 
 def test_tensorboard_shows_groups_in_the_order_of_what_matters_with_units(tmp_path):
+    from tensorboard.plugins.custom_scalar import layout_pb2  # pyright: ignore
+
     rec = recorder(tmp_path, tensorboard=True, peak_flops=1e11)
-    rec.add_texts({"job": "[training]\nsteps = 25", "layout": "shard = 2"})
     rec.validated(0, {"loss": 8.0, "perplexity": 2981.0, "bits_per_byte": 2.0})
     train(rec, [1])
     rec.close()
     board = accumulated(tmp_path)
     tags = sorted(board.Tags()["scalars"])  # as TensorBoard sorts them
-    assert tags[:4] == ["1_loss/train", "1_loss/validation", "2_optimizer/gradient_norm", "2_optimizer/learning_rate"]
+    assert tags[:3] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
     assert groups == ["1_loss", "2_optimizer", "3_speed", "4_memory", "5_validation", "6_progress", "7_counters"]
     assert {tag.split("/")[1] for tag in tags if tag.startswith("7_")} == {
@@ -246,6 +271,16 @@ def test_tensorboard_shows_groups_in_the_order_of_what_matters_with_units(tmp_pa
     assert all(descriptions.values())
     assert "GiB" in descriptions["4_memory/memory"]
     assert "nats" in descriptions["1_loss/validation"]
-    texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
+    assert {tag for tag in itertools.chain(*charts.values()) if "source" not in tag and "active" not in tag} <= set(
+        tags
+    )
+    texts = {
+        tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"] if "/" in tag
+    }
     assert "    steps = 25" in texts["job/text_summary"]  # four spaces: shown as it is written
-    assert "    shard = 2" in texts["layout/text_summary"]
+    assert '    "shard": 2' in texts["layout/text_summary"]
+    assert "0123456789abcdef" in texts["environment/text_summary"]

@@ -16,7 +16,7 @@ Version = Literal["0.1", "0.2"]
 
 _SAME = {
     "job": "dump_folder description",
-    "metrics": "log_freq enable_tensorboard",
+    "metrics": "log_freq enable_tensorboard enable_wandb",
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
     "lr_scheduler": "decay_ratio decay_type min_lr_factor",
     "training": """global_batch_size seq_len max_norm steps enable_cpu_offload dtype mixed_precision_param
@@ -79,7 +79,6 @@ WITHOUT = {
             "metrics.save_for_all_ranks metrics.disable_color_printing",
             "One rank writes the metrics, which are those of all ranks, and the log has no colours.",
         ),
-        ("metrics.enable_wandb", "metrics.jsonl in job.dump_folder has all metrics, for any tool to read."),
         (
             "job.config_file",
             "The command line names the job file.",

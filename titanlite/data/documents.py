@@ -69,13 +69,18 @@ class Document(NamedTuple):
     """int32, bos and eos included; empty if the document is skipped or held out."""
 
 
+def num_units(source: Source) -> int:
+    """Number of what is read in an order: documents, or the parts of a sequential source."""
+    return source.num_parts if isinstance(source, Sequential) else len(source)  # type: ignore[arg-type]
+
+
 def num_streams(source: Source, max_epochs: int, holdout: float = 0.0) -> int:
     """V of a source: a power of two, at most its number of documents or parts, because more streams would read the same
     text at the same time. With max_epochs it is 1: then each rank sees by itself where the source ends, and no stream
     has text left when another one ends."""
     if max_epochs:
         return 1
-    units = source.num_parts if isinstance(source, Sequential) else len(source)  # type: ignore[arg-type]
+    units = num_units(source)
     if holdout and isinstance(source, RandomAccess):
         units = max(1, units // 8)  # or a stream without a document in an epoch reads those of others
     return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
@@ -166,7 +171,7 @@ class Documents(ABC):
 
 def epoch_order(source: Source, seed: int) -> EpochOrder:
     """The order of the documents, or parts, of a source; its streams share it."""
-    return EpochOrder(source.num_parts if isinstance(source, Sequential) else len(source), seed)  # type: ignore[arg-type]
+    return EpochOrder(num_units(source), seed)
 
 
 def open_documents(source: Source, encoder: Encoder, order: EpochOrder, stream: int, max_epochs: int) -> Documents:

@@ -20,7 +20,7 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
-from titanlite.data.documents import MAX_TURN, Encoder, Place
+from titanlite.data.documents import MAX_TURN, Encoder, Place, num_units
 from titanlite.data.mixing import Schedule
 from titanlite.data.packing import Cursor
 from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow, open_sources, report_skipped, start_cursors
@@ -84,6 +84,8 @@ class Loader:
         self.sources = open_sources(dataset, self._encoder, seq_len)
         self._schedule = Schedule(dataset, global_batch_size)
         self._cursors = start_cursors(dataset, self.sources, holdout)
+        self._turns = [[0] * len(cursors) for cursors in self._cursors]  # of all ranks' streams, by the last `stats`
+        self._moved: set[tuple[int, int]] = set()  # (source, stream) of this rank's rows since then
         self._reader: BatchReader | WorkerPool | None = None
         self._ahead: deque[list[ReadRow] | Exception] = deque()  # read already, not yet asked for
         self._valid_tokens = self._tokens = self._num_skipped = 0
@@ -160,6 +162,7 @@ class Loader:
         self._schedule.next_batch()
         for row in read:
             self._cursors[row.source][row.stream] = row.cursor
+            self._moved.add((row.source, row.stream))
             self._skipped += row.skipped
             self._num_skipped += len(row.skipped)
         local, mask = self._local_batch_size, self._dataset.document_mask
@@ -194,15 +197,30 @@ class Loader:
             except Exception as error:  # raised when its batch is due
                 self._ahead.append(error)
 
-    def stats(self) -> dict[str, float]:
-        """Of all ranks, since they started: share of the positions that are trained on, and number of records skipped.
+    def stats(self) -> dict[str, Any]:
+        """What all ranks have read: since they started, the share of the positions that are trained on and the number
+        of records skipped; since the run began, the tokens of the rows of each source and how many times it was read.
         Reports the records skipped since the last call. All ranks of dp_group call it together."""
         now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
-        shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now))
+        moved = [(source, stream, self._cursors[source][stream].place.turn) for source, stream in sorted(self._moved)]
+        self._moved.clear()
+        shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now, moved))
         valid, tokens, skipped = (sum(share[i] for share in shares) for i in range(3))
         if self._dp_rank == 0:
             report_skipped([reason for share in shares for reason in share[3]])
-        return {"utilization": valid / max(1, tokens), "skipped_records": skipped}
+        for source, stream, turn in (place for share in shares for place in share[4]):
+            self._turns[source][stream] = max(turn, self._turns[source][stream])
+        names = [source.name for source in self.sources]
+        names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
+        epochs = [sum(turns) / num_units(source) for turns, source in zip(self._turns, self.sources, strict=True)]
+        return {
+            "utilization": valid / max(1, tokens),
+            "skipped_records": skipped,
+            "source_tokens": {
+                name: rows * self._seq_len for name, rows in zip(names, self._schedule.rows, strict=True)
+            },
+            "source_epochs": dict(zip(names, epochs, strict=True)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
@@ -260,6 +278,8 @@ class Loader:
             ]
             for rows, saved, source in zip(self._schedule.rows, state["sources"], self.sources, strict=True)
         ]
+        self._turns = [[cursor.place.turn for cursor in cursors] for cursors in self._cursors]
+        self._moved.clear()
 
     def describe(self) -> str:
         """One line for the log: what is read."""

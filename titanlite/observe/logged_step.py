@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
 
@@ -24,19 +24,41 @@ class Curve:
     tag: str
     description: str
 
+    def of(self, part: str) -> Curve:
+        """The curve of one part of a number that has several."""
+        return Curve(f"{self.tag}/{part}", f"{part}: {self.description}")
+
+
+_HOST_SECONDS = (
+    "seconds of a step as the host spends them, mean since the previous line. A GPU computes behind the host, which "
+    "waits for it where a number is read, in a logged step, or where its queue is full."
+)
+
 
 @dataclass(frozen=True)
 class LoggedStep:
     """A line of metrics.jsonl: one JSON object with these keys.
 
     Rates and times are means over the steps since the previous line, in wall-clock time, including saves. JSON has no
-    NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}.
+    NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}. An
+    object stands for a number with several parts; those that are empty are left out.
     """
 
     step: int
     """Optimizer steps done, from 1."""
     loss: Annotated[float, Curve("1_loss/train", "Mean cross entropy of a token of this step's global batch, nats.")]
+    loss_max: Annotated[
+        float,
+        Curve("1_loss/train_max", "The largest of the means of data-parallel ranks, each over its own tokens, nats."),
+    ]
     grad_norm: Annotated[float, Curve("2_optimizer/gradient_norm", "L2 norm of this step's gradient before clipping.")]
+    clipped: Annotated[
+        float,
+        Curve(
+            "2_optimizer/clipped_steps",
+            "Share (0 to 1) of the steps since the previous line whose gradient was scaled down (training.max_norm).",
+        ),
+    ]
     lr: Annotated[float, Curve("2_optimizer/learning_rate", "Learning rate of this step.")]
     tokens: Annotated[
         int, Curve("6_progress/tokens", "Tokens trained on since step 1, whatever the number of restarts.")
@@ -53,6 +75,13 @@ class LoggedStep:
             "unknown, as on a CPU.",
         ),
     ]
+    tflops: Annotated[
+        float,
+        Curve(
+            "3_speed/3_tflops",
+            "Model TFLOP/s of one device: what a step computes at least, without recomputation, by time.",
+        ),
+    ]
     memory: Annotated[
         float,
         Curve(
@@ -67,11 +96,42 @@ class LoggedStep:
             "GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far.",
         ),
     ]
+    memory_active: Annotated[
+        float | None,
+        Curve(
+            "4_memory/memory_active",
+            "GiB, GPU: peak in blocks that hold tensors or wait for a stream, since the previous line.",
+        ),
+    ]
+    alloc_retries: Annotated[
+        int,
+        Curve(
+            "4_memory/alloc_retries",
+            "Times since this start that the GPU's memory was full until the allocator gave back what it kept. Each "
+            "one waits for the device.",
+        ),
+    ]
+    step_time: Annotated[float, Curve("3_speed/4_step_time", "Seconds that a step took, mean since the previous line.")]
     data_time: Annotated[
         float, Curve("3_speed/5_data_time", "Seconds that a step waited for its data, mean since the previous line.")
     ]
-    step_time: Annotated[float, Curve("3_speed/4_step_time", "Seconds that a step took, mean since the previous line.")]
+    forward_backward_time: Annotated[
+        float, Curve("3_speed/6_forward_backward_time", f"Forward and backward passes: {_HOST_SECONDS}")
+    ]
+    optimizer_time: Annotated[float, Curve("3_speed/7_optimizer_time", f"Clipping and optimizer: {_HOST_SECONDS}")]
+    checkpoint_time: Annotated[float, Curve("3_speed/8_checkpoint_time", f"Saves: {_HOST_SECONDS}")]
+    other_time: Annotated[
+        float,
+        Curve(
+            "3_speed/9_other_time",
+            f"The rest, which has validations, samples, signals and this line: {_HOST_SECONDS}",
+        ),
+    ]
     elapsed: Annotated[float, Curve("6_progress/elapsed", "Seconds since this start of the program began to train.")]
+    time_left: Annotated[
+        float,
+        Curve("6_progress/time_left", "Seconds to the last step at the mean pace after the first line of this start."),
+    ]
     time: float
     """Unix time."""
     utilization: Annotated[
@@ -102,14 +162,42 @@ class LoggedStep:
             "Times that metrics, the log or events could not be written (disk full), since this start.",
         ),
     ] = 0
+    source_tokens: Annotated[
+        dict[str, int], Curve("6_progress/source_tokens", "Tokens of the rows that were read from a source of data.")
+    ] = field(default_factory=dict)
+    source_epochs: Annotated[
+        dict[str, float],
+        Curve("6_progress/source_epochs", "How many times a source of data was read, by its documents or its parts."),
+    ] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of strict JSON."""
-        values = asdict(self)
-        nonfinite = {name: str(x) for name, x in values.items() if x is not None and not math.isfinite(x)}
-        if nonfinite:
-            values |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        return json.dumps(values, allow_nan=False)
+        return json.dumps(_strict(asdict(self)), allow_nan=False)
+
+
+def _strict(values: dict[str, Any]) -> dict[str, Any]:
+    objects = {name: _strict(value) for name, value in values.items() if isinstance(value, dict)}
+    numbers = {name: value for name, value in values.items() if name not in objects}
+    nonfinite = {name: str(x) for name, x in numbers.items() if x is not None and not math.isfinite(x)}
+    extra = {"nonfinite": nonfinite} if nonfinite else {}
+    return numbers | dict.fromkeys(nonfinite) | {name: value for name, value in objects.items() if value} | extra
+
+
+def points(values: Mapping[str, Any]) -> Iterator[tuple[Curve, float]]:
+    """The curves of a logged step with their values, from `asdict` or from a line of metrics.jsonl."""
+    for name, curve in CURVES.items():
+        value = values.get(name)
+        if isinstance(value, dict):
+            yield from ((curve.of(part), number) for part, number in value.items() if isinstance(number, int | float))
+        elif value is not None:
+            yield curve, value
+
+
+def curve_of(key: str) -> Curve | None:
+    """The curve of a number of metrics.jsonl; "OBJECT/KEY" is one in an object. None: it is not titanlite's own."""
+    name, _, part = key.partition("/")
+    curve = CURVES.get(name)
+    return curve.of(part) if curve is not None and part else curve
 
 
 def _curves(names: Mapping[str, Any]) -> dict[str, Curve]:

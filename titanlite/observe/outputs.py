@@ -21,14 +21,16 @@ from titanlite import __version__
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
+from titanlite.observe.writers import JSON_FILES
 from titanlite.runtime.events import EVENTS_FILE
 from titanlite.runtime.logging import LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
-CURVES = ("samples.jsonl", "validation.jsonl", "metrics.jsonl")
+CURVES = tuple(reversed(JSON_FILES))
 LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
+FOLDERS = ("tb", "wandb")
 # They are renamed in this order. If a start is interrupted, the files that remain let the next start rename the rest.
-FILES = ("config.toml", "environment.json", *LOGS, "tb", *CURVES)
+FILES = ("config.toml", "environment.json", *LOGS, *FOLDERS, *CURVES)
 
 
 def describe_environment(

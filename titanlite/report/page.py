@@ -21,7 +21,7 @@ import numpy as np
 from titanlite import __version__
 from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
-from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES
+from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, curve_of
 from titanlite.report.curves import column, hours, places, thin
 from titanlite.report.recorded import Happened, Recorded, flat
 
@@ -127,7 +127,7 @@ def _specs(drawn: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     validated = {key for run in drawn for key in run["validations"]["y"]}
     specs = []
     for key in logged:
-        curve = CURVES.get(key)
+        curve = curve_of(key)
         tag, about = (curve.tag, curve.description) if curve else (f"9_more/{key}", "")
         specs.append((tag, {"key": key, "about": about, "wide": key == "loss"}))
         if key == "loss" and "loss" in validated:

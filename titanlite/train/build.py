@@ -5,7 +5,6 @@ Invariant: a part takes what it needs from the run and from parts that were buil
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
@@ -27,7 +26,6 @@ from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.flavors import unused_rows
-from titanlite.config.load import dump_config
 from titanlite.config.run import Run
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader
@@ -37,6 +35,7 @@ from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import peak_flops
 from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.outputs import OutputFolder, describe_environment
+from titanlite.observe.writers import RunStart, open_writers
 from titanlite.runtime.events import EVENTS_FILE, Event
 from titanlite.runtime.logging import LOG_FILE, setup_logging
 from titanlite.train.starts import Start, describe_code, start_before, told
@@ -151,7 +150,5 @@ def start_metrics(
         state: The state of the checkpoint that the run resumed from, if any.
     """
     step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
-    metrics = MetricsRecorder(run, dist.get_rank(), device, peak_flops(environment["device"]), step, tokens)
-    texts = {"environment": json.dumps(environment, indent=2), "layout": json.dumps(environment["layout"], indent=2)}
-    metrics.add_texts({"job": dump_config(run.job), **texts})
-    return metrics
+    writers = open_writers(RunStart(run, step, environment), dist.get_rank())
+    return MetricsRecorder(run, writers, device, peak_flops(environment["device"]), step, tokens)

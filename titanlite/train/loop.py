@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -169,7 +168,6 @@ class Trainer:
         if self.job.samples.freq:
             self.sampler = Sampler(run, tokenizer, self.mesh, self.update.forward_backward, device)
         self.steps_done = 0
-        self.data_time = 0.0  # seconds of waiting for data that no step has used yet
         self.grad_norm: Tensor | None = None
         self.validation_loss = -1, math.inf  # the step of the last validation, and its loss
         self.saver: Saver | None = None
@@ -278,30 +276,27 @@ class Trainer:
             UserError: A record cannot be read.
             GuardError: The loss or the gradient norm of a step that is logged is not finite.
         """
-        waited_from = time.perf_counter()
-        batch = self.loader.next_global_batch()
-        data_time, self.data_time = self.data_time + time.perf_counter() - waited_from, 0.0
+        with self.metrics.timing("data"):
+            batch = self.loader.next_global_batch()
         self.steps_done += 1
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
-        loss, self.grad_norm, num_valid_tokens = self.update(batch.microbatches, batch.num_valid_tokens, lr)
-        if self.metrics.is_log_step(self.steps_done):
-            self.metrics.record(self.total(loss, self.mesh.loss_group), self.grad_norm, num_valid_tokens, data_time)
-            saves = self.saver.stats() if self.saver else {}
-            self.log(self.metrics.log(self.steps_done, lr, **saves, **self.loader.stats()))
-            assert self.metrics.latest is not None
-            check_finite(self.metrics.latest.loss, self.metrics.latest.grad_norm, self.steps_done)
-            return self.metrics.latest
-        # Without a log line the loss is not summed over the ranks.
-        self.metrics.record(loss, self.grad_norm, num_valid_tokens, data_time)
-        return None
+        done = self.update(batch.microbatches, batch.num_valid_tokens, lr)
+        self.grad_norm = done.grad_norm
+        seconds = {"forward_backward": done.forward_backward_seconds, "optimizer": done.optimizer_seconds}
+        self.metrics.record(done.grad_norm, done.num_valid_tokens, seconds)
+        if not self.metrics.is_log_step(self.steps_done):
+            return None  # the loss is not summed over the ranks
+        losses = self.losses(done.loss, batch.num_valid_tokens)
+        saves = self.saver.stats() if self.saver else {}
+        entry = self.metrics.log(self.steps_done, lr, losses, **saves, **self.loader.stats())
+        check_finite(entry.loss, entry.grad_norm, self.steps_done)
+        return entry
 
     def data_fails(self, steps: int) -> bool:
         """Whether this rank cannot read its data for one of the next `steps` steps. It waits until they have been
         read."""
-        waited_from = time.perf_counter()
-        fails = self.loader.fails_within(max(0, min(steps, self.job.training.steps - self.steps_done)))
-        self.data_time += time.perf_counter() - waited_from
-        return fails
+        with self.metrics.timing("data"):
+            return self.loader.fails_within(max(0, min(steps, self.job.training.steps - self.steps_done)))
 
     def data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
@@ -310,10 +305,20 @@ class Trainer:
         dist.all_gather_object(failures, own, self.mesh.world_group)
         return next((failure for failure in failures if failure is not None), None)
 
-    def total(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum `value` in place over the ranks of `group`, on the device."""
-        dist.all_reduce(value, group=group)
-        return value
+    def losses(self, share: Tensor, num_tokens: int) -> Tensor:
+        """The loss of the global batch, and the largest of the losses of the data-parallel ranks: (2,) on the device.
+
+        Args:
+            share: This rank's share of the loss.
+            num_tokens: Number of tokens that have a loss among those that this rank reads.
+        """
+        # A column for each data-parallel rank. The ranks that share its rows add up to its share and its tokens.
+        sums = torch.zeros(2, self.mesh.data_degree, dtype=torch.float64, device=self.device)
+        sums[0, self.mesh.data_rank] = share
+        sums[1, self.mesh.data_rank] = num_tokens / (self.mesh.degrees.context * self.mesh.degrees.pipeline)
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+        shares, tokens = sums
+        return torch.stack([shares.sum(), (shares * tokens.sum() / tokens.clamp(min=1.0)).max()])
 
     def validates_now(self) -> bool:
         """Whether a validation is due after the steps that are done (validation.freq)."""
@@ -357,7 +362,9 @@ class Trainer:
         """Save what a resume needs. Weights after a non-finite gradient are never saved."""
         if self.grad_norm is not None:
             check_finite(0.0, self.grad_norm.item(), self.steps_done)
-        if self.saver is not None:
+        if self.saver is None:
+            return
+        with self.metrics.timing("checkpoint"):
             state = {"step": self.steps_done, "tokens": self.metrics.tokens_so_far(), "data": self.loader.state_dict()}
             step, loss = self.validation_loss
             if step == self.steps_done and math.isfinite(loss):

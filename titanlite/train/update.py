@@ -6,6 +6,7 @@ device.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -32,11 +33,14 @@ class Updated(NamedTuple):
         loss: This rank's share of the loss: see `Step.__call__`.
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Tokens of the global batch that have a label.
+        forward_backward_seconds, optimizer_seconds: The host's time. The device may still compute.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid_tokens: Tensor
+    forward_backward_seconds: float
+    optimizer_seconds: float
 
 
 class Update:
@@ -51,17 +55,19 @@ class Update:
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: int, lr: float) -> Updated:
         """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`."""
+        began = time.perf_counter()
         total = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
         # The loss waits for this sum, which has arrived long before.
         total = collectives.all_reduce(total, "sum", self._mesh.data_group)
         loss = self.forward_backward(microbatches, total)
+        computed = time.perf_counter()
         grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.precompute_scales()
-        return Updated(loss, grad_norm, total)
+        return Updated(loss, grad_norm, total, computed - began, time.perf_counter() - computed)
 
     def precompute_scales(self) -> None:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
