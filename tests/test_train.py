@@ -94,7 +94,7 @@ def in_offline_wandb(folder: Path, curve: str) -> list[tuple[int, float]]:
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for data in leveldb_records(file.read_bytes()[7:], 7):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # pyright: ignore
             record.ParseFromString(data)
             values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
             if f"loss/{curve}" in values:

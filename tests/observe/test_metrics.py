@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import resource
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,9 +71,8 @@ def losses(loss):
 
 def train(recorder, steps, clock=None, tokens: int | torch.Tensor = 1000):
     """Run the recorder as the trainer does: loss 8 - step / 10, grad_norm step; returns the console lines."""
-    said, logger = [], logging.getLogger("titanlite")
-    info, logger.info = logger.info, said.append
-    try:
+    said: list[str] = []
+    with patch.object(logging.getLogger("titanlite"), "info", said.append):
         for step in steps:
             if clock is not None:
                 with recorder.timing("data"):
@@ -81,8 +81,6 @@ def train(recorder, steps, clock=None, tokens: int | torch.Tensor = 1000):
             recorder.record(torch.tensor(float(step)), tokens, {"forward_backward": 0.2, "optimizer": 0.05})
             if recorder.is_log_step(step):
                 recorder.log(step, lr=3e-4, losses=losses(8 - step / 10))
-    finally:
-        logger.info = info
     return said
 
 
@@ -271,7 +269,7 @@ def test_tensorboard_shows_groups_in_the_order_of_what_matters_with_units(tmp_pa
     assert all(descriptions.values())
     assert "GiB" in descriptions["4_memory/memory"]
     assert "nats" in descriptions["1_loss/validation"]
-    layout = layout_pb2.Layout()
+    layout = layout_pb2.Layout()  # pyright: ignore
     layout.ParseFromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
     assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]

@@ -88,7 +88,7 @@ class MetricsRecorder:
         finally:
             self._seconds[part] += time.perf_counter() - began
 
-    def record(self, grad_norm: Tensor, num_tokens: int | Tensor, seconds: Mapping[Part, float]) -> None:
+    def record(self, grad_norm: Tensor, num_tokens: int | Tensor, seconds: Mapping[str, float]) -> None:
         """Record one step. Nothing is read from the device.
 
         Args:
@@ -189,7 +189,7 @@ class MetricsRecorder:
         return (step_time if self.pace is None else self.pace) * (self._total_steps - step)
 
 
-def _no_seconds() -> dict[Part, float]:
+def _no_seconds() -> dict[str, float]:
     return dict.fromkeys(get_args(Part), 0.0)
 
 

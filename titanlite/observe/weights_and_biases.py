@@ -96,7 +96,7 @@ class WeightsAndBiases(Writer):
         if name == "samples.jsonl":
             import wandb
 
-            texts = [[line["prompt"], line["completion"]] for line in lines]
+            texts: list[Any] = [[line["prompt"], line["completion"]] for line in lines]
             return {"samples": wandb.Table(["prompt", "completion"], texts)}
         line = lines[0]
         if name == "validation.jsonl":
