@@ -48,6 +48,23 @@ def test_few_blocks_tell_what_all_blocks_take(name: str, monkeypatch: pytest.Mon
         assert set(counted.traffic) == set(whole.traffic)
 
 
+SCHEDULES = ["1F1B", "Interleaved1F1B"]
+SLOW_SCHEDULES = ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW_SCHEDULES)])
+def test_few_microbatches_tell_what_all_microbatches_take(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    run = tiny_run({"model": {"n_layers": 4}, "parallelism": layout, "training": {"global_batch_size": 40}}, 4)
+    assert run.microbatches == 10
+    few = trace.trace_run(run)
+    monkeypatch.setattr(trace, "_leaves_out_microbatches", lambda _run: False)
+    for counted, whole in zip(few, trace.trace_run(run), strict=True):
+        assert (counted.peak, counted.kinds) == (whole.peak, whole.kinds)
+        assert set(counted.work) == set(whole.work)
+        assert set(counted.traffic) == set(whole.traffic)
+
+
 def test_what_only_a_compiler_knows_is_refused_or_said() -> None:
     compiled = {"compile": {"enable": True}}
     (traced,) = trace.trace_run(tiny_run(compiled, 2))

@@ -133,9 +133,9 @@ _MARKS = {
 
 @cache
 def _operator(func: Any) -> _Operator | None:
-    """What the schema tells of an operator; None for a view."""
+    """What the schema tells of an operator; None for a view and for a mark in a profile."""
     schema, name = func._schema, func.name().split(".")[0]
-    if func.is_view or name.startswith("prim::"):
+    if func.is_view or name.startswith(("prim::", "profiler::")):
         return None
     arguments = []
     for argument in schema.arguments:

@@ -16,6 +16,7 @@ import numpy as np
 
 from titanlite.plan.counter import Counter, Place
 from titanlite.plan.counts import KINDS
+from titanlite.plan.microbatches import all_microbatches
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,24 @@ class Timeline:
         moments = self.segments[best]
         return best[0], moments[moments.sum(axis=1).argmax()]
 
-    def extended_counts(self, longer: Timeline, steps: int) -> Timeline:
-        """This step, with work and traffic of a step that is longer by `steps` times as much as `longer` is."""
-        return Timeline(self.segments, _all(self.work, longer.work, steps), _all(self.traffic, longer.traffic, steps))
 
-
-def timeline(counter: Counter, times: Callable[[Place], int]) -> Timeline:
+def timeline(counter: Counter, times: Callable[[Place], int], pipelined: int = 0) -> Timeline:
     """What a counter has counted.
 
     Args:
         times: How many places of the whole step a place stands for.
+        pipelined: Number of microbatches, if a pipeline has run few of them.
     """
     numbers, changes, where = np.array(counter.events, dtype=np.int64).T
+    places = counter.places
+    if pipelined:
+        places, numbers, changes, where = all_microbatches(places, numbers, changes, where, pipelined)
     alive = np.zeros((len(numbers), len(KINDS)), dtype=np.int64)
     alive[np.arange(len(numbers)), np.array(counter.kinds)[numbers]] = changes
     alive = alive.cumsum(axis=0)
     visits: Tally[Place] = Tally()
     segments: dict[tuple[Place, int], np.ndarray] = {}
-    for number, place in enumerate(counter.places):
+    for number, place in enumerate(places):
         segments[place, visits[place]] = alive[(where == number) & (changes > 0)]
         visits[place] += 1
     work: dict[Any, np.ndarray] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config.errors import UserError
+from titanlite.config.pipeline_stages import V_SHAPED, stage_rank
 from titanlite.config.run import Run
 from titanlite.data.batch import Microbatch
 from titanlite.observe.flops import num_params
@@ -32,6 +33,7 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.counter import Counter, Place
 from titanlite.plan.counts import KINDS, RankTrace, Traffic, Work
+from titanlite.plan.microbatches import FEWEST, is_run, run_microbatches, times
 from titanlite.plan.places import follow
 from titanlite.plan.timeline import Timeline, extended, timeline
 from titanlite.train.update import Update
@@ -63,40 +65,30 @@ def trace_run(run: Run) -> tuple[RankTrace, ...]:
         notes.append("The buffers of async tensor parallelism are not counted.")
         parallelism = job.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
         job = job.model_copy(update={"parallelism": parallelism})
-    run, pipeline = Run(job, run.world_size), run.degrees.pipeline
-    ranks = range(0, run.world_size, run.world_size // pipeline)
-    return tuple(replace(_trace_rank(run, rank), notes=tuple(notes)) for rank in ranks)
+    run = Run(job, run.world_size)
+    return tuple(replace(_trace_rank(run, rank), notes=tuple(notes)) for rank in _ranks(run))
+
+
+def _ranks(run: Run) -> list[int]:
+    """The ranks to trace: of pipeline ranks that are alike, the first one, because most microbatches wait there."""
+    pipeline, schedule = run.degrees.pipeline, run.job.parallelism.pipeline_parallel_schedule
+    count, alike = len(run.stages), {}
+    for rank in range(pipeline):
+        own = [i for i in range(count) if stage_rank(i, count, pipeline, schedule) == rank]
+        kind = tuple((len(run.stages[i]), i == 0, i == count - 1) for i in own)
+        alike.setdefault(rank if schedule in V_SHAPED else kind, rank * (run.world_size // pipeline))
+    return list(alike.values())
 
 
 def _trace_rank(run: Run, rank: int) -> RankTrace:
+    """A step of all blocks and all microbatches."""
     fewer, groups = _fewer_blocks(run), _Groups({}, [])
-    count = run.microbatches
-    few = 2 * run.degrees.pipeline  # so many that the pipeline is full
-    if run.degrees.pipeline == 1 or count <= 3 * run.degrees.pipeline:
-        line, place, kinds = _trace_blocks(run, fewer, rank, count, groups)
-    else:
-        # What is alive in a full pipeline depends on their number by the buffers for what is received, and with GPipe
-        # by the activations: linearly in both cases.
-        few += count % run.degrees.pipeline
-        line, place, kinds = _trace_blocks(run, fewer, rank, few, groups)
-        more, _, more_kinds = _trace_blocks(run, fewer, rank, few + run.degrees.pipeline, groups)
-        steps = (count - few) // run.degrees.pipeline
-        kinds = kinds + steps * (more_kinds - kinds)
-        line = line.extended_counts(more, steps)
-    return _result(run, rank, place, kinds, line, groups)
-
-
-def _trace_blocks(
-    run: Run, fewer: _FewerBlocks, rank: int, microbatches: int, groups: _Groups
-) -> tuple[Timeline, Place, np.ndarray]:
-    """A step of all blocks, where its peak is, and the bytes of each kind there."""
-    short = _trace(fewer.of(run, fewer.most), rank, microbatches, groups)
-    if not fewer.most:
-        return short, *short.peak()
-    long = _trace(fewer.of(run, fewer.most - fewer.unit), rank, microbatches, groups)
-    line = extended(short, long, fewer.most // fewer.unit, lambda place: fewer.moved(place, fewer.unit))
+    line = _trace(fewer.of(run, fewer.most), rank, groups)
+    if fewer.most:
+        long = _trace(fewer.of(run, fewer.most - fewer.unit), rank, groups)
+        line = extended(line, long, fewer.most // fewer.unit, lambda place: fewer.moved(place, fewer.unit))
     place, kinds = line.peak()
-    return line, fewer.moved(place, fewer.most), kinds
+    return _result(run, rank, fewer.moved(place, fewer.most), kinds, line, groups)
 
 
 @dataclass(frozen=True)
@@ -159,11 +151,8 @@ class _Groups(NamedTuple):
     stages: list[int]
 
 
-def _trace(run: Run, rank: int, microbatches: int, groups: _Groups) -> Timeline:
+def _trace(run: Run, rank: int, groups: _Groups) -> Timeline:
     """A step of a rank on fake tensors. Its process groups and stages are written to `groups`."""
-    batch = microbatches * run.job.training.local_batch_size * run.degrees.data
-    training = run.job.training.model_copy(update={"global_batch_size": batch})
-    run = Run(run.job.model_copy(update={"training": training}), run.world_size)
     with _fake_world(run.world_size, rank):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
@@ -179,20 +168,40 @@ def _trace(run: Run, rank: int, microbatches: int, groups: _Groups) -> Timeline:
 def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     """Do two steps over empty rows, and count the second. The first one allocates what lasts.
 
-    Of many microbatches without a pipeline three are run: the first, the last, and one that stands for those between.
+    Of many microbatches few are run. Without a pipeline: the first, the last, and one that stands for those between.
     """
     counter, count = Counter(), run.microbatches
+    few = _leaves_out_microbatches(run)
     done = count if run.degrees.pipeline > 1 else min(3, count)
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         follow(counter, sharded, update)
         counter.mark(update.model.parameters(), "weights")  # before FP8 weights have scales, which torchao compares
-        for _ in range(2):
+        for first in (True, False):
             counter.begin()
-            update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+            with _running(counter, run, first):
+                update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
             for state in update.optimizer.state.values():
                 counter.mark(state.values(), "optimizer state")
+    if few:
+        return timeline(counter, lambda place: times(place, count), count)
     return timeline(counter, lambda place: count - 2 if place.microbatch == 1 and done < count else 1)
+
+
+def _running(counter: Counter, run: Run, first: bool) -> AbstractContextManager[None]:
+    """Which microbatches of a pipeline run in a step. In the first step that is only the last one."""
+    count = run.microbatches
+    if run.degrees.pipeline == 1:
+        return nullcontext()
+    if not _leaves_out_microbatches(run):
+        return run_microbatches(counter, lambda _: True)
+    return run_microbatches(counter, lambda i: i == count - 1 or (not first and is_run(i, count)))
+
+
+def _leaves_out_microbatches(run: Run) -> bool:
+    """Whether a pipeline runs few microbatches. It runs all if ranks have so many stages that torch gathers and frees
+    the weights of some while others run."""
+    return run.degrees.pipeline > 1 and run.microbatches >= FEWEST and len(run.stages) <= 3 * run.degrees.pipeline
 
 
 @contextmanager
