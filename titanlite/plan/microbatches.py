@@ -47,9 +47,12 @@ def is_run(microbatch: int, count: int) -> bool:
     return count < FEWEST or microbatch <= MODEL or microbatch == count - 1
 
 
-def times(place: Place, count: int) -> int:
-    """How many microbatches of `count` the microbatch of a place stands for."""
-    return count - MODEL - 1 if count >= FEWEST and place.microbatch == MODEL else 1
+def times(place: Place, op: str, count: int) -> int:
+    """How often `op` runs with `count` microbatches, for each time that it ran in `place`. What runs between stages
+    runs once, except for what they send, because the schedule gathers weights there."""
+    if count < FEWEST or place.microbatch != MODEL or (place.name == _BETWEEN and op != "send"):
+        return 1
+    return count - MODEL - 1
 
 
 @contextmanager

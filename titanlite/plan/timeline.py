@@ -41,11 +41,11 @@ class Timeline:
         return best[0], moments[moments.sum(axis=1).argmax()]
 
 
-def timeline(counter: Counter, times: Callable[[Place], int], pipelined: int = 0) -> Timeline:
+def timeline(counter: Counter, times: Callable[[Place, str], int], pipelined: int = 0) -> Timeline:
     """What a counter has counted.
 
     Args:
-        times: How many places of the whole step a place stands for.
+        times: How often an operator runs in the whole step, for each time that it ran in a place.
         pipelined: Number of microbatches, if a pipeline has run few of them.
     """
     numbers, changes, where = np.array(counter.events, dtype=np.int64).T
@@ -63,12 +63,12 @@ def timeline(counter: Counter, times: Callable[[Place], int], pipelined: int = 0
     work: dict[Any, np.ndarray] = {}
     for (number, kernel), count in counter.work.items():
         place = counter.places[number]
-        amount = count * times(place) * np.array([1, kernel.flops, kernel.bytes])
+        amount = count * times(place, kernel.op) * np.array([1, kernel.flops, kernel.bytes])
         _add(work, (place.phase, kernel.op, kernel.dtype, kernel.shape), amount)
     traffic: dict[Any, np.ndarray] = {}
     for (number, sent), count in counter.traffic.items():
         place = counter.places[number]
-        _add(traffic, (place.phase, sent.op, sent.group), count * times(place) * np.array([1, sent.bytes]))
+        _add(traffic, (place.phase, sent.op, sent.group), count * times(place, sent.op) * np.array([1, sent.bytes]))
     return Timeline({key: events for key, events in segments.items() if len(events)}, work, traffic)
 
 

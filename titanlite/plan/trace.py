@@ -184,8 +184,8 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
             for state in update.optimizer.state.values():
                 counter.mark(state.values(), "optimizer state")
     if few:
-        return timeline(counter, lambda place: times(place, count), count)
-    return timeline(counter, lambda place: count - 2 if place.microbatch == 1 and done < count else 1)
+        return timeline(counter, lambda place, op: times(place, op, count), count)
+    return timeline(counter, lambda place, _: count - 2 if place.microbatch == 1 and done < count else 1)
 
 
 def _running(counter: Counter, run: Run, first: bool) -> AbstractContextManager[None]:
