@@ -49,7 +49,7 @@ def test_few_blocks_tell_what_all_blocks_take(name: str, monkeypatch: pytest.Mon
 
 
 SCHEDULES = ["1F1B", "Interleaved1F1B"]
-SLOW_SCHEDULES = ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+SLOW_SCHEDULES = ["GPipe", "LoopedBFS", "InterleavedZeroBubble"]
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW_SCHEDULES)])

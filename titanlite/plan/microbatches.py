@@ -31,9 +31,7 @@ _ACTIONS = {
     "backward_weight_one_chunk": Place("backward", "weights of a stage"),
     "get_fwd_send_ops": Place("forward", "sent"),
     "get_bwd_send_ops": Place("backward", "sent"),
-    "get_local_bwd_output": Place("backward", "handed over"),
 }
-_HAND_OVER = ("set_local_fwd_input", "set_local_bwd_input")  # (stage, value, microbatch)
 _BETWEEN = "between stages"
 _NAMES = {place.name for place in _ACTIONS.values()}
 
@@ -86,11 +84,7 @@ def run_microbatches(counter: Counter, runs: Callable[[int], bool]) -> Iterator[
 
         return act
 
-    def hand_over(method: str) -> Any:
-        own = getattr(PipelineStage, method)
-        return lambda stage, value, microbatch: own(stage, value, microbatch) if runs(microbatch) else None
-
-    methods = {name: action(name) for name in _ACTIONS} | {name: hand_over(name) for name in _HAND_OVER}
+    methods = {name: action(name) for name in _ACTIONS}
     with patch.multiple(PipelineStage, create=True, **methods):
         yield
 

@@ -199,9 +199,14 @@ def _running(counter: Counter, run: Run, first: bool) -> AbstractContextManager[
 
 
 def _leaves_out_microbatches(run: Run) -> bool:
-    """Whether a pipeline runs few microbatches. It runs all if ranks have so many stages that torch gathers and frees
-    the weights of some while others run."""
-    return run.degrees.pipeline > 1 and run.microbatches >= FEWEST and len(run.stages) <= 3 * run.degrees.pipeline
+    """Whether a pipeline runs few microbatches.
+
+    It runs all if stages on the same rank hand their values to each other, or if ranks have so many stages that torch
+    gathers and frees the weights of some while others run: there a microbatch's memory depends on more than its stage.
+    """
+    pipeline, schedule = run.degrees.pipeline, run.job.parallelism.pipeline_parallel_schedule
+    alike = schedule not in V_SHAPED and len(run.stages) <= 3 * pipeline
+    return pipeline > 1 and run.microbatches >= FEWEST and alike
 
 
 @contextmanager
