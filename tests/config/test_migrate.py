@@ -245,12 +245,24 @@ LOST = [  # what cannot be carried over, and words of the reason
     ("[parallelism]\npipeline_parallel_degree = 2", "training.global_batch_size to 8 times their number"),
     ("[validation]\nenable = true", "validation.sequences"),
     ('[training]\ndataset = "c4_test"', "python_stdlib"),
+    (
+        '[optimizer]\nname = "Adam"',
+        'titanlite has "AdamW" only. Left out, it is "AdamW". With optimizer.weight_decay = 0',
+    ),
+    ('[parallelism]\npipeline_parallel_schedule = "DualPipeV"', '"GPipe" or "Interleaved1F1B"'),
+    ('[quantize.linear.float8]\nrecipe_name = "blockwise"', '"tensorwise" or "rowwise"'),
 ]
 
 
 @pytest.mark.parametrize(("text", "reason"), LOST)
 def test_what_has_no_equivalent_is_named_with_the_reason(text, reason):
     assert any(reason in found for found in migrate(text, "old.toml").lost), migrate(text, "old.toml").lost
+
+
+def test_a_name_of_something_that_titanlite_lacks_is_named_and_the_rest_is_carried_over():
+    result = migrate('[optimizer]\nname = "Adam"  # as before\nlr = 1e-3', "old.toml")
+    assert [keys for reason, keys in result.lost.items() if "AdamW" in reason] == [['optimizer.name = "Adam"']]
+    assert tomli.loads(result.text)["optimizer"] == {"lr": 1e-3}
 
 
 REFUSED = [
@@ -271,8 +283,6 @@ REFUSED = [
     ("[training]\ndataset = 5", "training.dataset = 5"),
     ('[training]\ndataset = "mine"', "Add dataset_path"),
     ("[training]\ndataset = 5\ndataset_path = 5", "dataset.path = 5"),
-    ('[optimizer]\nname = "Adam"', 'optimizer.name = "Adam"'),
-    ('[parallelism]\npipeline_parallel_schedule = "DualPipeV"', "DualPipeV"),
     ("[parallelism]\nmodule_fqns_per_model_part = [1, 2]", "names of modules"),
     ("[parallelism]\npipeline_parallel_degree = 'x'\n[training]\nlocal_batch_size = 'y'", 'degree = "x"'),
     ("[training]\nseed = 1\n[debug]\nseed = 2", "training.seed and debug.seed"),

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     """`titanlite migrate OLD.toml [--out NEW.toml]`.
 
     Raises:
-        UserError: the file is no job of torchtitan's for a Llama, it has values that titanlite does not have, or the
+        UserError: the file is no job of torchtitan's for a Llama, it has wrong values, or the
             new one exists.
     """
     options = parse(Migrate, argv, "migrate")

@@ -1,7 +1,8 @@
 """Turns a job file of torchtitan into one of ours: text to text, with the comments.
 
-Invariant: a key of the old file is carried over, or named in the report with the reason. The new file is valid by the
-schema, or the old one is refused with all values that titanlite does not have. No file is read or written here.
+Invariant: a key of the old file is carried over, or named in the report with the reason, and so is a name of something
+that titanlite does not have. The new file is valid by the schema, or the old one is refused with all values that are
+wrong. No file is read or written here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from titanlite.config import torchtitan
 from titanlite.config.errors import UserError, printable
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.keys import SECTIONS
-from titanlite.config.mistakes import WrongJob, block, shown
+from titanlite.config.mistakes import WrongJob, block, json_schema, shown
 from titanlite.config.schema import JobConfig
 from titanlite.config.torchtitan import CONVERTED, EQUIVALENT, TORCHTITAN_FLAVORS, WITHOUT, Version
 
@@ -71,7 +72,7 @@ def migrate(raw: str, name: str, version: Version | None = None) -> Migration:
         version: torchtitan's, whose models differ in their rotary frequencies. None: found out from the keys.
 
     Raises:
-        UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has values that titanlite does not have.
+        UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has wrong values.
     """
     raw = raw.replace("\r\n", "\n")
     if printable(raw) != raw:
@@ -126,7 +127,7 @@ class _Job:
         self.lines: dict[str, list[str]] = {}  # section -> its lines
 
     def migration(self) -> Migration:
-        """The result. Raises UserError: values that titanlite does not have."""
+        """The result. Raises UserError: wrong values."""
         section = ""
         header: list[str] = []
         for entry in self.entries:
@@ -171,7 +172,10 @@ class _Job:
         if convert := _CONVERT.get(entry.key):
             convert(self, entry)
         elif entry.key in EQUIVALENT:
-            self.put(EQUIVALENT[entry.key], entry.text, entry)
+            if reason := _lacking(EQUIVALENT[entry.key], entry.value):
+                self.lose(f"{entry.key} = {shown(entry.value)}", reason)
+            else:
+                self.put(EQUIVALENT[entry.key], entry.text, entry)
         else:
             self.lose(entry.key, WITHOUT.get(entry.key, _UNKNOWN))
 
@@ -371,7 +375,7 @@ class _Job:
                 block(f"{self.name}: {self.origins.get(mistake.key, mistake.key)}", mistake.found, mistake.remedy)
                 for mistake in wrong.mistakes
             ]
-            text = "values that titanlite does not have. Change them in this file and migrate again:"
+            text = "values that are wrong. Change them in this file and migrate again:"
             raise UserError("\n".join([f"{self.name} has {text}", *blocks])) from None
 
 
@@ -384,6 +388,21 @@ def _toml(value: Any) -> str:
     return "".join(
         c if printable(c) == c else f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text
     )
+
+
+def _lacking(key: str, value: Any) -> str | None:
+    """Why a key of ours cannot have a value that is a name, such as "Adam"; None if it can, or if it is no name."""
+    section, _, name = key.partition(".")
+    model = SECTIONS[section]
+    field = json_schema(model)["properties"][name]
+    names = field.get("enum") or [field["const"]] if "enum" in field or "const" in field else []
+    if not isinstance(value, str) or not names or value in names:
+        return None
+    here = (
+        "titanlite has " + " or ".join(map(shown, names)) if len(names) > 1 else f"titanlite has {shown(names[0])} only"
+    )
+    left_out = f"{here}. Left out, it is {shown(model.model_fields[name].default)}."
+    return " ".join(filter(None, [left_out, torchtitan.INSTEAD.get(value)]))
 
 
 def _whole(*values: Any) -> bool:

@@ -197,6 +197,12 @@ WITHOUT = {
 }
 """Key without an equivalent -> the reason, and what to do."""
 
+INSTEAD = {
+    "Adam": "With optimizer.weight_decay = 0 the two are the same; with more, torch's Adam adds it to the gradient.",
+    "DualPipeV": 'It is for experts. "ZBVZeroBubble" places the stages in the same way.',
+}
+"""Name of something that titanlite does not have -> what to do."""
+
 ALL = frozenset({*EQUIVALENT, *CONVERTED, *WITHOUT})
 SECTIONS = frozenset(key.partition(".")[0] for key in ALL)
 
