@@ -6,10 +6,13 @@ import pytest
 from traces import run, trace_of_rows
 
 from titanlite.config.rules import Context, broken_rules
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.observe.gpus import find_gpu
 from titanlite.plan.advice import candidates, changed, largest_batch, room_for_state, search, what_fits, words
 from titanlite.plan.bounds import upper_bound
 from titanlite.plan.forecast import forecast
+from titanlite.plan.trace import trace_run
 
 H100 = find_gpu("H100")
 
@@ -23,6 +26,38 @@ def test_the_largest_batch_that_fits(mode: str, rows: int):
     """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 4 are for allocator and libraries."""
     job = run(activation_checkpoint={"mode": mode})
     assert largest_batch(job, plan_of(job), trace_of_rows, H100) == rows
+
+
+def test_three_traces_find_the_largest_batch_because_the_peak_is_convex_in_the_rows():
+    traced = []
+
+    def trace_of(job):
+        traced.append(job.job.training.local_batch_size)
+        return trace_of_rows(job)
+
+    job = run(training={"local_batch_size": 1}, activation_checkpoint={"mode": "full"})
+    assert largest_batch(job, plan_of(job), trace_of, H100) == 32
+    assert traced == [2, 32]  # the line through both says that 33 do not fit
+    traced.clear()
+    several = run(
+        training={"local_batch_size": 1, "global_batch_size": 8 * 33 * 32}, activation_checkpoint={"mode": "full"}
+    )
+    assert largest_batch(several, plan_of(several), trace_of, H100) == 32
+    assert 33 in traced  # the number of microbatches is another one, so no line says so
+
+
+@pytest.mark.slow
+def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
+    """What `largest_batch` relies on, on traces of a model with all kinds of memory."""
+    model = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 640, "vocab_size": 4096}
+    peaks = []
+    for rows in (8, 9, 16):
+        training = {"seq_len": 2048, "local_batch_size": rows}
+        checkpoint = {"mode": "selective", "selective_ac_option": "op"}
+        job = {"model": model, "training": training, "activation_checkpoint": checkpoint}
+        job["parallelism"] = {"fsdp_min_num_params": 0}
+        peaks.append(trace_run(Run(JobConfig.model_validate(job), 2))[0].peak)
+    assert peaks[2] == peaks[0] + 8 * (peaks[1] - peaks[0])
 
 
 def test_no_batch_fits():

@@ -80,3 +80,20 @@ def test_a_compiled_float8_run_is_traced_in_eager_mode_with_its_matmuls_in_fp8()
     assert output.dtype == "bfloat16"  # the output projection stays as it is
     assert len(traces_of(job, find_gpu("A100"), trace_of)) == 1
     assert len(traced) == 3  # without FP8 the device emulates it, as a trace does
+
+
+def test_layers_that_stay_in_high_precision_are_planned_so():
+    """Of the six matmuls, in the shapes of w1, w2 and w3, the two of w1 stay; wq and wo have the same sides."""
+    work = (matmul(16384, 4096, 14336, count=6), matmul(16384, 4096, 4096, count=4))
+
+    def counts(*names: str) -> dict[str, int]:
+        job = run(float8={"enable": True, "filter_fqns": list(names)})
+        (result,) = traces_of(job, H100, lambda _: (trace(work),))
+        assert sum(each.flops for each in result.work) == sum(each.flops for each in work)
+        return {f"{each.dtype} {each.shape[2]}": each.count for each in result.work if each.shape}
+
+    assert counts() == {"float8_e4m3fn 14336": 6, "float8_e4m3fn 4096": 4}
+    assert counts("w1") == {"bfloat16 14336": 2, "float8_e4m3fn 14336": 4, "float8_e4m3fn 4096": 4}
+    assert counts("wo", "layers.0.") == {  # of 32 blocks one stays as it is
+        "bfloat16 4096": 2, "float8_e4m3fn 14336": 6, "float8_e4m3fn 4096": 2,
+    }  # fmt: skip

@@ -1,6 +1,8 @@
 """A plan counts what the trainer does."""
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -9,8 +11,12 @@ from ranks import run_ranks
 from real_bytes import real_bytes, tiny_run
 
 from titanlite.config.errors import UserError
+from titanlite.load_run import load_run
+from titanlite.observe.flops import flops_per_token, state_bytes
+from titanlite.observe.gpus import find_gpu
 from titanlite.plan import trace
 from titanlite.plan.counts import KINDS
+from titanlite.plan.forecast import forecast
 
 FLOAT8 = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 MANY = {"model": {"n_layers": 9}}
@@ -63,6 +69,53 @@ def test_few_microbatches_tell_what_all_microbatches_take(schedule: str, monkeyp
         assert (counted.peak, counted.kinds) == (whole.peak, whole.kinds)
         assert set(counted.work) == set(whole.work)
         assert set(counted.traffic) == set(whole.traffic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *SLOW_SCHEDULES])
+def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
+    run = tiny_run({"model": {"n_layers": 8}, "parallelism": layout, "training": {"global_batch_size": 20}}, 4)
+    shown = {each.rank: each for each in trace.trace_run(run)}
+    assert len(shown) < 4
+    monkeypatch.setattr(trace, "_ranks", lambda _run: [0, 1, 2, 3])
+    every = {each.rank: each for each in trace.trace_run(run)}
+    assert {rank: every[rank] for rank in shown} == shown
+    assert max(each.peak for each in shown.values()) == max(each.peak for each in every.values())
+    assert {(w.op, w.shape, w.phase, w.count) for w in every[2].work} == {
+        (w.op, w.shape, w.phase, w.count) for w in every[1].work
+    }  # ranks 1 and 2 are alike
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks", "kinds"), [("llama_70b.toml", 64, 1), ("llama_405b.toml", 512, 3)])
+def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds: int) -> None:
+    run = load_run(["--job.config_file", name], ranks)
+    gpu = find_gpu("H100")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        traces = trace.trace_run(run, apply=pool.map)
+    assert len(traces) == kinds
+    plan = forecast(run, traces, gpu)
+    assert state_bytes(run) < plan.peak
+    assert plan.fits  # as the first lines of the file say
+    tokens = run.job.training.seq_len * run.global_batch_size
+    share = tokens * flops_per_token(run.arch, run.job.training.seq_len) * 4 / 3 / ranks  # one more forward pass
+    assert sum(work.flops for work in traces[0].work) == pytest.approx(share, rel=0.15)  # stages are not quite equal
+
+
+def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
+    offloaded, kept = (
+        trace.trace_run(tiny_run({"training": {"enable_cpu_offload": offload}}, 2))[0] for offload in (True, False)
+    )
+    state = kept.kinds["weights"] + kept.kinds["optimizer state"]
+    weights = kept.kinds["weights"]
+    assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == 0
+    assert offloaded.host == state + weights  # a gradient for each weight, in the same dtype
+    assert offloaded.together == kept.peak == kept.together
+    assert offloaded.peak <= kept.peak - state
+    assert kept.host == 0
 
 
 def test_what_only_a_compiler_knows_is_refused_or_said() -> None:

@@ -31,7 +31,7 @@ def traffic(op: str, size: int, group: str = "fsdp", ranks: int = 8, phase: str 
 def trace(work: tuple[Work, ...] = (), sent: tuple[Traffic, ...] = (), peak: float = 40.0, rank: int = 0) -> RankTrace:
     """A rank whose peak is so many GiB."""
     kinds = {"weights": int(peak * GIB / 4), "activations": int(peak * GIB) - int(peak * GIB / 4), "loss": 0}
-    return RankTrace(rank, (rank,), int(peak * GIB), "backward of block 31", kinds, 0, work, sent)
+    return RankTrace(rank, (rank,), int(peak * GIB), "backward of block 31", kinds, 0, int(peak * GIB), work, sent)
 
 
 def trace_of_rows(run: Run) -> tuple[RankTrace, ...]:

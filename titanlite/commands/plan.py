@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
@@ -21,7 +21,10 @@ from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import GIB, Forecast
 from titanlite.observe.gpus import MOST_GIB, Gpu, find_gpu
 
-WORKERS = 2  # processes of a search
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+WORKERS = 2  # processes that trace
 
 
 class Plan(Options):
@@ -60,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
     if options.out and not options.measure:
         raise UserError("--out FILE: is where --measure writes. Add --measure.")
     if options.measure:
+        _refuse_beside_measure(options, words)
         return _measure(options)
     if options.write:
         _check_new(options.write, "--write")
@@ -81,16 +85,37 @@ def make_plan(run: Run, gpu: Gpu, assumed: bool = False, quick: bool = False, re
         assumed: Nobody has named the device, and this machine has none.
         remedies: List what takes less memory even if the run fits.
     """
+    from functools import partial
+
     from titanlite.plan.advice import largest_batch, what_fits
     from titanlite.plan.forecast import forecast, traces_of
     from titanlite.plan.trace import trace_run
 
-    plan = forecast(run, traces_of(run, gpu, trace_run), gpu, assumed)
-    if not plan.fits or remedies:
-        return plan.model_copy(update={"changes": what_fits(run, plan, trace_run, gpu)})
-    if quick:
-        return plan
-    return plan.model_copy(update={"largest_local_batch_size": largest_batch(run, plan, trace_run, gpu)})
+    # A pipeline has several kinds of ranks to trace. For less it would not pay to start processes.
+    with _workers() if run.degrees.pipeline > 2 else contextlib.nullcontext() as pool:
+        trace = trace_run if pool is None else partial(trace_run, apply=pool.map)
+        plan = forecast(run, traces_of(run, gpu, trace), gpu, assumed)
+        if not plan.fits or remedies:
+            return plan.model_copy(update={"changes": what_fits(run, plan, trace, gpu)})
+        if quick:
+            return plan
+        return plan.model_copy(update={"largest_local_batch_size": largest_batch(run, plan, trace, gpu)})
+
+
+@contextlib.contextmanager
+def _workers() -> Iterator[Executor]:
+    """Processes for traces. Raises UserError: one of them was killed."""
+    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    try:
+        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_quiet) as pool:
+            yield pool
+    except BrokenExecutor:
+        raise UserError(
+            f"A process of the plan was killed, probably because the memory of this machine is full: {WORKERS} layouts "
+            "are traced at a time. Plan again where more memory is free."
+        ) from None
 
 
 def chosen_gpu(name: str | None) -> tuple[Gpu, bool]:
@@ -170,20 +195,12 @@ def describe(run: Run, plan: Forecast, gpu: Gpu) -> Iterator[str]:
 def _search(run: Run, gpu: Gpu, options: Plan) -> None:
     """Print the fastest jobs that fit, and write the first if it is asked for."""
     import json
-    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-    from multiprocessing import get_context
 
     from titanlite.plan.advice import search, words
     from titanlite.plan.trace import trace_run
 
-    try:
-        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-            found, traced = search(run, trace_run, gpu, pool, WORKERS)
-    except BrokenExecutor:
-        raise UserError(
-            f"A process of the search was killed, probably because the memory of this machine is full: {WORKERS} "
-            "layouts are traced at a time. Search again where more memory is free."
-        ) from None
+    with _workers() as pool:
+        found, traced = search(run, trace_run, gpu, pool, WORKERS)
     if not found:
         raise UserError(
             f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
@@ -227,6 +244,18 @@ def _check_new(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: exists already. Name another file, or remove this one.")
     if problem := not_writable(path.absolute().parent):
         raise UserError(f"{option} {path}: {problem}")
+
+
+def _refuse_beside_measure(options: Plan, words: Sequence[str]) -> None:
+    """Raises UserError: options that a measurement would ignore."""
+    used = ("measure", "out", "as_json")
+    ignored = [f"--{name.replace('_', '-')}" for name, value in options if value and name not in used]
+    ignored += [word.partition("=")[0] for word in words if word.startswith("--")]
+    if ignored:
+        raise UserError(
+            f"{', '.join(ignored)}: --measure times this machine and plans no job. Measure first, then plan with --gpu "
+            "and the file."
+        )
 
 
 def _measure(options: Plan) -> None:

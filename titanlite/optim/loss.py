@@ -20,6 +20,10 @@ IGNORE_INDEX = -100  # label of a position that has no loss
 VOCAB_BLOCK = {"cpu": 2048, "cuda": 8192}
 
 
+TOKENS_OF_FULL_CHUNKS = 8 * 2048
+"""Tokens from which on a chunk of the loss has the same size: see `tokens_per_chunk`."""
+
+
 def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
     """The number of tokens whose logits exist at a time.
 
@@ -27,7 +31,7 @@ def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
     chunk reads and writes the whole gradient of the weight, and because a matmul with few rows is slow. It is at most
     2048. With logits of two bytes instead of four, twice as many tokens take the same memory.
     """
-    return max(512, min(2048, num_tokens // 8) * 4 // logit_bytes)
+    return max(512, min(TOKENS_OF_FULL_CHUNKS, num_tokens) // 8 * 4 // logit_bytes)
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:

@@ -21,13 +21,17 @@ def has_float8_hardware() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
+def is_converted(name: str, sides: tuple[int, int], config: schema.Float8) -> bool:
+    """Whether a linear layer is converted. Exceptions are the layers that `filter_fqns` names, those smaller than
+    `min_features`, and those whose sides are no multiples of 16, because an FP8 matmul needs multiples of 16."""
+    fits = all(side % 16 == 0 and side >= config.min_features for side in sides)
+    return fits and not any(part in name for part in config.filter_fqns)
+
+
 def convert_to_float8(
     model: nn.Module, config: schema.Float8, log: Callable[[str], None], compiled: bool = False
 ) -> None:
-    """Replace the linear layers by Float8Linear in place. Exceptions are the layers that `filter_fqns` names, those
-    smaller than `min_features`, and those whose sides are no multiples of 16, because an FP8 matmul needs multiples of
-    16.
-    """
+    """Replace the linear layers by Float8Linear in place."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulate = config.emulate or not has_float8_hardware()
@@ -41,9 +45,7 @@ def convert_to_float8(
     def choose(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
-        sides = (module.in_features, module.out_features)
-        fits = all(side % 16 == 0 and side >= config.min_features for side in sides)
-        chosen = fits and not any(part in name for part in config.filter_fqns)
+        chosen = is_converted(name, (module.in_features, module.out_features), config)
         (converted if chosen else kept)[name.split(".", 2)[-1]] += 1  # without the number of the block
         return chosen
 

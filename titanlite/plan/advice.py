@@ -19,7 +19,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.bounds import guessed_seconds, likely_bytes
+from titanlite.plan.bounds import MOST_TOKENS, guessed_seconds, likely_bytes
 from titanlite.plan.counts import RankTrace
 from titanlite.plan.forecast import Tracer, forecast, memory_of_rank, traces_of
 from titanlite.runtime.logging import note
@@ -65,7 +65,8 @@ def words(settings: Settings) -> tuple[str, ...]:
 def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | None:
     """The most rows of a forward pass that fit, among the numbers that the rules allow; None if one does not.
 
-    The peak is a straight line in the rows as long as it is at the same moment, so a few traces find the number.
+    The bytes at each moment are a straight line in the rows, so the peak, which is the most of them, is convex: a line
+    through two numbers of rows is never above the peak of more rows. So a few traces find the number and prove it.
     """
     known = {run.job.training.local_batch_size: plan}
 
@@ -77,13 +78,15 @@ def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | No
                 known[rows] = after
         return known.get(rows)
 
+    least = _least_convex(run)
+    most = MOST_TOKENS * run.degrees.context // run.job.training.seq_len
     for _ in range(6):
         fitting = [rows for rows, each in known.items() if each.fits]
         tight = [rows for rows, each in known.items() if not each.fits]
-        low, high = max(fitting, default=0), min(tight, default=1 << 20)
-        if high - low <= 1:
+        low, high = max(fitting, default=0), min(tight, default=most + 1)
+        if high - low <= 1 or _is_last(known, low, least):
             break
-        guess = _between(known, low, high)
+        guess = _between(known, low, high, least)
         while guess > low and plan_of(guess) is None:  # a rule forbids it
             guess -= 1
         if guess <= low:
@@ -98,14 +101,35 @@ def _rows(run: Run, rows: int) -> Settings:
     return {"training.local_batch_size": rows, "training.global_batch_size": size}
 
 
-def _between(known: Mapping[int, Forecast], low: int, high: int) -> int:
+def _least_convex(run: Run) -> int | None:
+    """The rows from which on the peak is convex in them, because the logits of a chunk of the loss take the same memory
+    from there. None if the number of microbatches depends on the rows."""
+    if run.job.training.global_batch_size != -1:
+        return None
+    from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS  # it imports torch
+
+    tokens = run.job.training.seq_len // run.degrees.context
+    return -(-TOKENS_OF_FULL_CHUNKS // tokens)
+
+
+def _is_last(known: Mapping[int, Forecast], low: int, least: int | None) -> bool:
+    """Whether `low` rows fit and one more cannot, by the line through the two largest numbers of rows that fit."""
+    points = sorted(rows for rows in known if least is not None and least <= rows <= low)[-2:]
+    if len(points) < 2:
+        return False
+    first, second = (known[rows] for rows in points)
+    return second.needs + (second.needs - first.needs) / (points[1] - points[0]) > second.memory
+
+
+def _between(known: Mapping[int, Forecast], low: int, high: int, least: int | None) -> int:
     """The rows at which the memory is full, by a line through two known points, strictly between `low` and `high`."""
     points = sorted((rows, each.needs, each.memory) for rows, each in known.items())
     if len(points) == 1:
         rows, needs, memory = points[0]
-        guess = rows * 2 if needs <= memory else rows // 2
+        guess = max(rows * 2, least or 0) if needs <= memory else rows // 2
     else:
-        (first, less, _), (second, more, memory) = points[0], points[-1]
+        straight = [point for point in points if least is not None and point[0] >= least]
+        (first, less, _), *_, (second, more, memory) = straight if len(straight) > 1 else points
         slope = max(1.0, (more - less) / (second - first))
         guess = int(first + (memory - less) / slope)
     return max(low + 1, min(high - 1, guess))

@@ -15,6 +15,11 @@ _SIZE = {"float32": 4, "bfloat16": 2}
 # what an allocator has not returned yet.
 _SAFETY = 2.0
 
+# What a plan follows. Beyond it the trace would take minutes: the loss is a loop over chunks of tokens, and FSDP2 lists
+# the shards of each parameter.
+MOST_TOKENS = 2**22
+MOST_SHARDS = 2**15
+
 
 def upper_bound(run: Run) -> int:
     """More bytes than any rank of the run takes at its peak."""

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from titanlite.plan.counts import KINDS
+from titanlite.plan.counts import COUNTED
 from titanlite.plan.kernels import Collective, Kernel, describe
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # what other subclasses hold is counted where they use it
-NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+NUMBER = {kind: number for number, kind in enumerate(COUNTED)}
 
 
 class Place(NamedTuple):
@@ -90,7 +90,7 @@ class Counter(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------------ storages
 
-    def mark(self, tensors: Iterable[Tensor | None], kind: str, over: Iterable[str] = KINDS) -> None:
+    def mark(self, tensors: Iterable[Tensor | None], kind: str, over: Iterable[str] = COUNTED) -> None:
         """Say what kind of memory these tensors are, if they are of a kind of `over` so far."""
         from_kinds = {NUMBER[name] for name in over}
         for tensor in tensors:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 # The kinds of memory, in the order in which they are printed. "loss" is what the fused loss allocates: logits and the
 # gradients that it computes along. "other" is all else: batches, norms, temporaries of the optimizer.
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer state", "gathered weights", "activations", "loss", "other")
+# What CPU offload keeps on the host is counted beside them.
+HOST = "in host memory"
+COUNTED = (*KINDS, HOST)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class RankTrace:
         peak: The most bytes on the device at one time.
         moment: The part of the step in which the peak is: "backward of block 31", "optimizer", "loss".
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
-        host: Bytes in host memory at the same moment: what CPU offload keeps there.
+        host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
+        together: The most bytes at one time if device and host are one memory; `peak` without CPU offload.
         work: All kernels.
         traffic: All collectives.
         notes: What the counts leave out, in a sentence each.
@@ -83,6 +87,7 @@ class RankTrace:
     moment: str
     kinds: Mapping[str, int]
     host: int
+    together: int
     work: tuple[Work, ...]
     traffic: tuple[Traffic, ...]
     notes: tuple[str, ...] = ()

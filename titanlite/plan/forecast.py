@@ -5,13 +5,13 @@ Invariant: a forecast of a run depends on the run and the device alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titanlite.config.run import Run
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.counts import RankTrace, Work
+from titanlite.plan.counts import HOST, RankTrace
 from titanlite.plan.time import step_time
 
 Tracer = Callable[[Run], Sequence[RankTrace]]
@@ -51,8 +51,10 @@ def traces_of(run: Run, gpu: Gpu, trace: Tracer) -> Sequence[RankTrace]:
     float8 = run.job.float8
     if not float8.enable or float8.emulate or not gpu.fp8:
         return traces
+    from titanlite.plan.fp8 import in_fp8  # it imports torch
+
     plain = trace(_with(eager, "float8", {"enable": False}))
-    return [replace(own, work=tuple(_in_fp8(run, other.work))) for own, other in zip(traces, plain, strict=True)]
+    return [replace(own, work=tuple(in_fp8(run, other.work))) for own, other in zip(traces, plain, strict=True)]
 
 
 def _with(run: Run, section: str, values: dict[str, object]) -> Run:
@@ -60,24 +62,16 @@ def _with(run: Run, section: str, values: dict[str, object]) -> Run:
     return Run(run.job.model_copy(update={section: changed}), run.world_size)
 
 
-def _in_fp8(run: Run, work: Iterable[Work]) -> Iterator[Work]:
-    """`work` with the matmuls of converted layers in FP8, and the casts of their inputs: read twice, for the scale and
-    for the cast, and written in one byte."""
-    least, arch = run.job.float8.min_features, run.arch
-    vocabulary = -(-arch.vocab_size // run.degrees.tensor)
-    for each in work:
-        sides = (arch.dim, arch.n_kv_heads * arch.head_dim)
-        is_block = len(each.shape) == 3 and vocabulary not in each.shape and each.dtype == "bfloat16"
-        if not is_block or min(sides) < least:
-            yield each
-            continue
-        m, k, n = each.shape
-        yield replace(each, dtype="float8_e4m3fn", bytes=each.bytes // 2)
-        yield Work(each.phase, "float8.cast", each.dtype, (), each.count, 0, each.count * 5 * (m * k + k * n))
+def _in_one_memory(trace: RankTrace) -> RankTrace:
+    """The trace of a rank whose device is the host."""
+    beside = {HOST: trace.together - trace.peak} if trace.together > trace.peak else {}
+    return replace(trace, peak=trace.together, kinds={**trace.kinds, **beside}, host=0)
 
 
 def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = False) -> Forecast:
     """What the traces of a run mean on a device."""
+    if gpu.cpu:
+        traces = [_in_one_memory(trace) for trace in traces]
     worst = max(traces, key=lambda trace: trace.peak)
     time = step_time(run, traces, gpu)
     return Forecast(

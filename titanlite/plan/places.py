@@ -16,8 +16,8 @@ from titanlite.plan.counter import Counter, Place
 from titanlite.train.update import Update
 
 
-def follow(counter: Counter, sharded: ShardedModel, update: Update) -> None:
-    """Let `counter` know what the step does."""
+def follow(counter: Counter, sharded: ShardedModel, update: Update, reduced: str) -> None:
+    """Let `counter` know what the step does. `reduced` is the kind of memory of the gradients that are reduced."""
     for number, stage in sharded.stages.items():
         _follow_stage(counter, number, stage)
     optimizer = update.optimizer
@@ -31,7 +31,7 @@ def follow(counter: Counter, sharded: ShardedModel, update: Update) -> None:
     update.forward_backward = and_norm  # pyright: ignore[reportAttributeAccessIssue]
 
     def before(*_: Any) -> None:
-        counter.mark((parameter.grad for parameter in update.model.parameters()), "gradients")
+        counter.mark((parameter.grad for parameter in update.model.parameters()), reduced)
         counter.go_to(Place("optimizer", "optimizer"))
 
     optimizer.register_step_pre_hook(before)

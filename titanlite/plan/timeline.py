@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.plan.counter import Counter, Place
-from titanlite.plan.counts import KINDS
+from titanlite.plan.counts import COUNTED, HOST, KINDS
 from titanlite.plan.microbatches import all_microbatches
 
 
@@ -35,10 +35,15 @@ class Timeline:
     traffic: Mapping[tuple[str, str, str], np.ndarray]
 
     def peak(self) -> tuple[Place, np.ndarray]:
-        """Where the most bytes are alive, and how many of each kind."""
-        best = max(self.segments, key=lambda key: self.segments[key].sum(axis=1).max())
-        moments = self.segments[best]
-        return best[0], moments[moments.sum(axis=1).argmax()]
+        """Where the most bytes are alive on the device, and how many of each kind, in the order of `KINDS`."""
+        device = {key: moments[:, : len(KINDS)] for key, moments in self.segments.items()}
+        best = max(device, key=lambda key: device[key].sum(axis=1).max())
+        return best[0], device[best][device[best].sum(axis=1).argmax()]
+
+    def host_and_together(self) -> tuple[int, int]:
+        """The most bytes in host memory, and the most in host and device together."""
+        moments = np.concatenate(list(self.segments.values()))
+        return int(moments[:, COUNTED.index(HOST)].max()), int(moments.sum(axis=1).max())
 
 
 def timeline(counter: Counter, times: Callable[[Place, str], int], pipelined: int = 0) -> Timeline:
@@ -52,7 +57,7 @@ def timeline(counter: Counter, times: Callable[[Place, str], int], pipelined: in
     places = counter.places
     if pipelined:
         places, numbers, changes, where = all_microbatches(places, numbers, changes, where, pipelined)
-    alive = np.zeros((len(numbers), len(KINDS)), dtype=np.int64)
+    alive = np.zeros((len(numbers), len(COUNTED)), dtype=np.int64)
     alive[np.arange(len(numbers)), np.array(counter.kinds)[numbers]] = changes
     alive = alive.cumsum(axis=0)
     visits: Tally[Place] = Tally()

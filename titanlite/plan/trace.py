@@ -7,7 +7,7 @@ are run, and the counts are extended: the result is that of all blocks, to the b
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,8 +31,9 @@ from titanlite.data.batch import Microbatch
 from titanlite.observe.flops import num_params
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
+from titanlite.plan.bounds import MOST_SHARDS, MOST_TOKENS
 from titanlite.plan.counter import Counter, Place
-from titanlite.plan.counts import KINDS, RankTrace, Traffic, Work
+from titanlite.plan.counts import HOST, KINDS, RankTrace, Traffic, Work
 from titanlite.plan.microbatches import FEWEST, is_run, run_microbatches, times
 from titanlite.plan.places import follow
 from titanlite.plan.timeline import Timeline, extended, timeline
@@ -41,18 +42,25 @@ from titanlite.train.update import Update
 DEVICE = torch.device("cpu")  # of the fake tensors: any other needs a build of torch for it
 
 
-def trace_run(run: Run) -> tuple[RankTrace, ...]:
-    """The counts of one optimizer step, for each pipeline rank. All ranks of the same stages are alike.
+# As the built-in `map`: calls a function with the first items of all lists, then with the second ones, and so on.
+Apply = Callable[..., Iterable[Any]]
+
+
+def trace_run(run: Run, apply: Apply = map) -> tuple[RankTrace, ...]:
+    """The counts of one optimizer step, for each kind of pipeline rank.
 
     Call it in a process that has no world of ranks. It leaves none behind.
 
     Args:
         run: The job and the number of ranks. Neither data nor the ranks' devices are needed.
+        apply: Does the parts of the work, of which none needs another: `map`, or that method of a pool of processes.
 
     Raises:
-        UserError: The compiler decides what is recomputed, so that only a compiled step would tell.
+        UserError: The compiler decides what is recomputed, so that only a compiled step would tell; or a forward pass
+            has too many tokens, or a weight too many shards, to be followed.
     """
     job, notes = run.job, []
+    _refuse_endless(run)
     if job.activation_checkpoint.mode == "memory_budget":
         raise UserError(
             'activation_checkpoint.mode = "memory_budget": the compiler decides at the start of a run what is '
@@ -65,8 +73,27 @@ def trace_run(run: Run) -> tuple[RankTrace, ...]:
         notes.append("The buffers of async tensor parallelism are not counted.")
         parallelism = job.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
         job = job.model_copy(update={"parallelism": parallelism})
-    run = Run(job, run.world_size)
-    return tuple(replace(_trace_rank(run, rank), notes=tuple(notes)) for rank in _ranks(run))
+    run, fewer = Run(job, run.world_size), _fewer_blocks(run)
+    ranks, runs = _ranks(run), fewer.shortened(run)
+    counted = list(apply(_trace, runs * len(ranks), [rank for rank in ranks for _ in runs]))
+    whole = (_whole(run, rank, fewer, counted[i * len(runs) : (i + 1) * len(runs)]) for i, rank in enumerate(ranks))
+    return tuple(replace(each, notes=tuple(notes)) for each in whole)
+
+
+def _refuse_endless(run: Run) -> None:
+    """Raises UserError: the trace would take many minutes."""
+    training, degree = run.job.training, run.degrees
+    tokens, shards = training.local_batch_size * training.seq_len // degree.context, degree.shard * degree.context
+    if tokens > MOST_TOKENS:
+        raise UserError(
+            f"training.local_batch_size = {training.local_batch_size}, training.seq_len = {training.seq_len}: a plan "
+            f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
+        )
+    if shards > MOST_SHARDS:
+        raise UserError(
+            f"{shards:,} ranks shard each weight: a plan follows at most {MOST_SHARDS:,}. Set "
+            "parallelism.data_parallel_replicate_degree, as a run of so many ranks would."
+        )
 
 
 def _ranks(run: Run) -> list[int]:
@@ -80,15 +107,14 @@ def _ranks(run: Run) -> list[int]:
     return list(alike.values())
 
 
-def _trace_rank(run: Run, rank: int) -> RankTrace:
-    """A step of all blocks and all microbatches."""
-    fewer, groups = _fewer_blocks(run), _Groups({}, [])
-    line = _trace(fewer.of(run, fewer.most), rank, groups)
+def _whole(run: Run, rank: int, fewer: _FewerBlocks, counted: Sequence[_Counted]) -> RankTrace:
+    """A step of all blocks and all microbatches, from those of models that `fewer` has shortened."""
+    line = counted[0].line
     if fewer.most:
-        long = _trace(fewer.of(run, fewer.most - fewer.unit), rank, groups)
+        long = counted[1].line
         line = extended(line, long, fewer.most // fewer.unit, lambda place: fewer.moved(place, fewer.unit))
     place, kinds = line.peak()
-    return _result(run, rank, fewer.moved(place, fewer.most), kinds, line, groups)
+    return _result(run, rank, fewer.moved(place, fewer.most), kinds, line, counted[0])
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,11 @@ class _FewerBlocks:
     unit: int
     front: int
 
-    def of(self, run: Run, lost: int) -> Run:
+    def shortened(self, run: Run) -> list[Run]:
+        """The runs that tell of all blocks: one, or two that differ in `unit` blocks."""
+        return [self._of(run, lost) for lost in ((self.most, self.most - self.unit) if self.most else (0,))]
+
+    def _of(self, run: Run, lost: int) -> Run:
         """The run with `lost` blocks less in each stage."""
         if not lost:
             return run
@@ -139,30 +169,29 @@ def _fewer_blocks(run: Run) -> _FewerBlocks:
     return _FewerBlocks(max(0, shortest - 2 * front) // unit * unit, unit, front)
 
 
-class _Groups(NamedTuple):
-    """What a traced rank belongs to.
+class _Counted(NamedTuple):
+    """A step of a rank, and what the rank belongs to.
 
     Attributes:
-        named: Name of a process group -> the dimension that it runs along, its number of ranks, and their span.
+        groups: Name of a process group -> the dimension that it runs along, its number of ranks, and their span.
         stages: The pipeline stages of the rank.
     """
 
-    named: dict[str, tuple[str, int, int]]
-    stages: list[int]
+    line: Timeline
+    groups: dict[str, tuple[str, int, int]]
+    stages: tuple[int, ...]
 
 
-def _trace(run: Run, rank: int, groups: _Groups) -> Timeline:
-    """A step of a rank on fake tensors. Its process groups and stages are written to `groups`."""
+def _trace(run: Run, rank: int) -> _Counted:
+    """A step of a rank on fake tensors."""
     with _fake_world(run.world_size, rank):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
-        groups.named.update(_groups(mesh))
-        groups.stages[:] = sharded.stages
-        fake = FakeTensorMode()
+        groups, fake = _groups(mesh), FakeTensorMode()
         _allocate(sharded, fake)
         update = Update(run, mesh, sharded, DEVICE)
         with fake:
-            return count_step(run, sharded, update)
+            return _Counted(count_step(run, sharded, update), groups, tuple(sharded.stages))
 
 
 def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
@@ -175,14 +204,17 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     done = count if run.degrees.pipeline > 1 else min(3, count)
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
-        follow(counter, sharded, update)
-        counter.mark(update.model.parameters(), "weights")  # before FP8 weights have scales, which torchao compares
+        offload = run.job.training.enable_cpu_offload
+        follow(counter, sharded, update, HOST if offload else "gradients")
+        counter.mark(
+            update.model.parameters(), HOST if offload else "weights"
+        )  # before FP8 weights have scales, which torchao compares
         for first in (True, False):
             counter.begin()
             with _running(counter, run, first):
                 update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
             for state in update.optimizer.state.values():
-                counter.mark(state.values(), "optimizer state")
+                counter.mark(state.values(), HOST if offload else "optimizer state")
     if few:
         return timeline(counter, lambda place, op: times(place, op, count), count)
     return timeline(counter, lambda place, _: count - 2 if place.microbatch == 1 and done < count else 1)
@@ -296,18 +328,14 @@ def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
     return found
 
 
-def _result(run: Run, rank: int, place: Place, kinds: np.ndarray, line: Timeline, groups: _Groups) -> RankTrace:
+def _result(run: Run, rank: int, place: Place, kinds: np.ndarray, line: Timeline, of: _Counted) -> RankTrace:
     moment = place.name
     if place.name == "block":
         moment = f"{place.phase} of block {run.stages[place.stage].start + place.block}"
     work = tuple(Work(*key, *map(int, amounts)) for key, amounts in line.work.items())
     traffic = tuple(
-        Traffic(phase, op, *groups.named[group], *map(int, amounts))
+        Traffic(phase, op, *of.groups[group], *map(int, amounts))
         for (phase, op, group), amounts in line.traffic.items()
     )
     of_kind = dict(zip(KINDS, map(int, kinds), strict=True))
-    host = 0
-    if run.job.training.enable_cpu_offload:
-        host = sum(of_kind[kind] for kind in ("weights", "optimizer state"))
-        of_kind |= {"weights": 0, "optimizer state": 0}
-    return RankTrace(rank, tuple(groups.stages), sum(of_kind.values()), moment, of_kind, host, work, traffic)
+    return RankTrace(rank, of.stages, sum(of_kind.values()), moment, of_kind, *line.host_and_together(), work, traffic)
