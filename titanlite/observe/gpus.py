@@ -58,6 +58,18 @@ class Kernel(FileModel):
     seconds: PositiveFloat
 
 
+class Collective(FileModel):
+    """A measured collective of some ranks of the machine."""
+
+    op: str
+    """"all_gather", "reduce_scatter", "all_reduce" or "send"."""
+    ranks: PositiveInt
+    """Ranks of the group, which were all that ran."""
+    bytes: PositiveInt
+    """Of the whole tensor: gathered, or to be reduced."""
+    seconds: PositiveFloat
+
+
 class Rates(FileModel):
     """What was measured while so many ranks ran on the machine at once."""
 
@@ -99,6 +111,8 @@ class Gpu(FileModel):
     """When and how the rates were measured; empty if they are those of a data sheet."""
     rates: Annotated[tuple[Rates, ...], Field(strict=False)] = ()
     """What was measured, for some numbers of ranks on the machine."""
+    collective: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
+    """What was measured of collectives."""
 
     @property
     def memory(self) -> int:

@@ -11,16 +11,19 @@ import math
 import multiprocessing
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.files import write_whole
@@ -36,7 +39,11 @@ from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
 
 GIB = 2**30
-REPEATS = 3  # of each step that is measured
+SECONDS = 1.0  # in which a step is repeated, without and with a clock
+COLLECTIVE_REPEATS = 15
+# Numbers of 4 bytes in a tensor.
+COLLECTIVES_ON_CPU = tuple(2**n for n in (4, 10, 14, 16, 18, 20, 22))
+COLLECTIVES_ON_GPU = tuple(2**n for n in (10, 16, 20, 22, 24, 26))
 MOST_SIZES = 8  # of an operator that are kept
 
 # (dim, heads, inner width, tokens of a row, rows, dtypes) of the jobs whose kernels are timed. They have two blocks.
@@ -57,7 +64,7 @@ ON_GPU: tuple[_Sample, ...] = (
 
 
 class Timed(NamedTuple):
-    """What a process has measured: kernel -> its shortest time, and seconds that a kernel takes beside its work."""
+    """What a process has measured: kernel -> its median time, and seconds that a kernel takes beside its work."""
 
     kernels: dict[Kernel, float]
     launch: float
@@ -88,29 +95,32 @@ class _Clock(TorchDispatchMode):
         return result
 
 
-def measure(out: Path, log: Callable[[str], None]) -> Gpu:
+def measure(out: Path, log: Callable[[str], None], samples: Sequence[_Sample] = ()) -> Gpu:
     """Measure this machine in about a minute, and write its rates to `out`.
+
+    Args:
+        samples: The jobs whose kernels are timed. Left out: ON_GPU or ON_CPU.
 
     Raises:
         UserError: nothing can be written there.
     """
     is_gpu = torch.cuda.is_available()
+    samples = samples or (ON_GPU if is_gpu else ON_CPU)
     if is_gpu:
         base = _this_gpu()
         log("Timing the kernels of a step on the GPU ...")
-        rates = [_rates(1, [_in_process(0, 1)])]
+        rates = [_rates(1, [_in_process(0, 1, samples)])]
         count = torch.cuda.device_count()
     else:
         base, rates, count = this_cpu(), [], 2
         for ranks in sorted({1, base.machine}):
             log(f"Timing the kernels of a step on {ranks} rank{'s' if ranks > 1 else ''} at a time ...")
-            rates.append(_rates(ranks, _in_processes(_in_process, ranks, base.machine // ranks)))
+            rates.append(_rates(ranks, _in_processes(_in_process, ranks, base.machine // ranks, samples)))
     update: dict[str, Any] = {"rates": tuple(rates)}
     if count > 1:
         log(f"Timing collectives of {count} ranks ...")
-        with tempfile.TemporaryDirectory() as folder:
-            link, latency = _in_processes(_collectives, count, count, str(Path(folder, "store")))[0]
-        update |= {"link": link, "latency_us": latency}
+        timed = [each for ranks in ([count] if is_gpu else [count, 2 * count]) for each in _timed_collectives(ranks)]
+        update |= {"collective": tuple(timed), **_link([each for each in timed if each.ranks == count])}
     today = datetime.date.today().isoformat()
     update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
     result = base.model_copy(update=update)
@@ -173,13 +183,12 @@ def _this_gpu() -> Gpu:
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-def _in_process(rank: int, threads: int) -> Timed:
+def _in_process(rank: int, threads: int, samples: Sequence[_Sample]) -> Timed:
     """Train the sample jobs in this process, which is a world of its own, and time their kernels."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not torch.cuda.is_available():
         torch.set_num_threads(threads)
-    samples = ON_GPU if torch.cuda.is_available() else ON_CPU
     dtypes = ("bfloat16",) if torch.cuda.is_available() else ("bfloat16", "float32")
     kernels: dict[Kernel, float] = {}
     launches: list[float] = []
@@ -201,7 +210,7 @@ def _job(sample: _Sample, dtype: str) -> Run:
 
 
 def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], float]:
-    """Kernel -> its shortest time in a step of `run`, and the time of a step beside its kernels, for each kernel."""
+    """Kernel -> its median time in a step of `run`, and the time of a step beside its kernels, for each kernel."""
     mesh = build_mesh(run.degrees, device.type)
     update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
@@ -216,16 +225,24 @@ def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], floa
 
     step()
     step()
-    whole = min(step() for _ in range(REPEATS))
+    whole = statistics.median(_repeated(step))
     with _Clock(device) as clock:
-        for _ in range(REPEATS):
-            step()
-    times = {kernel: min(seconds) for kernel, seconds in clock.times.items()}
-    count = sum(len(seconds) for seconds in clock.times.values()) / REPEATS
-    busy = sum(sum(seconds) for seconds in clock.times.values()) / REPEATS
+        repeats = len(_repeated(step))
+    times = {kernel: statistics.median(seconds) for kernel, seconds in clock.times.items()}
+    count = sum(len(seconds) for seconds in clock.times.values()) / repeats
+    busy = sum(times[kernel] * len(seconds) for kernel, seconds in clock.times.items()) / repeats
     if device.type == "cuda":  # kernels overlap with launches, so the smallest job shows what launches cost
         return times, whole / count
     return times, max(0.0, whole - busy) / count
+
+
+def _repeated(step: Callable[[], float]) -> list[float]:
+    """What `step` returns, until SECONDS are over."""
+    end = time.perf_counter() + SECONDS
+    results = [step()]
+    while time.perf_counter() < end:
+        results.append(step())
+    return results
 
 
 def _rates(ranks: int, timed: list[Timed]) -> Rates:
@@ -280,8 +297,24 @@ def _spread(sizes: list[int]) -> list[int]:
 # -------------------------------------------------------------------------------------------------------- collectives
 
 
-def _collectives(rank: int, ranks: int, store: str) -> tuple[float, float]:
-    """GB/s of a link in a ring of `ranks`, and the microseconds of a collective without content."""
+def _timed_collectives(ranks: int) -> list[gpus.Collective]:
+    """Each collective of so many processes, at some sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        timed = _in_processes(_collectives, ranks, ranks, str(Path(folder, "store")))[0]
+    return [gpus.Collective(op=op, ranks=ranks, bytes=size, seconds=seconds) for (op, size), seconds in timed.items()]
+
+
+def _link(timed: list[gpus.Collective]) -> dict[str, float]:
+    """GB/s of a link in a ring, and the microseconds of a collective without content."""
+    small, *_, large = sorted((each for each in timed if each.op == "all_gather"), key=lambda each: each.bytes)
+    moved = (large.bytes - small.bytes) * (small.ranks - 1) / small.ranks
+    hops = 1 if torch.cuda.is_available() else small.ranks - 1
+    rate = moved / max(1e-9, large.seconds - small.seconds) / 1e9
+    return {"link": rate, "latency_us": max(0.1, small.seconds * 1e6 / hops)}
+
+
+def _collectives(rank: int, ranks: int, store: str) -> dict[tuple[str, int], float]:
+    """(operation, bytes of the whole tensor) -> its median time."""
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:
@@ -290,24 +323,34 @@ def _collectives(rank: int, ranks: int, store: str) -> tuple[float, float]:
         torch.set_num_threads(1)
     backend = "nccl" if is_gpu else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    size = (64 if is_gpu else 8) << 20  # numbers
+    world = dist.group.WORLD
+    assert world is not None
 
-    def seconds(numbers: int) -> float:
-        part, whole = torch.ones(numbers // ranks, device=device), torch.empty(numbers // ranks * ranks, device=device)
-        best = math.inf
-        for _ in range(8):
-            dist.barrier()
-            _wait(device)
-            started = time.perf_counter()
-            dist.all_gather_into_tensor(whole, part)
-            _wait(device)
-            best = min(best, time.perf_counter() - started)
-        return best
+    def send(whole: Tensor) -> None:
+        if rank < 2:
+            dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
 
-    small, large = seconds(16 * ranks), seconds(size)
+    operations: dict[str, Callable[[Tensor], Any]] = {
+        "all_gather": lambda x: collectives.wait_tensor(collectives.all_gather_tensor(x.chunk(ranks)[0], 0, world)),
+        "reduce_scatter": lambda x: collectives.wait_tensor(collectives.reduce_scatter_tensor(x, "sum", 0, world)),
+        "all_reduce": lambda x: collectives.wait_tensor(collectives.all_reduce(x, "sum", world)),
+        "send": send,
+    }
+    times: dict[tuple[str, int], float] = {}
+    for numbers in COLLECTIVES_ON_GPU if is_gpu else COLLECTIVES_ON_CPU:
+        whole = torch.ones(numbers // ranks * ranks, device=device)
+        for name, call in operations.items():
+            several = []
+            for _ in range(COLLECTIVE_REPEATS):
+                dist.barrier()
+                _wait(device)
+                started = time.perf_counter()
+                call(whole)
+                _wait(device)
+                several.append(time.perf_counter() - started)
+            times[name, whole.nbytes] = statistics.median(several)
     dist.destroy_process_group()
-    bytes_of_link = 4 * size * (ranks - 1) / ranks
-    return bytes_of_link / max(1e-9, large - small) / 1e9, max(0.1, small * 1e6 / (1 if is_gpu else ranks - 1))
+    return times
 
 
 def _in_processes(body: Callable[..., Any], count: int, *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.gpus import Attention, Gpu, Kernel, Matmul, Rates
+from titanlite.observe.gpus import Attention, Collective, Gpu, Kernel, Matmul, Rates
 from titanlite.plan.counts import RankTrace, Traffic, Work
 
 # Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
@@ -102,7 +102,7 @@ class Clock:
     def __init__(self, run: Run, gpu: Gpu) -> None:
         self._run, self._gpu = run, gpu
         self._fused = run.compiles("model")
-        here = run.world_size if gpu.cpu else 1  # all ranks of a CPU run are on one machine
+        self._here = here = run.world_size if gpu.cpu else 1  # all ranks of a CPU run are on one machine
         self._rates = min(gpu.rates, key=lambda rates: abs(rates.ranks - here), default=None)
         # A CPU's rates are those of the machine. Ranks share them, and more ranks than cores wait for each other.
         self._share = 1 / min(here, gpu.machine) if gpu.cpu else 1.0
@@ -201,7 +201,7 @@ class Clock:
         for each in traffic:
             if each.phase != phase or each.ranks == 1:
                 continue
-            seconds = self.collective(each) * self._crowd
+            seconds = self.collective(each)
             overlaps = each.group in ("fsdp", "replicate") and phase != "optimizer" and not self._gpu.cpu
             if each.group == "tensor" and self._run.job.parallelism.enable_async_tensor_parallel:
                 overlaps = True
@@ -225,6 +225,10 @@ class Clock:
         a group that spans machines, those of its ranks that share a machine share what comes in from the others.
         """
         gpu, ranks = self._gpu, traffic.ranks
+        measured = [each for each in gpu.collective if (each.op, each.ranks) == (traffic.op, ranks)]
+        if measured and traffic.count:
+            here = max(1.0, self._here / max(ranks, gpu.machine)) if gpu.cpu else 1.0
+            return here * traffic.count * _near_seconds(traffic.bytes / traffic.count, measured)
         machines = 1 if gpu.cpu else math.ceil(traffic.span / gpu.machine)
         together = math.ceil(ranks / machines)
         times = 2 if traffic.op == "all_reduce" else 1
@@ -239,16 +243,14 @@ class Clock:
         slowest = max(links / gpu.link, networks / gpu.network)
         hops = (together - 1) * 1e-6 + (machines - 1) * 5e-6
         each = gpu.latency_us * 1e-6 + hops if not gpu.cpu else gpu.latency_us * 1e-6 * max(1, ranks - 1)
-        return times * (traffic.bytes * slowest / (efficiency * 1e9) + traffic.count * each)
+        return self._crowd * times * (traffic.bytes * slowest / (efficiency * 1e9) + traffic.count * each)
 
     def _offload(self, trace: RankTrace) -> float:
         """Of weights to the device, twice, of gradients to the host, and of the update there, at half of its rate."""
         if not self._run.job.training.enable_cpu_offload or self._gpu.cpu:
             return 0.0
-        moved = (
-            trace.host
-        )  # weights, gradients and two moments, so three quarters of it is read or written by the copies
-        return 0.75 * moved / (self._gpu.host * 1e9 * LINK)
+        # The host has weights, gradients and two moments, so the copies read or write three quarters of it.
+        return 0.75 * trace.host / (self._gpu.host * 1e9 * LINK)
 
 
 def bubble(run: Run) -> float:
@@ -289,14 +291,14 @@ def _near_rate(
     return math.exp(total / weights)
 
 
-def _near_seconds(size: float, measured: Sequence[Kernel]) -> float:
-    """Seconds of a kernel that moves `size` bytes: between two measured sizes on a line, outside of them in
-    proportion."""
+def _near_seconds(size: float, measured: Sequence[Kernel | Collective]) -> float:
+    """Seconds of a kernel or of a collective that moves `size` bytes: between two measured sizes on a line, above
+    them in proportion, and below them as long as for the smallest, because it takes so long to start."""
     points = sorted((each.bytes, each.seconds) for each in measured)
     if size >= points[-1][0]:
         return points[-1][1] * size / points[-1][0]
     if size <= points[0][0]:
-        return points[0][1] * size / points[0][0]
+        return points[0][1]
     for (low, fast), (high, slow) in pairwise(points):
         if low <= size <= high:
             return fast + (slow - fast) * (size - low) / (high - low)

@@ -1,0 +1,35 @@
+"""Rates of this machine, measured for real, in a file that a plan reads."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+from traces import matmul, run, trace, traffic
+
+from titanlite.observe.gpus import read_gpu
+from titanlite.plan.measure import measure
+from titanlite.plan.time import Clock
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_what_a_plan_goes_by(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With the smallest of the jobs only."""
+    said: list[str] = []
+    file = tmp_path / "machine.toml"
+    with warnings.catch_warnings(action="error"):
+        gpu = measure(file, said.append, samples=((64, 2, 128, 64, 2),))
+    assert read_gpu(file) == gpu
+    assert "Warning" not in "".join(capfd.readouterr())
+    assert gpu.cpu
+    assert {each.op for each in gpu.collective} == {"all_gather", "reduce_scatter", "all_reduce", "send"}
+    assert {each.ranks for rates in gpu.rates for each in [rates]} == {1, gpu.machine}
+    alone = next(rates for rates in gpu.rates if rates.ranks == 1)
+    assert {"bfloat16", "float32"} <= {each.dtype for each in alone.matmul}
+    assert {each.phase for each in alone.attention} == {"forward", "backward"}
+    known = alone.matmul[0]
+    work = matmul(*known.shape, dtype=known.dtype)
+    parts, _ = Clock(run(1), gpu).rank_parts(trace((work,)))
+    assert parts["matmuls"] == pytest.approx(known.seconds, rel=1e-3)
+    reduced = next(each for each in gpu.collective if (each.op, each.ranks) == ("all_reduce", 2))
+    sent = traffic("all_reduce", 3 * reduced.bytes, ranks=2, count=3)
+    assert Clock(run(2), gpu).collective(sent) == pytest.approx(3 * reduced.seconds)
