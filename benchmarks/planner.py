@@ -54,7 +54,7 @@ LONG = {"seq_len": 1024, "local_batch_size": 1}
 EACH_BLOCK = {"fsdp_min_num_params": 0}  # a group of FSDP for each block, as large models have
 
 
-def _job(model: Mapping[str, Any], rows: Mapping[str, Any], mode: str = "none", **more: Mapping[str, Any]) -> Sections:
+def _job(model: Mapping[str, Any], rows: Mapping[str, Any], mode: str = "none", **more: Any) -> Sections:
     recompute = {"mode": mode, "selective_ac_option": "op"}
     training = {**rows, **more.pop("training", {})}
     return {"model": model, "training": training, "activation_checkpoint": recompute, **more}
@@ -267,19 +267,19 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
     memory = max(abs(each.memory_error) for each in results)
     times = [abs(each.time_error) for each in results if each.measured_seconds]
     rows = [
-        (
+        [
             each.name,
-            each.ranks,
+            str(each.ranks),
             f"{each.counted_bytes / MIB:,.1f}",
             f"{each.planned_bytes / MIB:,.1f}",
             f"{each.memory_error:+.1%}",
             f"{each.measured_seconds * 1000:,.0f}",
             f"{each.planned_seconds * 1000:,.0f}",
             f"{each.time_error:+.0%}",
-        )
+        ]
         for each in results
     ]
-    heads = ("job", "ranks", "MiB", "plan", "error", "ms a step", "plan", "error")
+    heads = ["job", "ranks", "MiB", "plan", "error", "ms a step", "plan", "error"]
     return "\n".join(
         [
             "# Plans beside real steps",

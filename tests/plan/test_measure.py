@@ -27,7 +27,8 @@ def test_what_is_measured_is_what_a_plan_goes_by(tmp_path: Path, capfd: pytest.C
     assert {"bfloat16", "float32"} <= {each.dtype for each in alone.matmul}
     assert {each.phase for each in alone.attention} == {"forward", "backward"}
     known = alone.matmul[0]
-    work = matmul(*known.shape, dtype=known.dtype)
+    m, k, n = known.shape
+    work = matmul(m, k, n, dtype=known.dtype)
     parts, _ = Clock(run(1), gpu).rank_parts(trace((work,)))
     assert parts["matmuls"] == pytest.approx(known.seconds, rel=1e-3)
     reduced = next(each for each in gpu.collective if (each.op, each.ranks) == ("all_reduce", 2))
