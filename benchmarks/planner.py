@@ -36,7 +36,7 @@ from titanlite.observe.gpus import Gpu, read_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.forecast import forecast, traces_of
-from titanlite.plan.measure import measure
+from titanlite.plan.measure import measure, this_cpu
 from titanlite.plan.trace import trace_run
 from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
@@ -60,7 +60,7 @@ def _job(model: Mapping[str, Any], rows: Mapping[str, Any], mode: str = "none", 
     return {"model": model, "training": training, "activation_checkpoint": recompute, **more}
 
 
-def _pipeline(schedule: str, microbatches: int) -> dict[str, Mapping[str, Any]]:
+def _pipeline(schedule: str, microbatches: int) -> dict[str, Any]:
     layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, **EACH_BLOCK}
     rows = {"local_batch_size": 1, "global_batch_size": microbatches}
     return {"training": rows, "parallelism": layout}
@@ -128,9 +128,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS / "planner.json", help="where figures are added")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rates = options.rates or Path(folder, "rates.toml")
-        gpu = read_gpu(rates) if options.rates else measure(rates, print)
+    gpu = _rates(options.rates, options.bytes)
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     names = chosen(options.only)
     for name in names if not options.again else ():
@@ -145,6 +143,16 @@ def main() -> None:
         options.results.write_text(json.dumps(known, indent=1) + "\n")
     if known.keys() >= CASES.keys():
         options.out.write_text(page(known))
+
+
+def _rates(file: Path | None, only_bytes: bool) -> Gpu:
+    """The rates in `file`, or those of this machine. Bytes depend on none."""
+    if file is not None:
+        return read_gpu(file)
+    if only_bytes:
+        return this_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(Path(folder, "rates.toml"), print)
 
 
 def chosen(only: Iterable[str] | None) -> list[str]:
@@ -260,40 +268,45 @@ def _peak(run: Run, device: torch.device) -> int:
 
 
 def page(known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page of figures."""
-    fields = Result.__dataclass_fields__
-    results = [Result(**{key: known[name][key] for key in fields}) for name in CASES]
+    """The page of figures. Without times if no case has been timed."""
+    results = [Result(**{key: known[name][key] for key in Result.__dataclass_fields__}) for name in CASES]
     first = known[next(iter(CASES))]
-    memory = max(abs(each.memory_error) for each in results)
+    errors = [abs(each.memory_error) for each in results]
     times = [abs(each.time_error) for each in results if each.measured_seconds]
+    heads = ["job", "ranks", "MiB", "plan", "error"]
     rows = [
         [
             each.name,
             str(each.ranks),
-            f"{each.counted_bytes / MIB:,.1f}",
-            f"{each.planned_bytes / MIB:,.1f}",
-            f"{each.memory_error:+.1%}",
-            f"{each.measured_seconds * 1000:,.0f}",
-            f"{each.planned_seconds * 1000:,.0f}",
-            f"{each.time_error:+.0%}",
+            f"{each.counted_bytes / MIB:,.2f}",
+            f"{each.planned_bytes / MIB:,.2f}",
+            f"{each.memory_error:+.2%}",
         ]
         for each in results
     ]
-    heads = ["job", "ranks", "MiB", "plan", "error", "ms a step", "plan", "error"]
+    summary = f"The largest error of memory is {max(errors):.2%}, the median {statistics.median(errors):.2%}."
+    if times:
+        heads += ["ms a step", "plan", "error"]
+        for row, each in zip(rows, results, strict=True):
+            row += [f"{each.measured_seconds * 1000:,.0f}", f"{each.planned_seconds * 1000:,.0f}"]
+            row += [f"{each.time_error:+.0%}" if each.measured_seconds else ""]
+        summary += f" The largest error of time is {max(times):.0%}, the median {statistics.median(times):.0%}."
+    else:
+        summary += " Times of steps were not measured, because that needs a machine that does nothing else."
+    command = "python benchmarks/planner.py" + ("" if times else " --bytes")
     return "\n".join(
         [
             "# Plans beside real steps",
             "",
-            f"`python benchmarks/planner.py` on {first['machine']}, Python {platform.python_version()}, torch "
-            f"{first['torch']}. Rates: {first['measured']}.",
+            f"`{command}` on {first['machine']}, Python {platform.python_version()}, torch {first['torch']}.",
             "",
-            "Bytes are the most that are alive in torch's allocator during a step, by torch's profiler. Time is the "
-            "median step.",
-            f"The largest error of memory is {memory:.1%}. Of time: {max(times):.0%}, in the median "
-            f"{statistics.median(times):.0%}.",
+            "Bytes are the most that are alive in torch's allocator during a step, counted by torch's profiler, on the",
+            "rank that takes the most. The plan counts on tensors without data.",
+            "Compiled parts are planned as if they were not compiled.",
+            "",
+            summary,
             "",
             *table(heads, rows),
-            "",
         ]
     )
 
