@@ -126,6 +126,8 @@ def dtypes_seen(model: Llama) -> dict[str, str]:
 class FixedRows:
     """Stands for the loader: the same global batch in each step."""
 
+    sources = ()
+
     def __init__(self, job: JobConfig, mesh: Mesh, documents: bool) -> None:
         batch = global_batch(job, Run(job).arch.vocab_size, documents)
         self.num_labels = int((batch.labels != IGNORE_INDEX).sum())  # of all ranks
