@@ -186,7 +186,8 @@ def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
 
     trainer.optimizer.register_step_pre_hook(see_gradient)
     logged = [trainer.step() for _ in range(job.training.steps)]
-    evaluated = trainer.total(trainer.update.forward_backward.evaluate(rows.microbatches), trainer.mesh.loss_group)
+    evaluated = trainer.update.forward_backward.evaluate(rows.microbatches)
+    dist.all_reduce(evaluated, group=trainer.mesh.loss_group)
     weights, parameter = all_weights(model), next(model.parameters())
     return {
         "initial": initial,
