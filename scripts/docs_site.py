@@ -21,9 +21,9 @@ from titanlite.config.keys import SECTIONS
 from titanlite.config.mistakes import allowed, shown, table_within
 
 if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-    from mkdocs.structure.pages import Page
+    from mkdocs.config.defaults import MkDocsConfig  # pyright: ignore[reportMissingImports]
+    from mkdocs.structure.files import Files  # pyright: ignore[reportMissingImports]
+    from mkdocs.structure.pages import Page  # pyright: ignore[reportMissingImports]
     from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ _WHOLE_JOB = ("train", "launch", "check")  # their help has every key, which has
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
     pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in FROM_ROOT.items()}
     pages |= {"reference/keys.md": keys_page(), "reference/commands.md": commands_page()}
