@@ -30,8 +30,16 @@ def curves(folder: Path, steps: int = 500) -> Path:
     return folder
 
 
+def planned(run: Path) -> Path:
+    """The run, for which a plan said that it would be twice as fast as it was."""
+    events = run / "events.jsonl"
+    plan = {"time": 1e9, "event": "plan", "step": None, "text": "Plan", "planned": {"tps": 200.0}}
+    events.write_text(json.dumps(plan) + "\n" + events.read_text())
+    return run
+
+
 def test_a_page_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(tmp_path: Path) -> None:
-    file = write(tmp_path, curves(tmp_path / "a"), curves(tmp_path / "b"))
+    file = write(tmp_path, planned(curves(tmp_path / "a")), curves(tmp_path / "b"))
     scale = "charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max])"
     with Page(file, tmp_path / "profile") as page:
         assert page.value("document.querySelectorAll('canvas').length") == page.value("D.charts.length")
@@ -39,6 +47,9 @@ def test_a_page_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(tm
         box = page.value(
             "(() => { const b = charts[0].plot.over.getBoundingClientRect(); return [b.left, b.top, b.width]; })()"
         )
+        speed = "charts.find((chart) => chart.spec.key === 'tps')"
+        assert page.value(f"{speed}.plot.scales.y.max") >= 200  # the line of the plan is in sight
+        assert "(planned 200)" in page.value(f"{speed}.box.textContent")
         left, top, width = box
         page.mouse("mousePressed", left + width * 0.2, top + 50)
         page.mouse("mouseMoved", left + width * 0.4, top + 60)
