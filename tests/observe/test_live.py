@@ -80,6 +80,15 @@ def test_a_view_says_state_progress_time_left_loss_speed_memory_and_events() -> 
     assert text[4].endswith("saved step 100 to outputs/x")
 
 
+def test_a_view_says_which_parts_of_a_step_take_its_time() -> None:
+    parts = {"data_time": 0.02, "forward_backward_time": 0.4, "optimizer_time": 0.079, "checkpoint_time": 0.001}
+    found = status()
+    found.logged({"step": 130, "step_time": 0.5, "other_time": 0.0, **parts})
+    assert shown(found, 100)[2] == "0.5 s a step  forward backward 80%  optimizer 16%  data 4%"
+    found.logged({"step": 140, "step_time": 0.0, "other_time": float("inf")})
+    assert shown(found, 100)[2] == "0 s a step"
+
+
 @pytest.mark.parametrize("width", [1, 5, 12, 20, 40, 79, 200])
 def test_no_line_is_wider_than_the_window(width: int) -> None:
     state = status(reason="x" * 300, problems=["y" * 300], title="漢字" * 100)

@@ -516,6 +516,11 @@ class Metrics(Section):
     writers: Names = ()
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
     (entry points of the group titanlite.writers)."""
+    details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
+    """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. In logged steps
+    both read what they measure once more, and need an all-reduce. gradients: the norm before clipping, and in
+    TensorBoard a histogram over the blocks. updates: the norm of the update, without weight decay, as a share of that
+    of the weights; it needs memory for three copies of the largest weight of a rank."""
 
 
 class Samples(Section):

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from titanlite.config.errors import one_line
-from titanlite.observe.logged_step import LoggedStep, StepLine
+from titanlite.observe.logged_step import TIME_PARTS, LoggedStep, StepLine
 from titanlite.runtime.events import Event
 from titanlite.runtime.logging import LOGGER_NAME, is_live_terminal, terminal_console
 
@@ -108,7 +108,16 @@ def items(status: RunStatus) -> list[str]:
         "tps": "{:,.0f} tokens/s", "mfu": "mfu {:.1%}", "memory": "{:.2f} GiB", "step_time": "{:.3g} s a step",
         "grad_norm": "grad_norm {:.3f}", "lr": "lr {:.2e}",
     }  # fmt: skip
-    return [text.format(status.numbers[name]) for name, text in formats.items() if name in status.numbers]
+    shown = [text.format(status.numbers[name]) for name, text in formats.items() if name in status.numbers]
+    return shown + time_by_part(status.numbers)
+
+
+def time_by_part(numbers: Mapping[str, float]) -> list[str]:
+    """The parts of a step that take 1% of its time or more, the longest first, such as "optimizer 12%"."""
+    whole = sum(numbers.get(name, 0.0) for name in TIME_PARTS)
+    shares = {name: numbers.get(name, 0.0) / whole for name in TIME_PARTS} if 0 < whole < math.inf else {}
+    longest = sorted(shares.items(), key=lambda part: -part[1])
+    return [f"{name.removesuffix('_time').replace('_', ' ')} {share:.0%}" for name, share in longest if share >= 0.01]
 
 
 def plain_line(status: RunStatus) -> str:

@@ -170,9 +170,24 @@ class LoggedStep:
         Curve("6_progress/source_epochs", "How many times a source of data was read, by its documents or its parts."),
     ] = field(default_factory=dict)
 
+    grad_norms: Annotated[
+        dict[str, float],
+        Curve("8_gradient_norms", "L2 norm of this step's gradient of a group of parameters, before clipping."),
+    ] = field(default_factory=dict)
+    update_ratios: Annotated[
+        dict[str, float],
+        Curve(
+            "9_update_ratios",
+            "Norm of this step's update of a group of parameters, without weight decay, as a share of that of its "
+            "weights.",
+        ),
+    ] = field(default_factory=dict)
+    distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Name of a number with several parts -> part -> what it consists of, for histograms. It is not in the line."""
+
     def to_json(self) -> str:
         """One line of strict JSON."""
-        return json.dumps(_strict(asdict(self)), allow_nan=False)
+        return json.dumps(_strict(asdict(self) | {"distributions": {}}), allow_nan=False)
 
 
 def _strict(values: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +222,8 @@ def _curves(names: Mapping[str, Any]) -> dict[str, Curve]:
 
 
 CURVES = _curves(get_type_hints(LoggedStep, include_extras=True))
+TIME_PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
+"""What step_time consists of."""
 # The fields of a validation's score.
 VALIDATION_CURVES = {
     "loss": Curve("1_loss/validation", "Mean cross entropy of a token of the validation data, nats."),

@@ -7,25 +7,28 @@ checkpoint. Nothing before it is missing, because each call ends with its events
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanlite.config.load import dump_config
-from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, Curve, LoggedStep, points
+from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, Curve, LoggedStep, points
 from titanlite.observe.writers import RunStart, Writer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
 # The tab "Custom scalars": title of a chart -> its curves, by their names in metrics.jsonl.
 _CHARTS = {
     "loss": ("loss", "loss_max"),
-    "seconds of a step": ("step_time", *_PARTS),
+    "seconds of a step": ("step_time", *TIME_PARTS),
     "memory, GiB": ("memory", "memory_peak", "memory_active"),
     "tokens of each source": ("source_tokens",),
+    "gradient norm of groups": ("grad_norms",),
 }
 
 
@@ -48,6 +51,11 @@ class TensorBoard(Writer):
 
     def logged(self, entry: LoggedStep) -> None:
         self._write(lambda board: _add_points(board, points(asdict(entry)), entry.step))
+        for name, parts in entry.distributions.items():
+            for part, values in parts.items():
+                tag, finite = CURVES[name].of(part).tag, [value for value in values if math.isfinite(value)]
+                if finite:
+                    self._write(lambda board, t=tag, f=finite: board.add_histogram(t, np.array(f), entry.step))
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         found = [(VALIDATION_CURVES[name], value) for name, value in score.items()]

@@ -102,7 +102,7 @@ class AdamW(torch.optim.Optimizer):
                     correction=(1 - beta2**step).rsqrt(),
                     key=_mix(_mix(step.to(torch.int64)) ^ self._keys[parameter]),
                 )
-                tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+                tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
                 constants, place = Constants(beta1, beta2, group["eps"], self._stochastic), self._places[parameter]
                 for start in range(0, tensors[0].numel(), size):
@@ -154,7 +154,7 @@ def _mix(x: Tensor) -> Tensor:
     return (x >> 16) ^ x
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard, without the wrapper of the FP8 all-gather."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(tensor, "_tensor", tensor)

@@ -30,8 +30,8 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, c
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    sum_of_squares, scale = _compiled() if compiled else (_sum_of_squares, _scale)
-    squares = sum_of_squares(shards, [_copies(gradient) for gradient in gradients])
+    add_up, scale = _compiled() if compiled else (sum_of_squares, _scale)
+    squares = add_up(shards, [number_of_copies(gradient) for gradient in gradients])
     if dist.is_initialized():
         dist.all_reduce(squares)
     norm = squares.sqrt().float()
@@ -40,7 +40,7 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, c
     return norm
 
 
-def _sum_of_squares(shards: list[Tensor], copies: list[int]) -> Tensor:
+def sum_of_squares(shards: list[Tensor], copies: list[int]) -> Tensor:
     """The sum of squares in float64. The part of each shard is divided by the number of its copies."""
     total = torch.zeros((), dtype=torch.float64, device=shards[0].device)
     for number in sorted(set(copies)):
@@ -67,10 +67,10 @@ def _scale(shards: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 @cache
 def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    return torch.compile(_sum_of_squares), torch.compile(_scale)
+    return torch.compile(sum_of_squares), torch.compile(_scale)
 
 
-def _copies(gradient: Tensor) -> int:
+def number_of_copies(gradient: Tensor) -> int:
     """The number of ranks that have the same elements of this gradient. Without a mesh, all ranks have them."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1

@@ -21,7 +21,7 @@ import numpy as np
 from titanlite import __version__
 from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
-from titanlite.observe.logged_step import CURVES, VALIDATION_CURVES, curve_of
+from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, curve_of
 from titanlite.report.curves import column, hours, places, thin
 from titanlite.report.recorded import Happened, Recorded, flat
 
@@ -256,7 +256,8 @@ def _starts(runs: Sequence[Recorded], names: Sequence[str]) -> str:
 def _speed(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     """Medians and extremes of what a step took, with the plan of a run beside them."""
     rows, any_plan = [], any(run.planned for run in runs)
-    for key in ("tps", "tps_per_device", "mfu", "step_time", "data_time", "memory", "memory_peak", "utilization"):
+    speed = ("tps", "tps_per_device", "mfu", "tflops", "step_time", *TIME_PARTS)
+    for key in (*speed, "memory", "memory_peak", "memory_active", "utilization"):
         about = CURVES[key].description
         for run, name in zip(runs, names, strict=True):
             values = column(run.metrics, key)

@@ -43,6 +43,7 @@ from titanlite.observe.guards import check_finite
 from titanlite.observe.live import LiveView
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.metrics import MetricsRecorder
+from titanlite.optim.norms import ParameterNorms
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.memory_check import check_memory
 from titanlite.parallel.mesh import build_mesh
@@ -164,6 +165,10 @@ class Trainer:
         sharded = build_model(run, self.mesh, device, self.log)
         self.update = Update(run, self.mesh, sharded, device)
         self.model, self.optimizer = self.update.model, self.update.optimizer
+        details, self.norms = self.job.metrics.details, None
+        if details:
+            asked = {"gradients": "gradients" in details, "updates": "updates" in details}
+            self.norms = ParameterNorms(self.model, self.optimizer, run.arch, **asked)
         self.sampler = None
         if self.job.samples.freq:
             self.sampler = Sampler(run, tokenizer, self.mesh, self.update.forward_backward, device)
@@ -280,7 +285,8 @@ class Trainer:
             batch = self.loader.next_global_batch()
         self.steps_done += 1
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
-        done = self.update(batch.microbatches, batch.num_valid_tokens, lr)
+        norms = self.norms if self.metrics.is_log_step(self.steps_done) else None
+        done = self.update(batch.microbatches, batch.num_valid_tokens, lr, norms)
         self.grad_norm = done.grad_norm
         seconds = {"forward_backward": done.forward_backward_seconds, "optimizer": done.optimizer_seconds}
         self.metrics.record(done.grad_norm, done.num_valid_tokens, seconds)
@@ -288,7 +294,8 @@ class Trainer:
             return None  # the loss is not summed over the ranks
         losses = self.losses(done.loss, batch.num_valid_tokens)
         saves = self.saver.stats() if self.saver else {}
-        entry = self.metrics.log(self.steps_done, lr, losses, **saves, **self.loader.stats())
+        details = {} if norms is None else norms.describe(norms.total().tolist())
+        entry = self.metrics.log(self.steps_done, lr, losses, **saves, **self.loader.stats(), **details)
         check_finite(entry.loss, entry.grad_norm, self.steps_done)
         return entry
 

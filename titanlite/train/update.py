@@ -18,6 +18,7 @@ from torch.distributed import _functional_collectives as collectives
 from titanlite.config.run import Run
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.optim.loss import linear_cross_entropy_sum
+from titanlite.optim.norms import ParameterNorms
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.mesh import Mesh
@@ -53,18 +54,28 @@ class Update:
         self.optimizer = build_optimizer(self.model, self._job.optimizer, run.compiles("optimizer"))
         self._compiles_clip = run.compiles("clip")
 
-    def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: int, lr: float) -> Updated:
-        """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`."""
+    def __call__(
+        self, microbatches: Sequence[Microbatch], num_valid_tokens: int, lr: float, norms: ParameterNorms | None = None
+    ) -> Updated:
+        """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`.
+
+        Args:
+            norms: takes those of this step.
+        """
         began = time.perf_counter()
         total = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
         # The loss waits for this sum, which has arrived long before.
         total = collectives.all_reduce(total, "sum", self._mesh.data_group)
         loss = self.forward_backward(microbatches, total)
         computed = time.perf_counter()
+        if norms is not None:
+            norms.add_gradients()
         grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        if norms is not None:
+            norms.add_updates()
         self.optimizer.zero_grad()
         self.precompute_scales()
         return Updated(loss, grad_norm, total, computed - began, time.perf_counter() - computed)

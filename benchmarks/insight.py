@@ -1,0 +1,71 @@
+"""What it costs to measure and to write it down: the debug model with all of it as by default, beside as good as none.
+
+    python benchmarks/insight.py [--pairs 25] [--log_freq 10]
+
+Both trainers are in one process and take their steps in turns, one each, so that other work of the machine slows both.
+A pair is as many steps of each as there are between two logged ones. Prints the table of docs/metrics.md, and ends with
+1 if the median of the pairs is 1% or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from titanlite.load_run import load_run
+from titanlite.runtime.world import process_group
+from titanlite.train.loop import Trainer
+
+JOB = ["--job.config_file", "debug_model", "--checkpoint.no-enable", "--training.steps", "100000"]
+OFF = ["--metrics.log_freq", "1000000", "--metrics.no-enable_tensorboard"]  # the first step alone is logged
+
+
+def seconds_of(trainer: Trainer) -> float:
+    """Of one step, with what a trainer does between two."""
+    began = time.perf_counter()
+    trainer.step()
+    trainer.data_fails(2)
+    return time.perf_counter() - began
+
+
+def measure(pairs: int, log_freq: int, folder: Path) -> list[tuple[float, float]]:
+    """Mean seconds of a step of each pair: with everything as by default, and without."""
+    sides = [["--metrics.log_freq", str(log_freq)], OFF]
+    runs = [load_run([*JOB, "--job.dump_folder", str(folder / str(i)), *side], 1) for i, side in enumerate(sides)]
+    found = []
+    with process_group(runs[0].job) as device:
+        trainers = [Trainer(run, device) for run in runs]
+        for pair in range(pairs + 1):
+            spent = [0.0, 0.0]
+            for step in range(log_freq):
+                for side in (0, 1) if step % 2 else (1, 0):
+                    spent[side] += seconds_of(trainers[side])
+            if pair:  # the first one warms up
+                found.append((spent[0] / log_freq, spent[1] / log_freq))
+        for trainer in trainers:
+            trainer.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=25)
+    parser.add_argument("--log_freq", type=int, default=10)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options.pairs, options.log_freq, Path(folder))
+    differences = sorted(on / off - 1 for on, off in found)
+    low, middle, high = statistics.quantiles(differences, n=4)
+    print("| pairs | steps of a pair | seconds of a step | difference: median | middle half |")
+    print("|---:|---:|---:|---:|---:|")
+    step = statistics.median(off for _, off in found)
+    print(f"| {options.pairs} | 2 x {options.log_freq} | {step:.3f} | {middle:+.2%} | {low:+.2%} to {high:+.2%} |")
+    return int(middle >= 0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

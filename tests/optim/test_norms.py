@@ -1,0 +1,125 @@
+"""Norms by group of parameters: they are those of the whole model, on any layout, and training does not notice them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_process, titanlite
+from small_runs import SMALL, logged
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.load import load_job
+from titanlite.train.loop import Trainer
+
+pytestmark = pytest.mark.slow
+
+ALL_ON = ("--metrics.details", "gradients", "updates", "--metrics.enable_tensorboard")
+GROUPS = {
+    *("tok_embeddings", "norm", "output", "attention_norm", "ffn_norm"),
+    *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")),
+    *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+}
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    (tmp_path / "small.toml").write_text(SMALL)
+    return str(tmp_path / "small.toml")
+
+
+def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str, tmp_path: Path) -> None:
+    layouts = {
+        "one": (1, ()),
+        "two": (2, ()),
+        "pipeline and tensor": (
+            *(4, ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")),
+        ),
+    }
+    for name, (ranks, options) in layouts.items():
+        words = ("train", "--job.config_file", job_file, "--training.steps", "4", "--checkpoint.no-enable", *options)
+        for measured in ("off", "on"):
+            if measured == "on" or name != "pipeline and tensor":
+                folder = ("--job.dump_folder", tmp_path / name / measured)
+                titanlite(*words, *folder, *(ALL_ON if measured == "on" else ()), ranks=ranks)
+    found: dict[str, dict[int, dict[str, Any]]] = {name: logged(tmp_path / name / "on") for name in layouts}
+    for name in ("one", "two"):
+        keys = ("loss", "loss_max", "grad_norm", "clipped", "tokens")
+        off, on = (logged(tmp_path / name / measured).values() for measured in ("off", "on"))
+        off, on = ([[entry[key] for key in keys] for entry in entries] for entries in (off, on))
+        assert on == off  # bitwise
+    for entry in found["one"].values():
+        assert entry["grad_norms"].keys() == entry["update_ratios"].keys() == GROUPS
+        squares = sum(norm**2 for norm in entry["grad_norms"].values())
+        assert math.sqrt(squares) == pytest.approx(entry["grad_norm"], rel=1e-6)  # that one is in fp32
+        assert entry["loss_max"] == entry["loss"]
+    for name in ("two", "pipeline and tensor"):
+        for step, entry in found[name].items():
+            expected = found["one"][step]
+            # Sums of fp32 products in another order, and what AdamW makes of such differences near a gradient of 0.
+            assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert entry["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-3)
+            assert entry["update_ratios"] == pytest.approx(expected["update_ratios"], rel=1e-3)
+            assert entry["clipped"] == expected["clipped"]
+            assert entry["source_tokens"] == expected["source_tokens"]
+            assert entry["source_epochs"] == expected["source_epochs"]
+    assert all(entry["loss_max"] > entry["loss"] for entry in found["two"].values())
+    histograms = histograms_of(tmp_path / "pipeline and tensor" / "on")
+    assert histograms.keys() == {f"8_gradient_norms/{group}" for group in GROUPS if "." in group or "_norm" in group}
+    # The largest of the two blocks' norms is at least that of the group divided by the root of 2.
+    norms = found["pipeline and tensor"][4]["grad_norms"]
+    for tag, (number, largest) in histograms.items():
+        norm = norms[tag.removeprefix("8_gradient_norms/")]
+        assert number == 2
+        assert norm / math.sqrt(2) * 0.999 <= largest <= norm * 1.001
+
+
+def histograms_of(folder: Path) -> dict[str, tuple[float, float]]:
+    """Tag -> how many values the last histogram has, and the largest of them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tb"))
+    board.Reload()
+    last = {tag: board.Histograms(tag)[-1].histogram_value for tag in board.Tags()["histograms"]}
+    return {tag: (value.num, value.max) for tag, value in last.items()}
+
+
+def measured_and_real(words: list[str]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The update ratios of some steps as they are logged, and from the weights before and after each step."""
+    found = []
+    with Trainer(load_job(words)) as trainer:
+        names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in trainer.model.named_parameters()]
+        for _ in range(3):
+            before = whole(trainer)
+            entry = trainer.step()
+            assert entry is not None
+            after, real = whole(trainer), {}
+            for group in GROUPS:
+                own = [i for i, name in enumerate(names) if name.endswith(f"{group}.weight") and (
+                    "." in group or f".{group}" in name or name.startswith(group))]  # fmt: skip
+                if group == "norm":
+                    own = [names.index("norm.weight")]
+                change, size = (torch.cat([x[i].flatten() for i in own]) for x in (
+                    [a - b for a, b in zip(after, before, strict=True)], after))  # fmt: skip
+                real[group] = (change.double().norm() / size.double().norm()).item()
+            found.append((entry.update_ratios, real))
+    return found
+
+
+def whole(trainer: Trainer) -> list[torch.Tensor]:
+    full = (p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
+    return [weight.detach().clone() for weight in full]
+
+
+@pytest.mark.parametrize("own_adamw", [False, True])
+def test_the_update_is_what_the_weights_have_changed_by(job_file: str, tmp_path: Path, own_adamw: bool) -> None:
+    words = ["--job.config_file", job_file, "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.no-enable"]
+    words += ["--optimizer.weight_decay", "0", "--metrics.details", "updates"]
+    words += ["--optimizer.state_dtype", "bfloat16"] if own_adamw else []
+    for logged_ratios, real in run_process(measured_and_real, words):
+        # The change of an fp32 weight is rounded: to 6e-8 of the weight, beside changes of 1e-3. Moments in bfloat16
+        # are rounded after the update was made of them: to 2**-9.
+        assert logged_ratios == pytest.approx(real, rel=5e-3 if own_adamw else 1e-3)
+        json.dumps(logged_ratios, allow_nan=False)
