@@ -40,6 +40,7 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str
     }
     for name, (ranks, options) in layouts.items():
         words = ("train", "--job.config_file", job_file, "--training.steps", "4", "--checkpoint.no-enable", *options)
+        words = (*words, "--model.n_kv_heads", "2")  # as many as there are tensor ranks
         for measured in ("off", "on"):
             if measured == "on" or name != "pipeline and tensor":
                 folder = ("--job.dump_folder", tmp_path / name / measured)
@@ -58,10 +59,10 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str
     for name in ("two", "pipeline and tensor"):
         for step, entry in found[name].items():
             expected = found["one"][step]
-            # Sums of fp32 products in another order, and what AdamW makes of such differences near a gradient of 0.
+            # Sums of fp32 products in another order; measured: 2e-7.
             assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-            assert entry["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-3)
-            assert entry["update_ratios"] == pytest.approx(expected["update_ratios"], rel=1e-3)
+            assert entry["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+            assert entry["update_ratios"] == pytest.approx(expected["update_ratios"], rel=1e-5)
             assert entry["clipped"] == expected["clipped"]
             assert entry["source_tokens"] == expected["source_tokens"]
             assert entry["source_epochs"] == expected["source_epochs"]
