@@ -58,12 +58,12 @@ def shorter(text: str) -> str:
 
 def test_from_your_text_to_a_model_that_answers(tmp_path: Path) -> None:
     said = follow("your_text.md", tmp_path)
-    assert "Question: How do I write 4 7 3 1?" in said
+    assert "Question: How do I write 8 3 1 1?" in said
     assert "bits/byte" in said
     assert "report.html: " in said
     assert (tmp_path / "my-model" / "config.json").exists()
     if WHOLE:
-        assert "four thousand seven hundred thirty-one" in said.partition("perplexity")[2]
+        assert "eight thousand three hundred eleven" in said.partition("perplexity")[2]
 
 
 def test_two_machines(tmp_path: Path) -> None:
