@@ -317,7 +317,7 @@ def test_a_folder_that_takes_no_files_is_found_out(folder: str):
     assert check("--checkpoint.folder", folder, "--checkpoint.no-enable") == ""
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "train.log", "tb"])
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "train.log", "tb", "profile"])
 def test_a_pipe_in_the_place_of_an_output_is_found_out(name: str):
     """To open it for writing would wait for a reader."""
     Path("out").mkdir()

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from titanlite.data.loader import Loader
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.model.llama import Llama
+    from titanlite.observe.step_profile import StepProfile
     from titanlite.train.loop import Trainer
+    from titanlite.train.profile_steps import profile_steps
     from titanlite.train.score_text import TextScore, evaluate_text
 
 __version__ = "0.2.0"
@@ -32,6 +34,7 @@ __all__ = [
     "Llama",
     "LoadedCheckpoint",
     "Loader",
+    "StepProfile",
     "TextScore",
     "Trainer",
     "UserError",
@@ -41,6 +44,7 @@ __all__ = [
     "load_checkpoint",
     "load_job",
     "load_tokenizer",
+    "profile_steps",
 ]
 
 _HOMES = {
@@ -52,7 +56,9 @@ _HOMES = {
     "titanlite.data.tokenizer": ("load_tokenizer",),
     "titanlite.config.flavors": ("FLAVORS", "Architecture"),
     "titanlite.model.llama": ("Llama",),
+    "titanlite.observe.step_profile": ("StepProfile",),
     "titanlite.train.loop": ("Trainer",),
+    "titanlite.train.profile_steps": ("profile_steps",),
     "titanlite.train.score_text": ("TextScore", "evaluate_text"),
 }
 

@@ -32,6 +32,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Say what a job will take: memory, time, what fits, and the fastest layout.",
         "titanlite.commands.plan:main",
     ),
+    "profile": (
+        "Say where the time of a job's step goes, and write a trace for Perfetto.",
+        "titanlite.commands.profile:main",
+    ),
     "prepare": (
         "Tokenize the data of a job file once, into shards that training maps into memory.",
         "titanlite.commands.prepare:main",
@@ -59,6 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "2")  # torch's profiler tells of each start and stop on standard error
     return run_quietly(lambda: _dispatch(words))
 
 

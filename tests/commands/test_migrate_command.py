@@ -24,9 +24,9 @@ def test_the_file_is_written_and_the_report_names_each_key(here: Path, capsys: p
     assert (here / "made/new.toml").read_text() == NEW
     assert os.listdir(here / "made") == ["new.toml"]
     said = capsys.readouterr().out
-    assert said.startswith("Wrote made/new.toml: 28 keys as they were. The old one is read as a job of torchtitan 0.2")
+    assert said.startswith("Wrote made/new.toml: 30 keys as they were. The old one is read as a job of torchtitan 0.2")
     assert "  model.hf_assets_path -> tokenizer.path\n" in said
-    assert "  profiling.enable_profiling, profiling.save_traces_folder, profiling.profile_freq\n" in said
+    assert "  profiling.save_traces_folder\n" in said
     assert said.endswith("Now: titanlite check --job.config_file made/new.toml --world-size N\n")
 
 

@@ -14,8 +14,8 @@ from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
 from titanlite.observe.flops import flops_per_token, state_bytes
 from titanlite.observe.gpus import find_gpu
+from titanlite.observe.kinds import KINDS
 from titanlite.plan import trace
-from titanlite.plan.counts import KINDS
 from titanlite.plan.forecast import forecast
 
 FLOAT8 = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}

@@ -28,6 +28,7 @@ _HARMLESS_SECTIONS = (
     "compile",
     "checkpoint",
     "metrics",
+    "profiling",
     "samples",
     "comm",
 )

@@ -94,13 +94,22 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     if os.path.lexists(path):
         check_regular(path)
-    unfinished = make_folder(path.parent) / f".{path.name}.unfinished"
+    make_folder(path.parent)
+    try:
+        put(path, content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, into a folder that is there. Raises OSError: it cannot be written."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         unfinished.write_bytes(content)
         os.replace(unfinished, path)
-    except OSError as error:
+    except OSError:
         unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
+        raise
 
 
 def check_regular(path: Path) -> None:

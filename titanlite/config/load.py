@@ -237,7 +237,7 @@ def _value(option: _Option) -> Any:
     kinds = [kind.get("type") for kind in schema.get("anyOf", [schema])]
     "".join(option.words).encode()
     if "array" in kinds:
-        return option.words
+        return [int(word) for word in option.words] if schema["items"].get("type") == "integer" else option.words
     (word,) = option.words
     if word == "None" and "null" in kinds:  # as the help writes it
         return None

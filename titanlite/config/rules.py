@@ -198,6 +198,20 @@ def samples_have_prompts(context: Context) -> Iterator[str]:
         yield context.wrong("samples.prompts", text)
 
 
+@rule("profiling")
+def profiles_are_made(context: Context) -> Iterator[str]:
+    profiling, ranks = context.job.profiling, context.run.world_size
+    if missing := [rank for rank in profiling.profiler_ranks if rank >= ranks]:
+        text = f"names rank {missing[0]}, and the last of {ranks} is {ranks - 1}."
+        yield context.wrong("profiling.profiler_ranks", text)
+    if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
+        return
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if needed > profiling.profile_freq:
+        text = f"must be at least profiler_warmup + profiler_active = {needed}, the steps of a cycle that need the "
+        yield context.wrong("profiling.profile_freq", f"{text}profiler.")
+
+
 @rule("activation_checkpoint.mode", "compile.enable", "compile.components")
 def memory_budget_compiles(context: Context) -> Iterator[str]:
     if context.job.activation_checkpoint.mode == "memory_budget" and not context.run.compiles("model"):

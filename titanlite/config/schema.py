@@ -523,6 +523,29 @@ class Metrics(Section):
     of the weights; it needs memory for three copies of the largest weight of a rank."""
 
 
+class Profiling(Section):
+    """Where the time and the memory of a step go. Files are written to <dump_folder>/profile. An empty file
+    <dump_folder>/profile.now starts a profile of the next steps at any time."""
+
+    enable_profiling: bool = False
+    """Trace steps on the schedule below, for Perfetto, and log which operators take the most time."""
+    profile_freq: Steps = 10
+    """A cycle of the schedule, in steps. Its last steps are the warm-up and the traced steps."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps before the traced ones in which the profiler runs and keeps nothing, because its own first steps are
+    slow."""
+    profiler_active: PositiveInt = 1
+    """Steps that are traced in a cycle."""
+    profiler_repeat: NonNegativeInt = 0
+    """Cycles of a start of the run, after which the schedule ends. 0: it goes on to the end."""
+    profiler_ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = (0,)
+    """Ranks that are traced. One tells most; traces of two show which one waits for the other. Empty: all ranks."""
+    enable_memory_snapshot: bool = False
+    """Write what is in memory, on the same schedule and ranks. GPU: the allocator's blocks with their history, for
+    pytorch.org/memory_viz, and also when any rank runs out of memory. CPU: the bytes of each kind in the last step of
+    the warm-up, for Perfetto; not with compile.enable."""
+
+
 class Samples(Section):
     """Prompts that the model completes during training, for a person to read."""
 
@@ -575,6 +598,7 @@ class JobConfig(Section):
     float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
     samples: Samples = Samples()
     comm: Comm = Comm()
 

@@ -17,6 +17,7 @@ Version = Literal["0.1", "0.2"]
 _SAME = {
     "job": "dump_folder description",
     "metrics": "log_freq enable_tensorboard enable_wandb",
+    "profiling": "enable_profiling profile_freq profiler_active profiler_warmup enable_memory_snapshot",
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
     "lr_scheduler": "decay_ratio decay_type min_lr_factor",
     "training": """global_batch_size seq_len max_norm steps enable_cpu_offload dtype mixed_precision_param
@@ -67,9 +68,8 @@ WITHOUT = {
     key: reason
     for keys, reason in (
         (
-            """profiling.enable_profiling profiling.save_traces_folder profiling.profile_freq profiling.profiler_active
-            profiling.profiler_warmup profiling.enable_memory_snapshot profiling.save_memory_snapshot_folder""",
-            "titanlite has no profiler of its own. Call Trainer.step() under torch.profiler (docs/python.md).",
+            "profiling.save_traces_folder profiling.save_memory_snapshot_folder",
+            "Traces and memory snapshots are always in profile, in job.dump_folder.",
         ),
         (
             "metrics.save_tb_folder",

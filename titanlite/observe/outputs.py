@@ -28,7 +28,8 @@ from titanlite.runtime.logging import LOG_FILE
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 CURVES = tuple(reversed(JSON_FILES))
 LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
-FOLDERS = ("tb", "wandb")
+PROFILES = "profile"
+FOLDERS = ("tb", "wandb", PROFILES)
 # They are renamed in this order. If a start is interrupted, the files that remain let the next start rename the rest.
 FILES = ("config.toml", "environment.json", *LOGS, *FOLDERS, *CURVES)
 

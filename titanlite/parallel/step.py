@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from titanlite.config.run import Run
 from titanlite.model.attention import document_mask
@@ -63,8 +64,10 @@ class Step:
         for i, microbatch in enumerate(microbatches):
             last = i == len(microbatches) - 1
             set_gradient_sync(self._model, reduce=last or self._reduce_each, last_microbatch=last)
-            loss = self._forward(microbatch)
-            loss.backward()
+            with record_function("forward"):
+                loss = self._forward(microbatch)
+            with record_function("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -91,7 +94,8 @@ class Step:
         return self._model(tokens, **rest)
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_fn(hidden, weight, labels, self._denominator.float().reciprocal())
+        with record_function("loss"):
+            return self._loss_fn(hidden, weight, labels, self._denominator.float().reciprocal())
 
 
 class PipelineStep(Step):
@@ -113,7 +117,8 @@ class PipelineStep(Step):
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         self._denominator = num_valid_tokens
-        return self._run(self._schedule.step, microbatches)
+        with record_function("pipeline"):
+            return self._run(self._schedule.step, microbatches)
 
     def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
         total = torch.zeros_like(self._denominator, dtype=torch.float64)

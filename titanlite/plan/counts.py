@@ -9,13 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The kinds of memory, in the order in which they are printed. "loss" is what the fused loss allocates: logits and the
-# gradients that it computes along. "other" is all else: batches, norms, temporaries of the optimizer.
-KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer state", "gathered weights", "activations", "loss", "other")
-# What CPU offload keeps on the host is counted beside them.
-HOST = "in host memory"
-COUNTED = (*KINDS, HOST)
-
 
 @dataclass(frozen=True)
 class Work:

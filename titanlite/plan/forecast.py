@@ -11,7 +11,8 @@ from dataclasses import replace
 from titanlite.config.run import Run
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.counts import HOST, RankTrace
+from titanlite.observe.kinds import HOST
+from titanlite.plan.counts import RankTrace
 from titanlite.plan.time import step_time
 
 Tracer = Callable[[Run], Sequence[RankTrace]]

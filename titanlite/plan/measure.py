@@ -31,9 +31,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.batch import blank_microbatch
 from titanlite.observe import gpus
 from titanlite.observe.gpus import Gpu, Rates
+from titanlite.observe.kernels import Kernel, describe
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.plan.kernels import Kernel, describe
 from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from titanlite.plan.counter import Counter, Place
+from titanlite.observe.counter import Counter, Place
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

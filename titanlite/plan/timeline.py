@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.plan.counter import Counter, Place
-from titanlite.plan.counts import COUNTED, HOST, KINDS
+from titanlite.observe.counter import Counter, Place
+from titanlite.observe.kinds import COUNTED, HOST, KINDS
 from titanlite.plan.microbatches import all_microbatches
 
 

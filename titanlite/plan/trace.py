@@ -28,15 +28,16 @@ from titanlite.config.errors import UserError
 from titanlite.config.pipeline_stages import V_SHAPED, stage_rank
 from titanlite.config.run import Run
 from titanlite.data.batch import Microbatch
+from titanlite.observe.counter import Counter, Place
 from titanlite.observe.flops import num_params
+from titanlite.observe.kinds import HOST, KINDS
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.bounds import MOST_SHARDS, MOST_TOKENS
-from titanlite.plan.counter import Counter, Place
-from titanlite.plan.counts import HOST, KINDS, RankTrace, Traffic, Work
+from titanlite.plan.counts import RankTrace, Traffic, Work
 from titanlite.plan.microbatches import FEWEST, is_run, run_microbatches, times
-from titanlite.plan.places import follow
 from titanlite.plan.timeline import Timeline, extended, timeline
+from titanlite.train.places import followed, mark_optimizer_state
 from titanlite.train.update import Update
 
 DEVICE = torch.device("cpu")  # of the fake tensors: any other needs a build of torch for it
@@ -205,16 +206,15 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         offload = run.job.training.enable_cpu_offload
-        follow(counter, sharded, update, HOST if offload else "gradients")
         counter.mark(
             update.model.parameters(), HOST if offload else "weights"
         )  # before FP8 weights have scales, which torchao compares
-        for first in (True, False):
-            counter.begin()
-            with _running(counter, run, first):
-                update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
-            for state in update.optimizer.state.values():
-                counter.mark(state.values(), HOST if offload else "optimizer state")
+        with followed(counter, sharded, update, HOST if offload else "gradients"):
+            for first in (True, False):
+                counter.begin()
+                with _running(counter, run, first):
+                    update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+                mark_optimizer_state(counter, update, HOST if offload else "optimizer state")
     if few:
         return timeline(counter, lambda place, op: times(place, op, count), count)
     return timeline(counter, lambda place, _: count - 2 if place.microbatch == 1 and done < count else 1)

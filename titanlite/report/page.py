@@ -44,6 +44,7 @@ def make_page(runs: Sequence[Recorded]) -> str:
     title = ", ".join(names)
     sections = (
         _overview(runs, names), _charts(runs), _events(runs, names), _starts(runs, names), _speed(runs, names),
+        _profiles(runs, names),
         _checkpoints(runs, names), _coverage(runs, names), _samples(runs, names), _differences(runs, names),
         _environment(runs, names), _configurations(runs, names),
     )  # fmt: skip
@@ -274,6 +275,34 @@ def _speed(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     head = ("number", "run", *plan, "median", "smallest", "largest", "")
     return f"""<h2>Throughput and memory</h2><div class="card scroll">
 {_table(head, rows, numeric=range(2, 5 + any_plan))}</div>"""
+
+
+def _profiles(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    """The parts of a step in all profiles, and the dearest operators of the newest one."""
+    parts, most = [], max(2, 20 // len(runs))
+    for run, name in zip(runs, names, strict=True):
+        listed = run.profiles[-most:]
+        if not listed:
+            continue
+        found = list(dict.fromkeys(part for profile in listed for part in profile.parts))[:20]
+        rows = [
+            [f"{profile.last_step:,}", f"{profile.rank}", f"{1e3 * profile.seconds:,.2f}",
+             *(f"{profile.parts[part] / profile.seconds:.1%}" if part in profile.parts else "-" for part in found),
+             profile.trace[:120]]
+            for profile in listed
+        ]  # fmt: skip
+        head = ("step", "rank", "ms a step", *(part[:40] for part in found), "trace")
+        parts.append(f"<p>{_text(name)}: shares of the parts of a step.</p>")
+        parts.append(_table(head, rows, numeric=range(len(head) - 1)))
+        newest = listed[-1]
+        rows = [
+            [operator.name[:120], f"{1e3 * operator.seconds:,.3f}", f"{operator.seconds / newest.seconds:.1%}",
+             f"{operator.calls:,.0f}"]
+            for operator in newest.operators[:30]
+        ]  # fmt: skip
+        parts.append(f"<p>The dearest operators of {newest.steps()} on rank {newest.rank}.</p>")
+        parts.append(_table(("operator", "ms a step", "share", "calls"), rows, numeric=(1, 2, 3)))
+    return f'<h2>Profiles</h2><div class="card scroll">{"".join(parts)}</div>' if parts else ""
 
 
 def _checkpoints(runs: Sequence[Recorded], names: Sequence[str]) -> str:

@@ -12,14 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.files import read_file
+from titanlite.config.load import MOST_BYTES
 from titanlite.observe.live import RunStatus
+from titanlite.observe.outputs import PROFILES
+from titanlite.observe.step_profile import SUMMARY, StepProfile
 from titanlite.report.curves import spikes
 from titanlite.report.json_lines import Table, is_moment, moment, number, read_objects, read_table, step_of
 from titanlite.report.run_files import RunFiles, read_config, read_json
 from titanlite.runtime.events import ENDS, EVENTS_FILE
+
+_MOST_PROFILES = 20
+_PROFILE = TypeAdapter(StepProfile)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class Recorded:
     starts: tuple[Started, ...]
     planned: Mapping[str, float]
     samples: tuple[dict[str, Any], ...]
+    profiles: tuple[StepProfile, ...]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     checkpoints: tuple[Checkpoint, ...]
@@ -116,12 +126,27 @@ def read_run(folder: Path) -> Recorded:
         starts=tuple(_starts(events)),
         planned=_planned(events),
         samples=tuple(samples),
+        profiles=tuple(_profiles(folder / PROFILES, problems)),
         config=flat(tables),
         environment=flat(environment),
         checkpoints=tuple(checkpoints),
         sources=sources,
         problems=(*metrics.problems, *validations.problems, *problems),
     )
+
+
+def _profiles(folder: Path, problems: list[str]) -> list[StepProfile]:
+    """The newest profiles, the newest last."""
+    found = []
+    for path in sorted(folder.glob(f"*{SUMMARY}"))[-_MOST_PROFILES:]:
+        try:
+            profile = _PROFILE.validate_json(read_file(path, MOST_BYTES))
+        except (UserError, ValueError) as error:
+            problems.append(f"{path.name} cannot be read: {str(error).partition(chr(10))[0]}")
+            continue
+        if profile.seconds > 0:  # by which shares are computed
+            found.append(profile)
+    return found
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

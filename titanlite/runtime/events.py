@@ -25,6 +25,7 @@ Kind = Literal[
     "save",
     "failed save",
     "validation",
+    "profile",
     "restart",
     "hang",
     "stop",

@@ -26,12 +26,13 @@ class Requests:
     """What the run is asked to do.
 
     `stop` is the name of a signal: save and stop. `save`: save and go on. `data_fails`: end, because some rank cannot
-    read its data.
+    read its data. `profile`: profile the next steps.
     """
 
     stop: str | None = None
     save: bool = False
     data_fails: bool = False
+    profile: bool = False
 
 
 def end_at_once(say: Callable[[str], None]) -> None:
@@ -79,15 +80,16 @@ class Signals:
         self._stop = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def agreed(self, data_fails: bool) -> Requests:
-        """The requests and the `data_fails` of all ranks at the previous call. All ranks get the same answer.
+    def agreed(self, data_fails: bool, profile: bool = False) -> Requests:
+        """What signals, `data_fails` and `profile` of all ranks asked for at the previous call. All ranks get the same
+        answer.
 
         This is a collective: call it once per step. Its all-reduce on the CPU overlaps with the step that follows.
         """
         answer = self.wait()
         if answer.save:  # the save that follows also serves ranks that got the signal after the previous call
             self._save = 0
-        flags = torch.tensor([self._stop, self._save, data_fails], dtype=torch.int32)
+        flags = torch.tensor([self._stop, self._save, data_fails, profile], dtype=torch.int32)
         self._save = 0
         self._pending = (flags, dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True))
         return answer
@@ -99,5 +101,5 @@ class Signals:
         (flags, work), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        stop, save, data_fails = flags.tolist()
-        return Requests(signal.Signals(stop).name if stop else None, bool(save), bool(data_fails))
+        stop, save, data_fails, profile = flags.tolist()
+        return Requests(signal.Signals(stop).name if stop else None, bool(save), bool(data_fails), bool(profile))

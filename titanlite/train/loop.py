@@ -13,12 +13,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from titanlite.checkpoint.go_on import how_to_go_on
 from titanlite.checkpoint.live_tensors import LiveState
@@ -43,6 +45,7 @@ from titanlite.observe.guards import check_finite
 from titanlite.observe.live import LiveView
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.metrics import MetricsRecorder
+from titanlite.observe.profiler import Profiler
 from titanlite.optim.norms import ParameterNorms
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.memory_check import check_memory
@@ -64,6 +67,7 @@ from titanlite.train.build import (
 )
 from titanlite.train.evaluate import Score, evaluate
 from titanlite.train.out_of_memory import explained, is_out_of_memory
+from titanlite.train.places import check_countable, counted
 from titanlite.train.samples import Sampler
 from titanlite.train.starts import Start
 from titanlite.train.update import Update
@@ -94,6 +98,8 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             if trainer is not None or not isinstance(error, UserError):
                 error.add_note(how_to_go_on(run, argv))
             if is_out_of_memory(error):
+                if trainer is not None:
+                    trainer.profiler.out_of_memory()
                 when = f"at step {trainer.steps_done}" if trainer is not None else "in the build"
                 words = explained(error, run, argv, device, when)
                 words.add_note(how_to_go_on(run, argv))
@@ -142,6 +148,7 @@ class Trainer:
     def build(self, run: Run, device: torch.device) -> None:
         """Build all that the step loop needs. Each part comes after the parts that it needs."""
         self.job, self.folder, self.device, opened = run.job, run.dump_folder, device, self.opened
+        check_countable(run, device)
         check_memory(run, state_bytes(run), device)
         self.rank, self.mesh = dist.get_rank(), build_mesh(run.degrees, device.type)
         patience = self.job.comm.init_timeout_seconds
@@ -193,6 +200,9 @@ class Trainer:
             start_files(run, environment, outputs, state["step"] if state else None, record, changes)
         self.metrics: MetricsRecorder = start_metrics(run, device, environment, state)
         opened.callback(self.metrics.close)
+        count = partial(counted, sharded, self.update)
+        self.profiler = Profiler(self.job.profiling, self.folder, self.rank, device, self.log, count)
+        opened.callback(self.profiler.close)
         opened.callback(self.watch.close)
 
     def resume(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -247,7 +257,9 @@ class Trainer:
                 view.update(self.steps_done, self.metrics.latest if logged else None)
                 # The answer is that of the call one step ago, which asked about the next step. This call asks about the
                 # one after the next.
-                requests = signals.agreed(self.data_fails(2))
+                requests = signals.agreed(self.data_fails(2), logged and self.profiler.is_asked())
+                if requests.profile:
+                    self.profiler.ask()
                 failure = self.data_failure() if requests.data_fails else None
                 finished = self.steps_done == job.training.steps
                 if not finished:
@@ -281,7 +293,11 @@ class Trainer:
             UserError: A record cannot be read.
             GuardError: The loss or the gradient norm of a step that is logged is not finite.
         """
-        with self.metrics.timing("data"):
+        with self.profiler.step(self.steps_done + 1):
+            return self._step()
+
+    def _step(self) -> LoggedStep | None:
+        with self.metrics.timing("data"), record_function("data"):
             batch = self.loader.next_global_batch()
         self.steps_done += 1
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
+from torch.profiler import record_function
 
 from titanlite.config.run import Run
 from titanlite.optim.clip import clip_grad_norm_
@@ -70,14 +71,16 @@ class Update:
         computed = time.perf_counter()
         if norms is not None:
             norms.add_gradients()
-        grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
+        with record_function("clipping"):
+            grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        if norms is not None:
-            norms.add_updates()
-        self.optimizer.zero_grad()
-        self.precompute_scales()
+        with record_function("optimizer"):
+            self.optimizer.step()
+            if norms is not None:
+                norms.add_updates()
+            self.optimizer.zero_grad()
+            self.precompute_scales()
         return Updated(loss, grad_norm, total, computed - began, time.perf_counter() - computed)
 
     def precompute_scales(self) -> None:

@@ -19,9 +19,9 @@ const number = (v) => {
   return Number(v.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 5 });
 };
 
-const COLORS = { save: "--muted", plan: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn" }; // others: --bad
+const COLORS = { save: "--muted", plan: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn", profile: "--c4" }; // others: --bad
 const kindColor = (kind) => css(COLORS[kind] || (kind === "finish" ? "--good" : "--bad"));
-const QUIET = ["save", "validation", "data", "plan", "finish"]; // they have no line in the charts, only a mark among the events
+const QUIET = ["save", "validation", "data", "plan", "profile", "finish"]; // they have no line in the charts, only a mark among the events
 const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))].filter((kind) => kind !== "data");
 
 const state = { axis: "step", smoothing: 0, events: true, log: false, cut: false, zoom: null, hidden: new Set() };

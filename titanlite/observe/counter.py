@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from titanlite.plan.counts import COUNTED
-from titanlite.plan.kernels import Collective, Kernel, describe
+from titanlite.observe.kernels import Collective, Kernel, describe
+from titanlite.observe.kinds import COUNTED
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # what other subclasses hold is counted where they use it
 NUMBER = {kind: number for number, kind in enumerate(COUNTED)}
@@ -153,6 +153,7 @@ class Counter(TorchDispatchMode):
         shapes = patch.object(ShardingPropagator, propagate.__name__, propagated)
         with patch.object(torch.UntypedStorage, "resize_", resized), shapes, self:
             yield
+        self._known.clear()  # otherwise weights, which outlive the step, would keep this counter alive
 
     # ----------------------------------------------------------------------------------------------------- operators
 
@@ -165,9 +166,14 @@ class Counter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._asked_for_shapes:
             return result
+        self.count(func, args, kwargs, result)
+        return result
+
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count a call that returned `result`."""
         what = describe(func, args, kwargs, result)
         if what is None:  # a view, or a question
-            return result
+            return
         for tensor in what.results:
             self._storage(tensor)
         for kind, tensors in what.marks.items():
@@ -177,7 +183,6 @@ class Counter(TorchDispatchMode):
             self.traffic[here, what.key] += 1
         elif what.key is not None:
             self.work[here, what.key] += 1
-        return result
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:

@@ -1,0 +1,63 @@
+"""`titanlite profile`: where the time of a job's step goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import tyro
+from pydantic import Field, NonNegativeInt
+
+from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.load_run import load_run, world_size
+from titanlite.runtime.logging import note
+
+
+class Profile(Options):
+    """Train a few steps of a job and say where their time goes. Start several ranks with NGPU=N or with torchrun.
+
+    It trains fresh weights on the job's data, and touches no file of a run. `--profiling.profiler_ranks` chooses ranks,
+    and `--profiling.enable_memory_snapshot` adds what is in memory.
+    """
+
+    steps: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Steps that are profiled. A trace grows with them."""
+    warmup: NonNegativeInt = 3
+    """Steps before them. The first one is slow, and compiles what is to be compiled."""
+    out: OptionPath | None = None
+    """Traces go to the folder `profile` in this folder. Left out: job.dump_folder."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object and nothing else."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Raises UserError: the job or an option is wrong, or the job cannot be run here."""
+    options, words = parse_beside_job(Profile, argv, "profile")
+    if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
+        from titanlite.launch.launcher import launch_command
+
+        return launch_command(["profile", *argv])
+    run = load_run(words, world_size())
+
+    from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
+
+    def log(line: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            note(line)
+
+    profiles = profile_steps(run, options.steps, options.warmup, options.out, log)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if options.as_json:
+        print(json.dumps({"profiles": [asdict(profile) for profile in profiles]}))
+        return 0
+    for profile in profiles:
+        print(profile.table(most=20))
+        if profile.idle is not None:
+            print(f"The GPU is idle for {profile.idle:.1%} of a step.")
+    folder = (options.out or run.dump_folder) / "profile"
+    print("Open in https://ui.perfetto.dev: " + ", ".join(str(folder / profile.trace) for profile in profiles))
+    return 0
