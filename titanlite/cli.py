@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "2")  # torch's profiler tells of each start and stop on standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints a line at each start and stop
     return run_quietly(lambda: _dispatch(words))
 
 
