@@ -40,7 +40,7 @@ class Steps:
         for _ in range(steps):
             self.done += 1
             with self.profiler.step(self.done), torch.profiler.record_function("forward"):
-                torch.ones(8, 8) @ torch.ones(8, 8)
+                torch.mm(torch.ones(8, 8), torch.ones(8, 8))
 
     def files(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "profile").glob("*"))
@@ -74,7 +74,12 @@ def test_the_last_steps_of_a_cycle_are_traced_until_the_cycles_end(tmp_path: Pat
 
 
 def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
-    settings = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 0, "profiler_ranks": (1,)}
+    settings: dict[str, Any] = {
+        "enable_profiling": True,
+        "profile_freq": 2,
+        "profiler_warmup": 0,
+        "profiler_ranks": (1,),
+    }
     for rank in (0, 1):
         run = Steps(tmp_path, rank=rank, **settings)
         run.do(2)

@@ -93,8 +93,9 @@ def test_on_a_gpu_a_kernel_belongs_to_the_part_that_launched_it(tmp_path: Path):
     def launched(
         number: int, at: float, name: str, start: float, end: float, operator: str = ""
     ) -> list[dict[str, Any]]:
-        ids = {"correlation": number, "External id": 100 + number}
-        call = [event(operator, at, at + 1, **{"External id": 100 + number})] if operator else []
+        ids: dict[str, Any] = {"External id": 100 + number}
+        call = [event(operator, at, at + 1, **ids)] if operator else []
+        ids |= {"correlation": number}
         launch = event("cudaLaunchKernel", at, at + 1, "cuda_runtime", **ids)
         return [*call, launch, event(name, start, end, "kernel", 7, **ids)]
 

@@ -187,7 +187,7 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(path))
             self._say(f"What is in the GPU's memory on rank {self._rank}: {path}", step)
 
-    def _say(self, line: str, step: int) -> None:
+    def _say(self, line: str, step: int | None) -> None:
         self._log(Event(line, "profile", step) if self._rank == 0 else line)
 
     def out_of_memory(self) -> None:
