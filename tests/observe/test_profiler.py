@@ -85,7 +85,8 @@ def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
         run.do(2)
         assert run.events() == ([("profile", 2)] if rank == 0 else [])  # rank 0 writes the events
     assert run.files() == names(1, 2)
-    Steps(tmp_path, rank=5, **settings | {"profiler_ranks": ()}).do(2)  # all of them
+    settings["profiler_ranks"] = ()  # all of them
+    Steps(tmp_path, rank=5, **settings).do(2)
     assert run.files() == names(1, 2) + names(5, 2)
 
 
