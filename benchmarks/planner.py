@@ -2,8 +2,9 @@
 
     python benchmarks/planner.py [--rates FILE] [--only TEXT] [--bytes | --again] [--out benchmarks/planner.md]
 
-Each case builds its job as a training run does, on 1, 2 or 4 processes, and does steps over random rows. The bytes of a
-step are those that torch's profiler sees in the allocator, so they do not come from the planner's own counter. The time
+Each case builds its job as a training run does, on 1, 2 or 4 processes, and does steps over random rows. On one process
+the bytes of a step are those that torch's profiler sees in the allocator, so they do not come from the planner's own
+counter. It does not see what gloo's threads free, so on several processes a dispatch counter counts storages. The time
 is the median of steps without the profiler. The plan goes by rates that `titanlite plan --measure` has measured on this
 machine, in a file of --rates, or measured now.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from titanlite.data.batch import Microbatch
 from titanlite.observe.gpus import Gpu, read_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.plan.counter import Counter
 from titanlite.plan.forecast import forecast, traces_of
 from titanlite.plan.measure import measure, this_cpu
 from titanlite.plan.trace import trace_run
@@ -201,12 +204,12 @@ def _rank(rank: int, ranks: int, port: int, sections: Sections, timed: bool) -> 
     run = Run(JobConfig.model_validate(sections), ranks)
     gc.disable()  # as in training
     with process_group(run.job) as device:
-        size = _peak(run, device)
+        size = _profiled(run, device) if ranks == 1 else _counted(run, device)
         gc.collect()
         return {"bytes": size, "seconds": _seconds(run, device) if timed else 0.0}
 
 
-def _step(run: Run, device: torch.device) -> Any:
+def _step(run: Run, device: torch.device) -> Callable[[], Update]:
     """The run's step over random rows, as a function without arguments."""
     mesh = build_mesh(run.degrees, device.type)
     update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
@@ -214,7 +217,12 @@ def _step(run: Run, device: torch.device) -> Any:
     shape = training.local_batch_size, training.seq_len
     rows = [_rows(shape, run) for _ in range(run.microbatches)]
     tokens = run.global_batch_size * training.seq_len
-    return lambda: update(rows, tokens, 1e-4)
+
+    def step() -> Update:
+        update(rows, tokens, 1e-4)
+        return update
+
+    return step
 
 
 def _rows(shape: tuple[int, int], run: Run) -> Microbatch:
@@ -244,7 +252,21 @@ def _seconds(run: Run, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _peak(run: Run, device: torch.device) -> int:
+def _counted(run: Run, device: torch.device) -> int:
+    """The most bytes of storages that are alive in a step, by a counter of operators."""
+    counter = Counter()
+    with counter.watching():
+        step = _step(run, device)
+        update = step()
+        counter.mark(update.model.parameters(), "weights")
+        for state in update.optimizer.state.values():
+            counter.mark(state.values(), "optimizer state")
+        counter.begin()
+        step()
+    return max(itertools.accumulate(change for _, change, _ in counter.events))
+
+
+def _profiled(run: Run, device: torch.device) -> int:
     """The most bytes that are alive in the allocator in a step, all since the model was built."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step = _step(run, device)
@@ -300,8 +322,8 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             f"`{command}` on {first['machine']}, Python {platform.python_version()}, torch {first['torch']}.",
             "",
-            "Bytes are the most that are alive in torch's allocator during a step, counted by torch's profiler, on the",
-            "rank that takes the most. The plan counts on tensors without data.",
+            "Bytes are the most that are alive during a step, on the rank that takes the most: in the allocator, by",
+            "torch's profiler, on one rank; in storages, by a counter of operators, on several.",
             "Compiled parts are planned as if they were not compiled.",
             "",
             summary,
