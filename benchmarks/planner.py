@@ -144,8 +144,7 @@ def main() -> None:
         print(line(result), flush=True)
         known[name] |= asdict(result) | {"machine": gpu.name, "torch": torch.__version__, "measured": gpu.measured}
         options.results.write_text(json.dumps(known, indent=1) + "\n")
-    if known.keys() >= CASES.keys():
-        options.out.write_text(page(known))
+    options.out.write_text(page(known))
 
 
 def _rates(file: Path | None, only_bytes: bool) -> Gpu:
@@ -290,9 +289,10 @@ def _profiled(run: Run, device: torch.device) -> int:
 
 
 def page(known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page of figures. Without times if no case has been timed."""
-    results = [Result(**{key: known[name][key] for key in Result.__dataclass_fields__}) for name in CASES]
-    first = known[next(iter(CASES))]
+    """The page of figures of the cases in `known`. Without times if none has been timed."""
+    names = [name for name in CASES if name in known]
+    results = [Result(**{key: known[name][key] for key in Result.__dataclass_fields__}) for name in names]
+    first = known[names[0]]
     errors = [abs(each.memory_error) for each in results]
     times = [abs(each.time_error) for each in results if each.measured_seconds]
     heads = ["job", "ranks", "MiB", "plan", "error"]
