@@ -167,13 +167,14 @@ def compare(name: str, gpu: Gpu, real: Sequence[Mapping[str, float]]) -> Result:
     ranks, sections = CASES[name]
     run = Run(JobConfig.model_validate(sections), ranks)
     plan = forecast(run, traces_of(run, gpu, trace_run), gpu)
+    seconds = max(each["seconds"] for each in real)
     return Result(
         name,
         ranks,
         plan.peak,
         max(int(each["bytes"]) for each in real),
-        plan.step_seconds,
-        max(each["seconds"] for each in real),
+        plan.step_seconds if seconds else 0.0,
+        seconds,
     )
 
 
@@ -306,7 +307,7 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for each in results
     ]
-    summary = f"The largest error of memory is {max(errors):.2%}, the median {statistics.median(errors):.2%}."
+    summary = f"{len(names)} of {len(CASES)} cases were run. The largest error of memory is {max(errors):.2%}, the median {statistics.median(errors):.2%}."
     if times:
         heads += ["ms a step", "plan", "error"]
         for row, each in zip(rows, results, strict=True):
