@@ -34,10 +34,10 @@ from runs import RESULTS, table
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import Microbatch
+from titanlite.observe.counter import Counter
 from titanlite.observe.gpus import Gpu, read_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.plan.counter import Counter
 from titanlite.plan.forecast import forecast, traces_of
 from titanlite.plan.measure import measure, this_cpu
 from titanlite.plan.trace import trace_run
@@ -307,7 +307,8 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for each in results
     ]
-    summary = f"{len(names)} of {len(CASES)} cases were run. The largest error of memory is {max(errors):.2%}, the median {statistics.median(errors):.2%}."
+    summary = f"{len(names)} of {len(CASES)} cases were run. The largest error of memory is {max(errors):.2%}, the "
+    summary += f"median {statistics.median(errors):.2%}."
     if times:
         heads += ["ms a step", "plan", "error"]
         for row, each in zip(rows, results, strict=True):
