@@ -90,6 +90,10 @@ EXPECTED = """\
 dump_folder = "./outputs"
 description = "Llama 3 8B training"
 
+[profiling]
+enable_profiling = true
+profile_freq = 100
+
 [metrics]
 log_freq = 10
 enable_tensorboard = true
