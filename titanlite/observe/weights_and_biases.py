@@ -58,8 +58,9 @@ class WeightsAndBiases(Writer):
                 settings=wandb.Settings(console="off"),  # train.log has it
             )
         except wandb.Error as error:
+            reason = str(error).rstrip(".")
             raise UserError(
-                f"metrics.enable_wandb: Weights & Biases cannot begin: {error}. Log in by `wandb login`, set "
+                f"metrics.enable_wandb: Weights & Biases cannot begin: {reason}. Log in by `wandb login`, set "
                 "WANDB_MODE=offline to write to the output folder only, or leave metrics.enable_wandb out."
             ) from None
         for (step, name), lines in itertools.groupby(
