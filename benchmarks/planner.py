@@ -181,7 +181,7 @@ def compare(name: str, gpu: Gpu, real: Sequence[Mapping[str, float]]) -> Result:
 def line(result: Result) -> str:
     """A case in a line of a terminal."""
     return (
-        f"{result.name:<28}{result.ranks:>2} {result.counted_bytes / MIB:9.2f} MiB {result.memory_error:+7.2%}   "
+        f"{result.name:<28}{result.ranks:>2} {result.counted_bytes / MIB:9.2f} MiB {result.memory_error:+z7.2%}   "
         f"{result.measured_seconds:8.4f} s, planned {result.planned_seconds:8.4f} {result.time_error:+7.1%}"
     )
 
@@ -303,7 +303,7 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
             str(each.ranks),
             f"{each.counted_bytes / MIB:,.2f}",
             f"{each.planned_bytes / MIB:,.2f}",
-            f"{each.memory_error:+.2%}",
+            f"{each.memory_error:+z.2%}",
         ]
         for each in results
     ]

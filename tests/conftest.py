@@ -27,6 +27,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=order)  # stable: the rest keeps its order
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where pytest-xdist's groups do not work, each worker would make what the tests of a module share, unnoticed."""
+    if getattr(session.config.option, "loadgroup", False):
+        lost = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        assert not lost, f"{lost[0].nodeid} is in no group: this pytest and this pytest-xdist do not fit together"
+
+
 def order(item: pytest.Item) -> int:
     """Fast tests first, then slow ones that share what is costly to make, in one worker. Single slow ones come last:
     they fill what is left of two workers' time."""

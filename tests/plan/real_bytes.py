@@ -21,13 +21,17 @@ def tiny_run(overrides: dict[str, Any], world_size: int) -> Run:
 
 
 def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Name of a job -> the peak of the calling rank and its kinds."""
+    """Name of a job -> the peak of the calling rank and its kinds.
+
+    On several ranks the lowest of three counts: a thread of gloo may hold a buffer a moment longer than the step does.
+    """
     counted = {}
     for name, overrides in jobs.items():
         run = tiny_run(overrides, dist.get_world_size())
         mesh = build_mesh(run.degrees, "cpu")
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
         update = Update(run, mesh, sharded, torch.device("cpu"))
-        place, kinds = count_step(run, sharded, update).peak()
+        counts = [count_step(run, sharded, update).peak() for _ in range(1 if dist.get_world_size() == 1 else 3)]
+        place, kinds = min(counts, key=lambda peak: peak[1].sum())
         counted[name] = {"moment": place, "kinds": kinds.tolist(), "peak": int(kinds.sum())}
     return counted

@@ -90,7 +90,10 @@ def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "kinds"), [("llama_70b.toml", 64, 1), ("llama_405b.toml", 512, 3)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "kinds"),
+    [("llama_70b.toml", 64, 1), pytest.param("llama_405b.toml", 512, 3, marks=pytest.mark.long)],
+)
 def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds: int) -> None:
     run = load_run(["--job.config_file", name], ranks)
     gpu = find_gpu("H100")
