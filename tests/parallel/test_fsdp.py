@@ -28,6 +28,7 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group(init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    spare_copies.why_not.cache_clear()
 
 
 def build(device: str, training: dict[str, str], log: Callable[[str], None] = lambda _: None) -> Llama:
@@ -161,6 +162,7 @@ def test_where_fsdp2_is_another_it_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, name: str, changed: Callable[..., None], said: str
 ) -> None:
     lines: list[str] = []
+    spare_copies.why_not.cache_clear()
     monkeypatch.setattr(spare_copies, name, changed)
     model = build("cpu", {"dtype": "float32", "mixed_precision_param": "float32"}, lines.append)
     backward(model, 0)
@@ -168,6 +170,7 @@ def test_where_fsdp2_is_another_it_stays_as_it_is(
     assert len(lines) == 1
     used = gradients(model)
     monkeypatch.undo()
+    spare_copies.why_not.cache_clear()
     lines.clear()
     model = build("cpu", {"dtype": "float32", "mixed_precision_param": "float32"}, lines.append)
     backward(model, 0)

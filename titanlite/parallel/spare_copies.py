@@ -7,7 +7,7 @@ of FSDP2. It tries them on a small layer first. If they have changed, FSDP2 is l
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,8 +37,10 @@ def spare_copies(modules: Iterable[FSDPModule], dtype: torch.dtype | None) -> No
                 parameter.init_all_gather_outputs = partial(_convert, parameter, dtype)
 
 
+@cache
 def why_not(mesh: DeviceMesh, stored: torch.dtype, policy: MixedPrecisionPolicy) -> str:
     """Why this does not work with the installed torch; empty if it works. It trains a layer of four weights both ways.
+    The answer is kept, because a process may build many models: each stage of a pipeline is one.
 
     Args:
         mesh: A mesh of one rank.
