@@ -12,10 +12,15 @@ from titanlite.config.schema import JobConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-HALF = {"dtype": torch.bfloat16, "rounded": "bfloat16"}
+TIED: dict[str, Any] = {"model": {"tied_embeddings": True}}
+RECOMPUTING: dict[str, Any] = {"activation_checkpoint": {"mode": "full"}}
+OFFLOADED = {"training": {"enable_cpu_offload": True}}
+ROUNDED = {"optimizer": {"state_dtype": "bfloat16", "stochastic_rounding": True}}  # only the moments
+HALF = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
+HALF_WEIGHTS = {"training": {"dtype": "bfloat16"}, "optimizer": {"state_dtype": "float32", "stochastic_rounding": True}}
 
 
-@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"recomputes": True}, {"offload": True}, HALF])
+@pytest.mark.parametrize("kind", [{}, TIED, RECOMPUTING, OFFLOADED, HALF])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
     straight = TinyRun(**kind)
     losses = straight.train(6)
@@ -31,7 +36,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
     assert_equal(second.everything(), straight.everything())
 
 
-@pytest.mark.parametrize("kind", [HALF, {"rounded": "bfloat16"}, {"rounded": "float32", "dtype": torch.bfloat16}])
+@pytest.mark.parametrize("kind", [HALF, ROUNDED, HALF_WEIGHTS])
 def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind):
     """And back without a loss, where the others hold more."""
     saved, other = TinyRun(), TinyRun(seed=99, **kind)
@@ -48,7 +53,7 @@ def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind
 
 
 def test_models_with_and_without_recomputation_read_each_others_checkpoints(tmp_path):
-    recomputing = TinyRun(recomputes=True)
+    recomputing = TinyRun(**RECOMPUTING)
     recomputing.train(1)
     recomputing.manager(tmp_path).save(1, recomputing.train_state())
     plain = TinyRun(seed=99)
@@ -127,13 +132,13 @@ def test_other_optimizer_groups_are_refused_in_words(two_saved):
     folder, _ = two_saved
     expected = r"tok_embeddings.weight: saved in group 0 \(weight_decay 0.1\), now in group 1 \(weight_decay 0.0\)"
     with pytest.raises(UserError, match=expected):
-        TinyRun(decay_embeddings=False).manager(folder).load()
+        TinyRun(optimizer={"decay_embeddings": False}).manager(folder).load()
 
 
 def test_another_model_is_refused_with_the_list(two_saved):
     folder, _ = two_saved
     with pytest.raises(UserError, match=r"model.output.weight: only in it"):
-        TinyRun(tied=True).manager(folder).load()
+        TinyRun(**TIED).manager(folder).load()
 
 
 def test_what_is_excluded_from_loading_starts_afresh(two_saved):
@@ -216,7 +221,7 @@ def test_a_run_moves_between_layouts(tmp_path):
     assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
     moved = [
         *train_ranks(2, tmp_path, 2, 4),
-        *train_ranks(2, tmp_path, 4, 6, hsdp=True),
+        *train_ranks(2, tmp_path, 4, 6, {"data_parallel_replicate_degree": 2}),
         *train_ranks(1, tmp_path, 6, 8),
     ]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order

@@ -31,6 +31,6 @@ def test_a_save_holds_the_state_of_its_own_step(tmp_path, mode):
     manager.close()
     assert manager.stats()["failed_saves"] == 0
     resumed = TinyRun(seed=99, device="cuda")
-    assert resumed.manager(tmp_path).load() == {"step": 2, "cursor": {"row": 8}}
+    assert resumed.manager(tmp_path).load() == run.train_state(2)
     assert_equal(resumed.everything(), expected)
     assert torch.equal(torch.cuda.get_rng_state(), random_state)

@@ -1,28 +1,37 @@
-"""A training run in miniature: a sharded Llama of two blocks, AdamW with two groups, data that depends on the step."""
+"""A training run in miniature: the trainer's own parts on a Llama of two blocks, with rows that depend on the step.
 
-import dataclasses
+It reads no data, writes no output folder and logs nothing, so that a test of checkpoints makes several within a second.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
+from train_variants import merge
 
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
-from titanlite.config.flavors import Architecture
-from titanlite.model.llama import Llama
-from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanlite.config.run import Run
+from titanlite.data.batch import Microbatch
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.parallelize import build_model
+from titanlite.train.update import Update
 
-ARCHITECTURE = Architecture(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=64)
-ROWS, TOKENS = 4, 16
+ROWS, TOKENS, VOCABULARY, RATE = 4, 16, 64, 1e-2
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+JOB: dict[str, dict[str, Any]] = {
+    "model": {**SHAPE, "vocab_size": VOCABULARY, "max_seq_len": 64},
+    "training": {"seq_len": TOKENS, "global_batch_size": ROWS, "mixed_precision_param": "float32"},
+    "activation_checkpoint": {"mode": "none"},
+    "parallelism": {"fsdp_min_num_params": 0},  # each block is sharded by itself
+}
 
 
 class Checkpoints:
@@ -46,50 +55,16 @@ class Checkpoints:
 
 
 class TinyRun:
-    """Model, optimizer and step; keywords vary what is saved: `recomputes` is activation checkpointing, `rounded` the
-    dtype of moments that are rounded by chance."""
+    """A model, its optimizer and their steps, as the trainer builds and does them. The other keywords are sections of
+    the job: their keys replace those of JOB."""
 
-    def __init__(
-        self,
-        *,
-        seed=0,
-        tied=False,
-        recomputes=False,
-        offload=False,
-        hsdp=False,
-        device="cpu",
-        decay_embeddings=True,
-        dtype=torch.float32,
-        rounded=None,
-    ):
-        self.step, self.device = 0, device
-        self.model = Llama(dataclasses.replace(ARCHITECTURE, tied_embeddings=tied))
-        self.model.init_weights(seed)
-        self.model.to(device, dtype)
-        policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-        world = dist.get_world_size()
-        degrees = {"dp_replicate": world, "dp_shard": 1} if hsdp else {"dp_shard": world}
-        mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        if recomputes:
-            apply_activation_checkpointing(self.model, schema.ActivationCheckpoint(mode="full"))
-        for block in self.model.layers.values():
-            fully_shard(block, mesh=mesh, offload_policy=policy)
-        fully_shard(self.model, mesh=mesh, offload_policy=policy)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        if rounded:
-            config = schema.Optimizer(lr=1e-2, state_dtype=rounded, stochastic_rounding=True)
-            self.optimizer = build_optimizer(self.model, config)
-            return
-        named = list(self.model.named_parameters())
-        decayed = {n for n, p in named if p.ndim == 2 and (decay_embeddings or "embed" not in n)}
-        groups = [
-            {"params": [p for n, p in named if n in decayed], "weight_decay": 0.1},
-            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    def __init__(self, seed: int = 0, device: str = "cpu", **sections: Mapping[str, Any]) -> None:
+        world, self.step, self.device = dist.get_world_size(), 0, torch.device(device)
+        job = merge(JOB, {"training": {"local_batch_size": ROWS // world, "seed": seed}}, sections)
+        run = Run(schema.JobConfig.model_validate(job), world)
+        self.mesh = build_mesh(run.degrees, device)
+        self.update = Update(run, self.mesh, build_model(run, self.mesh, self.device, lambda _: None), self.device)
+        self.model, self.optimizer = self.update.model, self.update.optimizer
 
     def manager(
         self,
@@ -121,16 +96,11 @@ class TinyRun:
         losses = []
         for _ in range(steps):
             generator = torch.Generator().manual_seed(1000 + self.step)
-            rows = torch.randint(64, (ROWS, TOKENS + 1), generator=generator)
-            rows = rows.to(self.device)[dist.get_rank() :: dist.get_world_size()]
-            logits = self.model(rows[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (ROWS * TOKENS)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item())
+            rows = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator).to(self.device)
+            own = rows[self.mesh.data_rank :: self.mesh.data_degree]
+            loss = self.update([Microbatch(own[:, :-1], own[:, 1:])], own[:, 1:].numel(), RATE).loss
+            dist.all_reduce(loss)
+            losses.append(loss.item())
             self.step += 1
         return losses
 
@@ -148,11 +118,11 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert not different
 
 
-def go_on(folder: Path, first: int, last: int, hsdp: bool, keys: dict) -> list[float]:
+def go_on(folder: Path, first: int, last: int, layout: Mapping[str, Any], keys: Mapping[str, Any]) -> list[float]:
     """The losses of a rank that loads what `folder` holds, trains from step `first` to `last`, and saves every second
-    step. `keys` are some of [checkpoint]."""
+    step. `layout` has keys of [parallelism], `keys` are some of [checkpoint]."""
     # Other initial weights for each number of ranks: only a real load can make runs agree.
-    run = TinyRun(seed=dist.get_world_size(), hsdp=hsdp)
+    run = TinyRun(seed=dist.get_world_size(), parallelism=layout)
     lines: list[str] = []
     manager = run.manager(folder, lines=lines, **keys)
     state = manager.load()
@@ -175,5 +145,7 @@ def weights(run: TinyRun) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
 
 
-def train_ranks(ranks: int, folder: Path, first: int, last: int, hsdp: bool = False, **keys: object) -> list[float]:
-    return run_ranks(ranks, go_on, folder, first, last, hsdp, keys)[0]
+def train_ranks(
+    ranks: int, folder: Path, first: int, last: int, layout: Mapping[str, Any] | None = None, **keys: object
+) -> list[float]:
+    return run_ranks(ranks, go_on, folder, first, last, layout or {}, keys)[0]

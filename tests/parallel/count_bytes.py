@@ -9,11 +9,9 @@ from train_variants import TINY, global_batch, merge
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.optim.loss import linear_cross_entropy_sum
-from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import build_step
+from titanlite.train.update import Update
 
 
 class Traffic(TorchDispatchMode):
@@ -39,12 +37,11 @@ def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         run = Run(job, dist.get_world_size())
         mesh = build_mesh(run.degrees, "cpu")
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
-        if job.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_scales(sharded.whole)
-        step = build_step(sharded, mesh, linear_cross_entropy_sum, run, torch.device("cpu"))
+        update = Update(run, mesh, sharded, torch.device("cpu"))
+        update.precompute_scales()
         rows = global_batch(job, sharded.whole.arch.vocab_size, False)
         with Traffic() as traffic:
-            step([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
+            update.forward_backward([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
         sizes = {name: parameter.numel() for name, parameter in sharded.whole.named_parameters()}
         linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
         rest = sum(sizes.values()) - linear

@@ -6,7 +6,6 @@ The process group is torch's fake one: collectives return at once, so that one p
 import re
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,16 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.config.load import read_job
 from titanlite.config.run import Run
+from titanlite.data.batch import blank_microbatch
 from titanlite.load_run import check_run
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
-from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import linear_cross_entropy_sum
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import Step, build_step
-from titanlite.parallel.tensor import vocab_parallel
+from titanlite.train.update import Update
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD = {  # ranks that the file's first lines speak of
@@ -41,16 +37,6 @@ WORLD = {  # ranks that the file's first lines speak of
     "llama_405b": 512,
 }
 pytestmark = pytest.mark.slow
-
-
-class Rows:
-    """A microbatch."""
-
-    document_ids = positions = None
-
-    def __init__(self, rows: int, length: int) -> None:
-        self.input_ids = torch.zeros(rows, length, dtype=torch.int64)
-        self.labels = torch.zeros(rows, length, dtype=torch.int64)
 
 
 class Vote:
@@ -90,16 +76,10 @@ def first_step(name: str, world: int, rank: int) -> tuple[int, list[str], float]
     # Stages vote whether all of them know their shapes: no data, no vote.
     unanimous = patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: Vote(), create=True)
     with fake, unanimous:
-        optimizer = build_optimizer(sharded.whole, run.job.optimizer)
-        loss_fn: Any = linear_cross_entropy_sum
-        if mesh.tensor is not None:
-            loss_fn = vocab_parallel(loss_fn, mesh.tensor)
-        step: Step = build_step(sharded, mesh, loss_fn, run, device)
         training = run.job.training
-        rows = [Rows(training.local_batch_size, training.seq_len) for _ in range(run.microbatches)]
-        step(rows, torch.ones((), dtype=torch.int64))
-        assert clip_grad_norm_(sharded.whole.parameters(), training.max_norm).shape == ()
-        optimizer.step()
+        rows = blank_microbatch(training.local_batch_size, training.seq_len, run.job.dataset.document_mask, device)
+        done = Update(run, mesh, sharded, device)([rows] * run.microbatches, rows.labels.numel(), run.job.optimizer.lr)
+        assert done.grad_norm.shape == ()
         held = sum(p.to_local().numel() for p in sharded.whole.parameters())  # pyright: ignore
         return held, [name for name, _ in sharded.whole.named_parameters()], time.process_time()
 
