@@ -1,5 +1,6 @@
 """What all tests share: their order, and one thread a process."""
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -28,10 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where pytest-xdist's groups do not work, each worker would make what the tests of a module share, unnoticed."""
+    """Check the groups: where they do not work, each worker would make what a module shares, unnoticed. Then freeze
+    what is loaded."""
     if getattr(session.config.option, "loadgroup", False):
         lost = [item for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
         assert not lost, f"{lost[0].nodeid} is in no group: this pytest and this pytest-xdist do not fit together"
+    gc.collect()
+    gc.freeze()  # torch and all modules of tests are loaded, and stay: no collection needs to look at them again
 
 
 def order(item: pytest.Item) -> int:

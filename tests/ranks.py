@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -206,6 +207,7 @@ def _run(output: Connection, environment: dict[str, str], folder: str, body: Cal
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()
+    gc.freeze()  # a collection would look at, and so copy, all that the server had loaded
     code = 1
     try:
         result = body(*args, store=Path(folder, "store"))

@@ -196,13 +196,14 @@ def _trace(run: Run, rank: int) -> _Counted:
 
 
 def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
-    """Do two steps over empty rows, and count the second. The first one allocates what lasts.
+    """Do two steps over empty rows, and count the second. The first one allocates what lasts, for which the last
+    microbatch is enough.
 
     Of many microbatches few are run. Without a pipeline: the first, the last, and one that stands for those between.
     """
-    counter, count = Counter(), run.microbatches
+    counter, count, alone = Counter(), run.microbatches, run.degrees.pipeline == 1
     few = _leaves_out_microbatches(run)
-    done = count if run.degrees.pipeline > 1 else min(3, count)
+    done = min(3, count) if alone else count
     with counter.watching(), _no_garbage_collection():
         rows = _rows(run, count)
         offload = run.job.training.enable_cpu_offload
@@ -213,7 +214,7 @@ def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
             for first in (True, False):
                 counter.begin()
                 with _running(counter, run, first):
-                    update(rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
+                    update(rows[-1:] if first and alone else rows[: done - 1] + rows[-1:], 1, run.job.optimizer.lr)
                 mark_optimizer_state(counter, update, HOST if offload else "optimizer state")
     if few:
         return timeline(counter, lambda place, op: times(place, op, count), count)
