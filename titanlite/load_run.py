@@ -27,7 +27,7 @@ from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, 
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import load_tokenizer, read_vocab_size
 from titanlite.observe.outputs import FILES, FOLDERS
-from titanlite.observe.writers import offered_writers
+from titanlite.observe.writers import load_writer
 
 
 def load_run(argv: Sequence[str], world_size: int) -> Run:
@@ -267,13 +267,15 @@ def _wrong_kind(folder: Path) -> str | None:
 @rule("metrics")
 def writers(context: Context) -> Iterator[str]:
     metrics = context.job.metrics
-    offered = offered_writers() if metrics.writers else {}  # the search takes a while
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield context.wrong("metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'.")
-    for name in metrics.writers:
-        if name not in offered:
-            text = f"no installed package offers a writer {shown(name)}. There are: {', '.join(offered) or 'none'}."
-            yield context.wrong("metrics.writers", text, "CONTRIBUTING.md says how one is made.")
+    for name in dict.fromkeys(metrics.writers):
+        if metrics.writers.count(name) > 1:
+            yield context.wrong("metrics.writers", f"names {shown(name)} twice. Name each writer once.")
+        try:
+            load_writer(name)
+        except UserError as error:
+            yield context.wrong("metrics.writers", str(error), "CONTRIBUTING.md says how one is made.")
 
 
 @rule("checkpoint", "job.dump_folder")

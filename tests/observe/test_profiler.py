@@ -130,19 +130,31 @@ def test_a_profile_that_the_run_does_not_complete_is_dropped(tmp_path: Path) -> 
     assert run.files() == names(0, 1)
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_comes_too_late_is_answered(tmp_path: Path) -> None:
+    run = Steps(tmp_path)
+    run.do(2)
+    (tmp_path / "profile.now").touch()
+    assert run.profiler.is_asked()
+    run.profiler.close()
+    assert run.lines == ["profile.now: the run ends before a step can be profiled."]
+
+
+def test_a_folder_that_cannot_be_made_is_said_once_for_each_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "profile").symlink_to(tmp_path / "gone" / "disk")
     run = Steps(tmp_path, enable_profiling=True, enable_memory_snapshot=True, profile_freq=2, profiler_warmup=1)
     run.do(6)
     assert run.done == 6
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert record.message.startswith("Training goes on, but a profile failed: ")
+    assert len(caplog.records) == 3
+    for record in caplog.records:
+        assert record.levelno == logging.ERROR
+        assert record.message.startswith("Training goes on, but a profile failed: ")
     assert run.events() == []
 
 
 @pytest.mark.parametrize("limit", [0, 1000])
-def test_a_full_disk_is_said_once_and_leaves_no_part_of_a_trace(
+def test_a_full_disk_is_said_once_for_each_profile_and_leaves_no_part_of_a_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int
 ) -> None:
     run = Steps(tmp_path, enable_profiling=True, profile_freq=2, profiler_warmup=1)
@@ -153,7 +165,7 @@ def test_a_full_disk_is_said_once_and_leaves_no_part_of_a_trace(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "Training goes on" in "".join(record.message for record in caplog.records)
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
     assert run.files() == []
     run.do(2)
     assert run.files() == names(0, 6)  # there is room again

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,29 +39,55 @@ class LossTable(Writer):
     def close(self) -> None:
         self._file.close()
 '''
-ENTRY_POINTS = "[titanlite.writers]\nloss_table = loss_table:LossTable\n"
+MORE = """
+
+class Locked(Writer):
+    def __init__(self, start):
+        raise PermissionError("no permission")
+
+
+class Plain:
+    pass
+"""
+ENTRY_POINTS = """[titanlite.writers]
+loss_table = loss_table:LossTable
+locked = loss_table:Locked
+plain = loss_table:Plain
+misnamed = loss_table:Missing
+uninstalled = missing_module:Writer
+"""
 
 
 @pytest.fixture
-def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of installed packages with one that offers a writer."""
     folder = tmp_path / "installed"
-    (folder / "loss_table-1.0.dist-info").mkdir(parents=True)
-    (folder / "loss_table.py").write_text(OWN_WRITER)
-    (folder / "loss_table-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: loss_table\nVersion: 1.0"
-    )
-    (folder / "loss_table-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    folder.mkdir()
+    (folder / "loss_table.py").write_text(OWN_WRITER + MORE)
+    offer(folder, "loss_table", ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(folder))
-    return folder
+    yield folder
+    sys.modules.pop("loss_table", None)
+
+
+def offer(folder: Path, package: str, entry_points: str) -> None:
+    """Describe an installed package with these entry points."""
+    described = folder / f"{package}-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0")
+    (described / "entry_points.txt").write_text(entry_points)
 
 
 def train_with_it(folder: str, job_file: str, out: str) -> None:
     from titanlite import cli
 
     sys.path.insert(0, folder)
-    words = ["train", "--job.config_file", job_file, "--job.dump_folder", out, "--training.steps", "3"]
-    assert cli.main([*words, "--metrics.writers", "loss_table", "--checkpoint.no-enable"]) == 0
+    words = ["train", "--job.config_file", job_file, "--training.steps", "3", "--checkpoint.no-enable"]
+    assert cli.main([*words, "--job.dump_folder", out, "--metrics.writers", "loss_table"]) == 0
+    assert cli.main([*words, "--job.dump_folder", f"{out}-locked", "--metrics.writers", "locked"]) == 2
+    said = Path(f"{out}-locked", "train.log").read_text()
+    assert "the writer Locked cannot begin: no permission" in said
+    assert "Training starts" not in said
 
 
 @pytest.mark.slow
@@ -156,30 +183,64 @@ def test_a_run_that_goes_back_to_train_otherwise_has_its_steps_in_a_run_of_its_o
     assert list(server[second]) == list(range(1, 8))
 
 
-def refused_by_wandb(folder: str) -> str:
+def refused_by_wandb(folder: str) -> list[str]:
     import os
 
-    os.environ.pop("WANDB_MODE", None)
-    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": folder, "NETRC": f"{folder}/none"}
-    try:
-        start(Path(folder), 0, range(1, 2))
-    except UserError as error:
-        return str(error)
-    return "not refused"
+    said = []
+    for mode in ("sideways", "online"):
+        os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": folder, "NETRC": f"{folder}/none"}
+        os.environ["WANDB_MODE"] = mode
+        try:
+            start(Path(folder), 0, range(1, 2))
+        except UserError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.slow
-def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path: Path):
+def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tmp_path: Path):
     pytest.importorskip("wandb")
-    said = run_process(refused_by_wandb, str(tmp_path))
-    assert "metrics.enable_wandb: Weights & Biases cannot begin" in said
-    assert "WANDB_MODE=offline" in said
+    odd, no_key = run_process(refused_by_wandb, str(tmp_path))
+    for said in (odd, no_key):
+        assert "metrics.enable_wandb: Weights & Biases cannot begin" in said
+        assert "WANDB_MODE=offline" in said
+    assert "WANDB_MODE: Input should be 'online', 'offline'" in odd
+
+
+def test_wandb_goes_on_with_an_empty_id_which_a_full_disk_left(tmp_path: Path, server: dict[str, dict[int, dict]]):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "id").touch()
+    start(tmp_path, 0, range(1, 3))
+    assert list(server) == ["abc"]
 
 
 def test_a_writer_that_nothing_offers_is_refused_with_those_that_there_are(own_package: Path, tmp_path: Path):
     said = titanlite_check(tmp_path, "--metrics.writers", "los_table")
     assert 'metrics.writers = ["los_table"]' in said
-    assert 'no installed package offers a writer "los_table". There are: loss_table.' in " ".join(said.split())
+    there_are = "There are: loss_table, locked, plain, misnamed, uninstalled."
+    assert f'no installed package offers a writer "los_table". {there_are}' in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        ("plain", "is not a class on titanlite.observe.writers.Writer"),
+        ("misnamed", "cannot be imported: AttributeError: module 'loss_table' has no attribute 'Missing'"),
+        ("uninstalled", "cannot be imported: ModuleNotFoundError: No module named 'missing_module'"),
+        ("loss_table loss_table", 'names "loss_table" twice'),
+    ],
+)
+def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
+    own_package: Path, tmp_path: Path, named: str, problem: str
+):
+    said = titanlite_check(tmp_path, "--metrics.writers", *named.split())
+    assert problem in " ".join(said.split())
+
+
+def test_a_writer_that_two_packages_offer_is_refused(own_package: Path, tmp_path: Path):
+    offer(own_package, "other_table", "[titanlite.writers]\nloss_table = other_table:LossTable\n")
+    said = titanlite_check(tmp_path, "--metrics.writers", "loss_table")
+    assert 'several packages offer a writer "loss_table": loss_table, other_table.' in " ".join(said.split())
 
 
 def titanlite_check(tmp_path: Path, *words: str) -> str:

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,7 @@ class MetricsRecorder:
         self.latest: LoggedStep | None = None
         self.memory_peak = 0.0
         self.pace: float | None = None
-        self._failed_writes = 0
+        self._failed_writes: Counter[str] = Counter()  # name of a writer -> its failed calls
 
         self._grad_norm: Tensor | None = None
         self._clipped: int | Tensor = 0
@@ -143,7 +144,7 @@ class MetricsRecorder:
             elapsed=now - self._start_time,
             time_left=self._time_left(step, now, seconds / steps),
             time=time.time(),
-            failed_writes=self._failed_writes + failed_writes(),
+            failed_writes=self._failed_writes.total() + failed_writes(),
             **more,
         )
         entry = self.latest
@@ -170,14 +171,15 @@ class MetricsRecorder:
         self._tell(lambda writer: writer.close())
 
     def _tell(self, call: Callable[[Writer], None]) -> None:
-        """Call each writer. What a full disk costs is counted, and said once."""
+        """Call each writer. What a full disk costs is counted, and said once for each writer."""
         for writer in self._writers:
             try:
                 call(writer)
             except OSError as error:
-                if self._failed_writes == 0:
-                    LOGGER.warning(f"Training goes on, but its metrics cannot be written: {error}")
-                self._failed_writes += 1
+                name = type(writer).__name__
+                if name not in self._failed_writes:
+                    LOGGER.warning(f"Training goes on, but its metrics cannot be written by {name}: {error}")
+                self._failed_writes[name] += 1
 
     def _time_left(self, step: int, now: float, step_time: float) -> float:
         """The time left at the mean pace since the first line, whose steps include compilation and warm-up."""

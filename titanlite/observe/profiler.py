@@ -1,7 +1,7 @@
 """torch.profiler in a run: on a schedule, and when a file asks for it.
 
-Invariant: profiling changes no number of a run, and a profile that fails ends no run: that is said once, and training
-goes on. All ranks know when a profile begins and ends, though only some of them are traced.
+Invariant: profiling changes no number of a run, and a profile that fails ends no run: that is said once for each
+profile, and training goes on. All ranks know when a profile begins and ends, though only some of them are traced.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Profiler:
         self._rank, self._device, self._log, self._count = rank, device, log, count
         self._traced = not settings.profiler_ranks or rank in settings.profiler_ranks
         self._window: _Window | None = None
-        self._asked, self._cycles, self._failed = False, 0, False
+        self._asked, self._cycles = False, 0
+        self._promised = False  # profile.now has been removed, and its profile has not begun
+        self._said = ""  # the last failure of the latest profile
         self.latest: StepProfile | None = None
         if settings.enable_memory_snapshot and device.type == "cuda":
             with self._going_on():
@@ -88,6 +90,7 @@ class Profiler:
         except OSError as error:
             self._say_once(f"{self._run_folder / ASK} cannot be removed, so nothing is profiled: {error}")
             return False
+        self._promised = True
         return True
 
     def ask(self) -> None:
@@ -110,6 +113,8 @@ class Profiler:
     def close(self) -> None:
         """Drop a profile that is not complete, because the run ends before."""
         window, self._window = self._window, None
+        if window is None and self._promised:
+            self._log(f"{ASK}: the run ends before a step can be profiled.")
         if window is not None and window.tracer is not None:
             self._log(f"The run ends before the profile of steps {window.first} to {window.last} is complete.")
             with self._going_on():
@@ -127,7 +132,9 @@ class Profiler:
         if not asked and not scheduled:
             return None
         self._cycles += scheduled
+        self._said = ""
         if asked:
+            self._promised = False
             self._log(f"{ASK}: {_steps(last - active + 1, last)} will be profiled.")
         tracer = None
         if self._traced and (asked or settings.enable_profiling):
@@ -228,9 +235,9 @@ class Profiler:
             self._say_once(f"Training goes on, but a profile failed: {error}")
 
     def _say_once(self, message: str) -> None:
-        if not self._failed:
+        if message != self._said:
             logging.getLogger(LOGGER_NAME).error(message)
-        self._failed = True
+        self._said = message
 
 
 def _steps(first: int, last: int) -> str:

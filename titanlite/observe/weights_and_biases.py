@@ -19,7 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from titanlite.config.errors import UserError
+from pydantic import ValidationError
+
+from titanlite.config.errors import UserError, one_line
+from titanlite.config.files import put
 from titanlite.observe.logged_step import VALIDATION_CURVES, LoggedStep, points
 from titanlite.observe.writers import JSON_FILES, RunStart, Writer
 
@@ -38,10 +41,10 @@ class WeightsAndBiases(Writer):
         folder, identity, job = start.folder / "wandb", start.environment["run"], start.run.job
         folder.mkdir(exist_ok=True)
         id_file = folder / "id"
-        id = id_file.read_text(encoding="utf-8") if id_file.exists() else identity
+        id = (id_file.read_text(encoding="utf-8") if id_file.exists() else "") or identity
         if start.step > 0 and job.checkpoint.load_step == start.step:
             id = f"{identity}-{os.urandom(3).hex()}"
-        id_file.write_text(id, encoding="utf-8")
+        put(id_file, id.encode())
         for earlier in folder.glob("offline-run-*"):
             earlier.rename(folder / f"superseded-{earlier.name}")
         try:
@@ -57,11 +60,15 @@ class WeightsAndBiases(Writer):
                 resume="allow",
                 settings=wandb.Settings(console="off"),  # train.log has it
             )
-        except wandb.Error as error:
-            reason = str(error).rstrip(".")
+        except (wandb.Error, ValueError) as error:  # ValueError: a variable WANDB_... that it does not understand
+            if isinstance(error, ValidationError):
+                reason = "; ".join(f"WANDB_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors())
+            else:
+                reason = str(error).rstrip(".")
             raise UserError(
-                f"metrics.enable_wandb: Weights & Biases cannot begin: {reason}. Log in by `wandb login`, set "
-                "WANDB_MODE=offline to write to the output folder only, or leave metrics.enable_wandb out."
+                f"metrics.enable_wandb: Weights & Biases cannot begin: {one_line(reason)}. Correct that (`wandb login` "
+                "asks for a key), set WANDB_MODE=offline to write to the output folder only, or leave "
+                "metrics.enable_wandb out."
             ) from None
         for (step, name), lines in itertools.groupby(
             heapq.merge(*map(self._written, JSON_FILES)), lambda line: line[:2]

@@ -12,10 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TextIO
 
+from titanlite.config.errors import UserError, one_line
+from titanlite.config.mistakes import shown
 from titanlite.config.run import Run
 from titanlite.observe.logged_step import LoggedStep, StepLine
 
@@ -118,16 +120,38 @@ class JsonLines(Writer):
             file.close()
 
 
-def offered_writers() -> dict[str, EntryPoint]:
-    """The writers of installed packages by name: entry points of the group titanlite.writers, each a class on
-    `Writer`."""
-    return {offered.name: offered for offered in entry_points(group="titanlite.writers")}
+def load_writer(name: str) -> type[Writer]:
+    """A writer of an installed package: an entry point of the group titanlite.writers, a class on `Writer`.
+
+    Raises:
+        UserError: No package offers it, several do, it cannot be imported, or it is something else.
+    """
+    offered = entry_points(group="titanlite.writers")
+    found = {entry.value: entry for entry in offered if entry.name == name}
+    if not found:
+        others = ", ".join(dict.fromkeys(entry.name for entry in offered)) or "none"
+        raise UserError(f"no installed package offers a writer {shown(name)}. There are: {others}.")
+    if len(found) > 1:
+        packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found.values()))
+        raise UserError(f"several packages offer a writer {shown(name)}: {packages}. Uninstall all but one.")
+    (entry,) = found.values()
+    try:
+        kind = entry.load()
+    except Exception as error:  # it runs code of the package
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"the writer {shown(name)}, {entry.value}, cannot be imported: {why}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Writer)):
+        raise UserError(f"the writer {shown(name)}, {entry.value}, is not a class on titanlite.observe.writers.Writer.")
+    return kind
 
 
 def open_writers(start: RunStart, rank: int) -> list[Writer]:
     """The writers that the job asks for, on a rank.
 
     The log comes last, so that a line in it says that the step has been written everywhere.
+
+    Raises:
+        UserError: One cannot begin, for example because of the permissions of its files.
     """
     kinds: list[type[Writer]] = [JsonLines]
     metrics = start.run.job.metrics
@@ -139,5 +163,15 @@ def open_writers(start: RunStart, rank: int) -> list[Writer]:
         from titanlite.observe.weights_and_biases import WeightsAndBiases
 
         kinds.append(WeightsAndBiases)
-    kinds += [offered_writers()[name].load() for name in metrics.writers]
-    return [kind(start) for kind in (*kinds, Console) if rank == 0 or kind.on_every_rank]
+    kinds += [load_writer(name) for name in metrics.writers]
+    return [_open(kind, start) for kind in (*kinds, Console) if rank == 0 or kind.on_every_rank]
+
+
+def _open(kind: type[Writer], start: RunStart) -> Writer:
+    try:
+        return kind(start)
+    except OSError as error:
+        raise UserError(
+            f"[metrics]: the writer {kind.__name__} cannot begin: {error}. Free some space, correct the permissions, "
+            "or leave it out."
+        ) from error

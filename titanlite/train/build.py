@@ -118,17 +118,13 @@ def environment_of(run: Run, device: torch.device, identity: str) -> dict[str, A
     return describe_environment(device_name, identity, asdict(run.degrees), code)
 
 
-def start_files(
-    run: Run, environment: Mapping[str, Any], outputs: OutputFolder, step: int | None, record: Start, said: list[str]
-) -> None:
-    """On rank 0: write the job and the environment to the output folder, and log what differs from the start before.
+def say_start(outputs: OutputFolder, step: int | None, record: Start, said: list[str]) -> None:
+    """On rank 0: log that training starts, and what differs from the start before.
 
     Args:
-        environment: What `environment_of` returns.
         step: Last step of the checkpoint that the run resumed from; None if it begins anew.
         said: Differences that the log has said already.
     """
-    outputs.start(run.job, environment, step)
     before = start_before(outputs.folder / EVENTS_FILE)
     changed = None if before is None else record.differences(before)
     text = f"Training starts {f'after step {step}' if step else 'anew'}" + (
@@ -148,6 +144,9 @@ def start_metrics(
     Args:
         environment: What `environment_of` returns.
         state: The state of the checkpoint that the run resumed from, if any.
+
+    Raises:
+        UserError: A writer of metrics cannot begin.
     """
     step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
     writers = open_writers(RunStart(run, step, environment), dist.get_rank())

@@ -62,7 +62,7 @@ from titanlite.train.build import (
     environment_of,
     open_checkpoints,
     open_folder,
-    start_files,
+    say_start,
     start_metrics,
 )
 from titanlite.train.evaluate import Score, evaluate
@@ -195,11 +195,14 @@ class Trainer:
         self.update.precompute_scales()
         self.loader.start()
         environment = environment_of(run, device, self.run_id)
+        resumed_step = state["step"] if state else None
         if outputs is not None:
-            record = Start.of(self.job, environment, hosts, self.loader.sources, tokenizer.fingerprint)
-            start_files(run, environment, outputs, state["step"] if state else None, record, changes)
+            outputs.start(self.job, environment, resumed_step)
         self.metrics: MetricsRecorder = start_metrics(run, device, environment, state)
         opened.callback(self.metrics.close)
+        if outputs is not None:  # after the writers, because one that cannot begin ends this start
+            record = Start.of(self.job, environment, hosts, self.loader.sources, tokenizer.fingerprint)
+            say_start(outputs, resumed_step, record, changes)
         count = partial(counted, sharded, self.update)
         self.profiler = Profiler(self.job.profiling, self.folder, self.rank, device, self.log, count)
         opened.callback(self.profiler.close)
