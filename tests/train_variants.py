@@ -194,6 +194,12 @@ def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
         "notes": notes,
         "losses": [step.loss for step in logged if step is not None],
         "norms": [step.grad_norm for step in logged if step is not None],
+        "cast_values": trainer.casts.total()[..., 3].tolist() if trainer.casts is not None else None,
+        "casts": [
+            {"amax": step.float8_amax, "overflow": step.float8_overflow, "underflow": step.float8_underflow}
+            for step in logged
+            if step is not None
+        ],
         "evaluated": (evaluated / rows.num_labels).item(),
         "dtypes": {
             "parameter": str(parameter.dtype),

@@ -516,11 +516,14 @@ class Metrics(Section):
     writers: Names = ()
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
     (entry points of the group titanlite.writers)."""
-    details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
+    details: Annotated[tuple[Literal["gradients", "updates", "float8"], ...], Field(strict=False)] = ()
     """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. In logged steps
-    both read what they measure once more, and need an all-reduce. gradients: the norm before clipping, and in
+    they read what they measure once more, and need an all-reduce. gradients: the norm before clipping, and in
     TensorBoard a histogram over the blocks. updates: the norm of the update, without weight decay, as a share of that
-    of the weights; it needs memory for three copies of the largest weight of a rank."""
+    of the weights; it needs memory for three copies of the largest weight of a rank. float8: of weight, input and
+    gradient of the output of FP8 layers, the largest absolute value, and how many values overflow and underflow when
+    they become FP8, in steps that are multiples of log_freq; it needs memory for two copies in fp32 of the largest of
+    these tensors."""
 
 
 class Profiling(Section):

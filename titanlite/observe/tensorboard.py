@@ -29,6 +29,9 @@ _CHARTS = {
     "memory, GiB": ("memory", "memory_peak", "memory_active"),
     "tokens of each source": ("source_tokens",),
     "gradient norm of groups": ("grad_norms",),
+    "largest values in FP8 layers": ("float8_amax",),
+    "values too large for FP8": ("float8_overflow",),
+    "share of values that FP8 makes zero": ("float8_underflow",),
 }
 
 

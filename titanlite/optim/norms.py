@@ -103,9 +103,13 @@ class ParameterNorms:
         """Parameters with the same place in a block, such as attention.wq, and each of the others."""
         groups: dict[str, list[int]] = {}
         for place, name in enumerate(self.names):
-            words = name.removesuffix(".weight").split(".")
-            groups.setdefault(".".join(words[2:] if words[0] == "layers" else words), []).append(place)
+            groups.setdefault(group_of(name.removesuffix(".weight")), []).append(place)
         yield from groups.items()
+
+
+def group_of(name: str) -> str:
+    """The name of a module or a parameter without the number of its block."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 def clean_name(name: str) -> str:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from types import TracebackType
@@ -173,9 +173,14 @@ class Trainer:
         self.update = Update(run, self.mesh, sharded, device)
         self.model, self.optimizer = self.update.model, self.update.optimizer
         details, self.norms = self.job.metrics.details, None
-        if details:
-            asked = {"gradients": "gradients" in details, "updates": "updates" in details}
+        asked = {name: name in details for name in ("gradients", "updates")}
+        if any(asked.values()):
             self.norms = ParameterNorms(self.model, self.optimizer, run.arch, **asked)
+        self.casts = None
+        if "float8" in details:
+            from titanlite.train.float8_casts import Float8Casts  # it and torchao import the compiler, for seconds
+
+            self.casts = Float8Casts(self.model, run, device)
         self.sampler = None
         if self.job.samples.freq:
             self.sampler = Sampler(run, tokenizer, self.mesh, self.update.forward_backward, device)
@@ -304,16 +309,21 @@ class Trainer:
             batch = self.loader.next_global_batch()
         self.steps_done += 1
         lr = learning_rate(self.steps_done, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
-        norms = self.norms if self.metrics.is_log_step(self.steps_done) else None
-        done = self.update(batch.microbatches, batch.num_valid_tokens, lr, norms)
+        logs = self.metrics.is_log_step(self.steps_done)
+        norms = self.norms if logs else None
+        # A compiler rounds in other places where it counts, so a resumed run must count in the same steps.
+        casts = self.casts if self.steps_done % self.job.metrics.log_freq == 0 else None
+        with casts.counting() if casts is not None else nullcontext():
+            done = self.update(batch.microbatches, batch.num_valid_tokens, lr, norms)
         self.grad_norm = done.grad_norm
         seconds = {"forward_backward": done.forward_backward_seconds, "optimizer": done.optimizer_seconds}
         self.metrics.record(done.grad_norm, done.num_valid_tokens, seconds)
-        if not self.metrics.is_log_step(self.steps_done):
+        if not logs:
             return None  # the loss is not summed over the ranks
         losses = self.losses(done.loss, batch.num_valid_tokens)
         saves = self.saver.stats() if self.saver else {}
         details = {} if norms is None else norms.describe(norms.total().tolist())
+        details |= {} if casts is None else casts.describe(casts.total().tolist())
         entry = self.metrics.log(self.steps_done, lr, losses, **saves, **self.loader.stats(), **details)
         check_finite(entry.loss, entry.grad_norm, self.steps_done)
         return entry
