@@ -14,7 +14,8 @@ import pytest
 from ranks import free_port
 
 ROOT = Path(__file__).parents[1]
-SHORT = " --training.steps 12 --checkpoint.interval 6"  # instead of two minutes
+# Instead of two minutes.
+SHORT = " --training.steps 12 --checkpoint.interval 6 --training.seq_len 128 --training.local_batch_size 1"
 
 
 def blocks(language: str) -> list[str]:

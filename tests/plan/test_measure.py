@@ -4,16 +4,21 @@ import warnings
 from pathlib import Path
 
 import pytest
+from ranks import SERVER
 from traces import matmul, run, trace, traffic
 
 from titanlite.observe.gpus import read_gpu
+from titanlite.plan import measure as measuring
 from titanlite.plan.measure import measure
 from titanlite.plan.time import Clock
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_what_a_plan_goes_by(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """With the smallest of the jobs only."""
+def test_what_is_measured_is_what_a_plan_goes_by(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """With the smallest of the jobs only. Its processes are forks of a server that has imported torch."""
+    monkeypatch.setattr(measuring.multiprocessing, "get_context", lambda _method: SERVER)
     said: list[str] = []
     file = tmp_path / "machine.toml"
     with warnings.catch_warnings(action="error"):
