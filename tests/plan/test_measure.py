@@ -9,7 +9,7 @@ from traces import matmul, run, trace, traffic
 
 from titanlite.observe.gpus import read_gpu
 from titanlite.plan import measure as measuring
-from titanlite.plan.measure import measure
+from titanlite.plan.measure import Sample, measure
 from titanlite.plan.time import Clock
 
 
@@ -22,7 +22,7 @@ def test_what_is_measured_is_what_a_plan_goes_by(
     said: list[str] = []
     file = tmp_path / "machine.toml"
     with warnings.catch_warnings(action="error"):
-        gpu = measure(file, said.append, samples=((64, 2, 128, 64, 2),))
+        gpu = measure(file, said.append, samples=(Sample(64, 2, 128, 64, 2),))
     assert read_gpu(file) == gpu
     assert "Warning" not in "".join(capfd.readouterr())
     assert gpu.cpu

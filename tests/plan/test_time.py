@@ -19,6 +19,7 @@ CPU = Gpu(
         Rates(
             ranks=1,
             launch_us=10.0,
+            bandwidth=12,
             matmul=(
                 Matmul(dtype="float32", shape=(256, 256, 256), seconds=1e-3),
                 Matmul(dtype="float32", shape=(1024, 1024, 1024), seconds=32e-3),
@@ -26,6 +27,7 @@ CPU = Gpu(
             kernel=(
                 Kernel(op="aten.add", dtype="bfloat16", bytes=1000, seconds=1e-5),
                 Kernel(op="aten.add", dtype="bfloat16", bytes=3000, seconds=2e-5),
+                Kernel(op="aten.exp", dtype="bfloat16", bytes=10**6, seconds=1e-3),
             ),
         ),
     ),
@@ -108,9 +110,24 @@ def test_a_cpu_hides_nothing_and_pays_for_each_launch():
     assert times["collectives (fsdp)"] == pytest.approx(2 * (10**6 / 2 / 5e9 + 100e-6))
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(500, 1e-5), (1000, 1e-5), (2000, 1.5e-5), (6000, 4e-5)])
+@pytest.mark.parametrize(("size", "seconds"), [(500, 1e-5), (1000, 1e-5), (2000, 1.5e-5), (3000, 2e-5)])
 def test_measured_kernels_lie_on_a_line_between_two_sizes(size: int, seconds: float):
     assert parts(moving(size), gpu=CPU, world_size=1)["memory-bound kernels"] == pytest.approx(seconds)
+
+
+def test_what_is_larger_than_all_measured_takes_its_time_in_proportion_where_the_measured_did_not_only_start():
+    exp = moving(10**7, op="aten.exp")
+    assert parts(exp, gpu=CPU, world_size=1)["memory-bound kernels"] == pytest.approx(1e-2)
+    # The largest measured addition moves 3,000 bytes. Of 10 MB by the measured 12 GB/s, all but the start.
+    assert parts(moving(10**7), gpu=CPU, world_size=1)["memory-bound kernels"] == pytest.approx(
+        2e-5 + (10**7 - 3000) / 12e9
+    )
+
+
+def test_a_kernel_that_was_not_measured_moves_its_bytes_at_the_measured_rate():
+    assert parts(moving(12000, op="fsdp.chunk_cat"), gpu=CPU, world_size=1)["memory-bound kernels"] == pytest.approx(
+        1e-6
+    )
 
 
 def test_a_measured_matmul_has_its_own_rate_and_others_one_between():

@@ -76,6 +76,8 @@ class Rates(FileModel):
     ranks: PositiveInt
     launch_us: NonNegativeFloat
     """Microseconds that a kernel takes beside its own work: Python, autograd and the dispatcher."""
+    bandwidth: Amount
+    """GB/s of memory for each of the ranks while all of them copy."""
     matmul: Annotated[tuple[Matmul, ...], Field(strict=False, min_length=1)]
     attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
     kernel: Annotated[tuple[Kernel, ...], Field(strict=False)] = ()

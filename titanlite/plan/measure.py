@@ -45,28 +45,61 @@ COLLECTIVES_ON_CPU = tuple(2**n for n in (4, 10, 14, 16, 18, 20, 22))
 COLLECTIVES_ON_GPU = tuple(2**n for n in (10, 16, 20, 22, 24, 26))
 MOST_SIZES = 8  # of an operator that are kept
 
-# (dim, heads, inner width, tokens of a row, rows, dtypes) of the jobs whose kernels are timed. They have two blocks.
-_Sample = tuple[int, int, int, int, int]
-ON_CPU: tuple[_Sample, ...] = (
-    (64, 2, 128, 64, 2),
-    (128, 2, 384, 128, 2),
-    (256, 4, 640, 256, 4),
-    (512, 8, 1408, 256, 2),
-    (1024, 16, 2816, 128, 1),
+
+class Sample(NamedTuple):
+    """A job of two blocks whose kernels are timed.
+
+    Attributes:
+        rows: Rows of a forward pass, of `length` tokens each.
+        keys: Keys of the job beside its sizes. They need kernels that other samples do not have, so it is timed in
+            bfloat16 alone.
+    """
+
+    dim: int
+    heads: int
+    ffn_dim: int
+    length: int
+    rows: int
+    keys: Mapping[str, Mapping[str, Any]] = {}
+
+
+_MASKS = {"dataset": {"document_mask": True}}
+_FLOAT8 = {"enable": True, "emulate": True, "min_features": 0}
+_GATHERED_FP8 = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+_ROUNDED = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
+ON_CPU = (
+    Sample(64, 2, 128, 64, 2),
+    Sample(128, 2, 384, 128, 2),
+    Sample(256, 4, 640, 256, 4),
+    Sample(512, 8, 1408, 256, 2),
+    Sample(512, 8, 1408, 1024, 1),
+    Sample(1024, 16, 2816, 128, 1),
+    Sample(256, 4, 640, 256, 2, _MASKS),
+    Sample(512, 8, 1408, 1024, 1, _MASKS),
+    Sample(256, 4, 640, 256, 2, {"float8": _FLOAT8}),
+    Sample(512, 8, 1408, 256, 2, {"float8": _FLOAT8 | _GATHERED_FP8}),
+    Sample(512, 8, 1408, 128, 1, _ROUNDED),
 )
-ON_GPU: tuple[_Sample, ...] = (
-    (256, 4, 640, 1024, 4),
-    (1024, 16, 2816, 2048, 4),
-    (2048, 16, 8192, 4096, 2),
-    (4096, 32, 14336, 4096, 2),
+ON_GPU = (
+    Sample(256, 4, 640, 1024, 4),
+    Sample(1024, 16, 2816, 2048, 4),
+    Sample(2048, 16, 8192, 4096, 2),
+    Sample(4096, 32, 14336, 4096, 2),
 )
 
 
 class Timed(NamedTuple):
-    """What a process has measured: kernel -> its median time, and seconds that a kernel takes beside its work."""
+    """What a process has measured.
+
+    Attributes:
+        kernels: Kernel -> its median time.
+        launch: Seconds that a kernel takes beside its work.
+        bandwidth: GB/s that a copy reads and writes, while the other processes copy, too.
+    """
 
     kernels: dict[Kernel, float]
     launch: float
+    bandwidth: float
 
 
 class _Clock(TorchDispatchMode):
@@ -94,7 +127,7 @@ class _Clock(TorchDispatchMode):
         return result
 
 
-def measure(out: Path, log: Callable[[str], None], samples: Sequence[_Sample] = ()) -> Gpu:
+def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = ()) -> Gpu:
     """Measure this machine in about a minute, and write its rates to `out`.
 
     Args:
@@ -182,7 +215,7 @@ def _this_gpu() -> Gpu:
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-def _in_process(rank: int, threads: int, samples: Sequence[_Sample]) -> Timed:
+def _in_process(rank: int, threads: int, samples: Sequence[Sample]) -> Timed:
     """Train the sample jobs in this process, which is a world of its own, and time their kernels."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -192,20 +225,37 @@ def _in_process(rank: int, threads: int, samples: Sequence[_Sample]) -> Timed:
     kernels: dict[Kernel, float] = {}
     launches: list[float] = []
     with process_group(_job(samples[0], dtypes[0]).job) as device:
+        bandwidth = _bandwidth(device)
         for sample in samples:
-            for dtype in dtypes:
+            for dtype in dtypes[:1] if sample.keys else dtypes:
                 times, launch = _time_job(_job(sample, dtype), device)
                 launches.append(launch)
                 for kernel, seconds in times.items():
                     kernels[kernel] = min(seconds, kernels.get(kernel, math.inf))
-    return Timed(kernels, sorted(launches)[len(launches) // 2])
+    # On a GPU only the job with the smallest kernels waits for launches.
+    return Timed(kernels, min(launches) if device.type == "cuda" else statistics.median_low(launches), bandwidth)
 
 
-def _job(sample: _Sample, dtype: str) -> Run:
-    dim, heads, inner, length, rows = sample
-    model = {"dim": dim, "n_layers": 2, "n_heads": heads, "n_kv_heads": heads // 2, "ffn_dim": inner}
-    training = {"seq_len": length, "local_batch_size": rows, "mixed_precision_param": dtype}
-    return Run(JobConfig.model_validate({"model": {**model, "vocab_size": 4096}, "training": training}))
+def _bandwidth(device: torch.device) -> float:
+    """GB/s that a copy reads and writes. It is as large as the weights of a block, in memory that is allocated anew."""
+    data = torch.ones(4 << 20, device=device)
+
+    def copy() -> float:
+        _wait(device)
+        started = time.perf_counter()
+        data.clone()
+        _wait(device)
+        return time.perf_counter() - started
+
+    copy()
+    return 2 * data.nbytes / statistics.median(_repeated(copy)) / 1e9
+
+
+def _job(sample: Sample, dtype: str) -> Run:
+    model = {"dim": sample.dim, "n_layers": 2, "n_heads": sample.heads, "n_kv_heads": sample.heads // 2}
+    training = {"seq_len": sample.length, "local_batch_size": sample.rows, "mixed_precision_param": dtype}
+    job = {"model": {**model, "ffn_dim": sample.ffn_dim, "vocab_size": 4096}, **sample.keys}
+    return Run(JobConfig.model_validate({**job, "training": {**training, **sample.keys.get("training", {})}}))
 
 
 def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], float]:
@@ -213,7 +263,7 @@ def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], floa
     mesh = build_mesh(run.degrees, device.type)
     update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
-    rows = [blank_microbatch(training.local_batch_size, training.seq_len, False, device)]
+    rows = [blank_microbatch(training.local_batch_size, training.seq_len, run.job.dataset.document_mask, device)]
     tokens = training.local_batch_size * training.seq_len
 
     def step() -> float:
@@ -224,13 +274,13 @@ def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], floa
 
     step()
     step()
-    whole = statistics.median(_repeated(step))
+    whole = min(_repeated(step))  # what else runs on the machine only adds to it
     with _Clock(device) as clock:
         repeats = len(_repeated(step))
     times = {kernel: statistics.median(seconds) for kernel, seconds in clock.times.items()}
     count = sum(len(seconds) for seconds in clock.times.values()) / repeats
     busy = sum(times[kernel] * len(seconds) for kernel, seconds in clock.times.items()) / repeats
-    if device.type == "cuda":  # kernels overlap with launches, so the smallest job shows what launches cost
+    if device.type == "cuda":  # kernels overlap with launches
         return times, whole / count
     return times, max(0.0, whole - busy) / count
 
@@ -280,6 +330,7 @@ def _rates(ranks: int, timed: list[Timed]) -> Rates:
     return Rates(
         ranks=ranks,
         launch_us=launch * 1e6,
+        bandwidth=sum(each.bandwidth for each in timed) / len(timed),
         matmul=tuple(matmuls),
         attention=tuple(attention),
         kernel=tuple(moving),

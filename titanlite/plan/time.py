@@ -34,6 +34,8 @@ FUSED_KERNELS = 0.25
 # Microseconds in which Python, autograd and the dispatcher launch a kernel. The device only waits for them if it is
 # faster.
 LAUNCH_US = 10.0
+# A kernel that moves fewer bytes takes most of its time to start.
+STARTING_BYTES = 2**16
 # What the compiler does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
 _UNFUSED = (
     "fsdp.",
@@ -175,10 +177,20 @@ class Clock:
         if self._rates and work.count:
             known = [each for each in self._rates.kernel if (each.op, each.dtype) == (work.op, work.dtype)]
             if known:
-                return work.count * fused * _near_seconds(work.bytes / work.count, known)
+                return work.count * fused * self._near_kernel(work.bytes / work.count, known)
         return self._moving(work.bytes * fused)
 
+    def _near_kernel(self, size: float, known: Sequence[Kernel]) -> float:
+        """Seconds of a kernel that moves `size` bytes. If the largest measured one took its time to start, it tells
+        nothing of larger ones: there further bytes take what the memory takes."""
+        largest = max(known, key=lambda each: each.bytes)
+        if size > largest.bytes and largest.bytes < STARTING_BYTES:
+            return largest.seconds + self._moving(size - largest.bytes)
+        return _near_seconds(size, known)
+
     def _moving(self, size: float) -> float:
+        if self._rates:
+            return size / (self._rates.bandwidth * 1e9)
         return size / (self._gpu.bandwidth * 1e9 * BANDWIDTH * self._share)
 
     def _is_fused(self, work: Work) -> bool:
