@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer
+from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer, Training
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import open_source
@@ -199,18 +199,8 @@ def stepping(tokenizer: TiktokenTokenizer, steps: int) -> list[str]:
 
 
 def make_loader(dataset: Dataset, tokenizer: TiktokenTokenizer, seq_len: int, rows: int) -> Loader:
-    return Loader(
-        dataset,
-        tokenizer,
-        seed=0,
-        seq_len=seq_len,
-        global_batch_size=rows,
-        local_batch_size=rows,
-        dp_rank=0,
-        dp_size=1,
-        dp_group=None,
-        device=torch.device("cpu"),
-    )
+    job = JobConfig(dataset=dataset, training=Training(seq_len=seq_len, local_batch_size=rows))
+    return Loader(Run(job), tokenizer, 0, None, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.config.load import resolve_path
-from titanlite.config.schema import Dataset, Validation
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.tokenizer import load_tokenizer
@@ -22,19 +22,9 @@ def group(one_rank: None) -> dist.ProcessGroup:
 
 
 def score(group: dist.ProcessGroup, loss_per_token: float) -> tuple[Score, ValidationSet]:
-    tokenizer = load_tokenizer(resolve_path("assets/tokenizer/tokenizer.model"))
-    cpu = torch.device("cpu")
-    rows = ValidationSet(
-        Validation(sequences=5),
-        Dataset(),
-        tokenizer,
-        seed=0,
-        seq_len=32,
-        local_batch_size=2,
-        dp_rank=0,
-        dp_size=1,
-        device=cpu,
-    )
+    sections = {"validation": {"sequences": 5}, "training": {"seq_len": 32, "local_batch_size": 2}}
+    run = Run(JobConfig.model_validate(sections))
+    rows = ValidationSet(run, load_tokenizer(run.tokenizer_path), 0, torch.device("cpu"))
 
     def loss_sum(microbatches: Sequence[Microbatch]) -> torch.Tensor:
         return sum((microbatch.labels != IGNORED).sum() for microbatch in microbatches) * torch.tensor(loss_per_token)

@@ -164,7 +164,7 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
     with ExitStack() as stack:
         stack.enter_context(planted(mistake))
         stack.enter_context(patch.object(loop, "build_mesh", lay_out))
-        stack.enter_context(patch.object(loop.Loader, "of_run", fixed_rows))
+        stack.enter_context(patch.object(loop, "Loader", fixed_rows))
         stack.enter_context(patch.object(loop, "setup_logging", lambda *_: Mock(info=notes.append)))
         folder = stack.enter_context(TemporaryDirectory())
         job = JobConfig.model_validate(merge(job.model_dump(), {"job": {"dump_folder": folder}}))

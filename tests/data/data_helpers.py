@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
-from titanlite.config.schema import Dataset
+from titanlite.config.run import Run
+from titanlite.config.schema import Dataset, JobConfig, Training, Validation
 from titanlite.data.loader import Loader
 from titanlite.data.order import Permutation
 from titanlite.data.tokenizer import load_tokenizer
@@ -66,11 +67,17 @@ def dataset_of(tmp_path, texts, **keys):
     return Dataset(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), num_workers=0, **keys)
 
 
-def make_loader(dataset, **keys):
+def run_of(dataset, validation=None, dp_size=1, **training):
+    """The run of a job that reads `dataset`; the other keywords are keys of [training]."""
+    training = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
+    sections = {"dataset": dataset, "validation": validation or Validation(), "training": Training(**training)}
+    return Run(JobConfig(**sections), dp_size)
+
+
+def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, gather=None, **keys):
     """A loader of rank 0 of 1 unless told otherwise."""
-    defaults = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, "dp_rank": 0, "dp_size": 1}
-    settings = {**defaults, "dp_group": None, "device": torch.device("cpu"), **keys}
-    return Loader(dataset, settings.pop("tokenizer", TOKENIZER), **settings)
+    run = run_of(dataset, Validation(holdout=holdout), **keys)
+    return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), gather=gather)
 
 
 class Ranks:

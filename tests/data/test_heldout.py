@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, some_texts
+from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, run_of, some_texts
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, Validation, ValidationSource
@@ -12,8 +12,8 @@ from titanlite.data.prepare import prepare
 
 
 def make_set(validation, dataset, *, rank=0, size=1, local=3, **keys):
-    settings = {"seed": 7, "seq_len": 32, "local_batch_size": local, "dp_rank": rank, "dp_size": size, **keys}
-    return ValidationSet(validation, dataset, TOKENIZER, device=torch.device("cpu"), **settings)
+    run = run_of(dataset, validation, size, local_batch_size=local, **keys)
+    return ValidationSet(run, TOKENIZER, rank, torch.device("cpu"))
 
 
 def of_files(dataset, **keys):
@@ -92,7 +92,7 @@ def test_too_few_held_out_documents_are_an_error(tmp_path):
     with pytest.raises(UserError, match=r"the held-out documents of jsonl .* have 0 tokens together"):
         make_set(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
     with pytest.raises(UserError, match=r"the documents of .* have 0 tokens together"):
-        make_loader(dataset_of(tmp_path, some_texts(50)), holdout=1.0)
+        make_loader(dataset_of(tmp_path, some_texts(50)), holdout=0.9999)
 
 
 def test_a_mix_is_shared_out_by_weight(dataset, tmp_path):

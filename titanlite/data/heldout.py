@@ -26,6 +26,9 @@ class ValidationSet:
     """Rows of the source in [validation]; with validation.holdout, rows of the held-out documents of [dataset]. No
     document is read twice: a source that is too small gives fewer rows.
 
+    Args:
+        dp_rank: which of the run's data-parallel ranks this one is.
+
     Attributes:
         num_sequences: rows over all ranks.
         num_tokens: labels in this rank's rows that are not -100. The loss is the sum of cross entropies over all ranks,
@@ -37,19 +40,9 @@ class ValidationSet:
         UserError: a source is missing, or holds less than one row.
     """
 
-    def __init__(
-        self,
-        validation: schema.Validation,
-        dataset: schema.Dataset,
-        tokenizer: Tokenizer,
-        *,
-        seed: int,
-        seq_len: int,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
+        validation, dataset, seq_len = run.job.validation, run.job.dataset, run.job.training.seq_len
+        local_batch_size, dp_size = run.job.training.local_batch_size, run.degrees.data
         held_out = validation.holdout > 0
         chosen = dataset if held_out else _as_dataset(validation)
         once = {"max_epochs": 1}
@@ -63,7 +56,7 @@ class ValidationSet:
 
         schedule = Schedule(chosen, validation.sequences)
         cursors = start_cursors(chosen, sources, validation.holdout)
-        reader = BatchReader(chosen, sources, encoder, seed, seq_len, schedule, cursors, Part(0, 1))
+        reader = BatchReader(chosen, sources, encoder, run.validation_seed, seq_len, schedule, cursors, Part(0, 1))
         rows: list[Row] = []
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
             for source, number in schedule.next_batch():
@@ -86,21 +79,6 @@ class ValidationSet:
         special = {tokenizer.bos_id, tokenizer.eos_id}
         sizes = [0 if token in special else len(tokenizer.token_bytes(token)) for token in ids.tolist()]
         self.num_bytes = int(np.dot(sizes, counts))
-
-    @classmethod
-    def of_run(cls, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> ValidationSet:
-        """The rows of one of a run's data-parallel ranks. Raises UserError as the class does."""
-        return cls(
-            run.job.validation,
-            run.job.dataset,
-            tokenizer,
-            seed=run.validation_seed,
-            seq_len=run.job.training.seq_len,
-            local_batch_size=run.job.training.local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=run.degrees.data,
-            device=device,
-        )
 
     def batches(self) -> Iterator[Microbatch]:
         """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, JobConfig
+from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
 from titanlite.data.documents import MAX_TURN, Encoder, Place, num_units
 from titanlite.data.mixing import Schedule
@@ -41,48 +41,39 @@ class Loader:
     """Global batches of one source or a mix.
 
     Args:
-        dataset: where the text comes from.
-        seed: of the data order.
-        seq_len: tokens of a row, T.
-        global_batch_size: rows of one optimizer step over all ranks; dp_size times local_batch_size divides it.
-        dp_rank, dp_size: which of how many data-parallel ranks this one is.
+        run: says which data, in which order, and how many rows a rank reads. What validation.holdout keeps for
+            validation is left out.
+        dp_rank: which of the run's data-parallel ranks this one is.
         dp_group: the process group of these ranks; None if this is the only one.
-        holdout: share of the documents that is kept for validation, and left out here.
         gather: in place of an all-gather over dp_group, for tests.
 
     Raises:
-        UserError: a source is missing, empty, or smaller than one row.
+        UserError: a source is missing, empty, or smaller than one row; or the ranks cannot share the rows evenly.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        run: Run,
         tokenizer: Tokenizer,
-        *,
-        seed: int,
-        seq_len: int,
-        global_batch_size: int,
-        local_batch_size: int,
         dp_rank: int,
-        dp_size: int,
         dp_group: dist.ProcessGroup | None,
         device: torch.device,
-        holdout: float = 0.0,
+        *,
         gather: Gather | None = None,
     ) -> None:
-        if global_batch_size % (dp_size * local_batch_size):
+        training, dataset, holdout = run.job.training, run.job.dataset, run.job.validation.holdout
+        if run.global_batch_size % (run.degrees.data * training.local_batch_size):
             raise UserError(
-                f"training.global_batch_size = {global_batch_size} must be a multiple of training.local_batch_size = "
-                f"{local_batch_size} times the data-parallel degree = {dp_size}."
+                f"training.global_batch_size = {run.global_batch_size} must be a multiple of training.local_batch_size "
+                f"= {training.local_batch_size} times the data-parallel degree = {run.degrees.data}."
             )
-        self._dataset, self._tokenizer, self._seq_len = dataset, tokenizer, seq_len
-        self._seed = seed
-        self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
-        self._dp_rank, self._dp_size, self._device = dp_rank, dp_size, device
+        self._dataset, self._tokenizer, self._seq_len, self._seed = dataset, tokenizer, training.seq_len, run.data_seed
+        self._global_batch_size, self._local_batch_size = run.global_batch_size, training.local_batch_size
+        self._dp_rank, self._dp_size, self._device = dp_rank, run.degrees.data, device
         self._gather = gather or _gather_over(dp_group)
         self._encoder = Encoder(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
-        self.sources = open_sources(dataset, self._encoder, seq_len)
-        self._schedule = Schedule(dataset, global_batch_size)
+        self.sources = open_sources(dataset, self._encoder, self._seq_len)
+        self._schedule = Schedule(dataset, self._global_batch_size)
         self._cursors = start_cursors(dataset, self.sources, holdout)
         self._turns = [[0] * len(cursors) for cursors in self._cursors]  # of all ranks' streams, by the last `stats`
         self._moved: set[tuple[int, int]] = set()  # (source, stream) of this rank's rows since then
@@ -95,27 +86,7 @@ class Loader:
     def of_job(cls, job: JobConfig) -> Loader:
         """The training data of a job in one process, on the CPU. Raises UserError as the class does."""
         run = Run(job)
-        return cls.of_run(run, load_tokenizer(run.tokenizer_path), 0, None, torch.device("cpu"))
-
-    @classmethod
-    def of_run(
-        cls, run: Run, tokenizer: Tokenizer, dp_rank: int, dp_group: dist.ProcessGroup | None, device: torch.device
-    ) -> Loader:
-        """The training data of one of a run's data-parallel ranks. Raises UserError as the class does."""
-        training = run.job.training
-        return cls(
-            run.job.dataset,
-            tokenizer,
-            seed=run.data_seed,
-            seq_len=training.seq_len,
-            global_batch_size=run.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=run.degrees.data,
-            dp_group=dp_group,
-            device=device,
-            holdout=run.job.validation.holdout,
-        )
+        return cls(run, load_tokenizer(run.tokenizer_path), 0, None, torch.device("cpu"))
 
     @property
     def global_batch_size(self) -> int:

@@ -158,11 +158,11 @@ class Trainer:
         self.log = setup_logging(self.rank, None).info
         self.run_id, outputs = open_folder(run, self.log, opened)
         tokenizer = load_tokenizer(run.tokenizer_path)
-        self.loader = Loader.of_run(run, tokenizer, self.mesh.data_rank, self.mesh.data_group, device)
+        self.loader = Loader(run, tokenizer, self.mesh.data_rank, self.mesh.data_group, device)
         opened.callback(self.loader.close)
         self.validation = None
         if self.job.validation.freq:
-            self.validation = ValidationSet.of_run(run, tokenizer, self.mesh.data_rank, device)
+            self.validation = ValidationSet(run, tokenizer, self.mesh.data_rank, device)
         for line in describe(run, device, tokenizer, self.loader, self.validation):
             self.log(line)
         self.plan = handed_down() if self.job.job.plan else None

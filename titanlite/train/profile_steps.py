@@ -75,7 +75,7 @@ def profile_steps(
         check_memory(run, state_bytes(run), device)
         mesh = build_mesh(run.degrees, device.type)
         tokenizer = load_tokenizer(run.tokenizer_path)
-        loader = Loader.of_run(run, tokenizer, mesh.data_rank, mesh.data_group, device)
+        loader = Loader(run, tokenizer, mesh.data_rank, mesh.data_group, device)
         try:
             loader.start()
             sharded = build_model(run, mesh, device, log)
