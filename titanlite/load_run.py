@@ -25,7 +25,8 @@ from titanlite.config.rules import Context, broken_rules, rule
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
-from titanlite.data.tokenizer import load_tokenizer, read_vocab_size
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer_file import read_vocab_size
 from titanlite.observe.outputs import FILES, FOLDERS
 from titanlite.observe.writers import load_writer
 

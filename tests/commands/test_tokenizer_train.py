@@ -17,7 +17,8 @@ from titanlite.cli import main
 from titanlite.completion import load_checkpoint
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Tokenizer
-from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer_file import llama3_special_tokens
 
 SHAPE = """dim = 64
 n_layers = 2

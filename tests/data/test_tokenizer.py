@@ -17,7 +17,8 @@ from titanlite.config.schema import Dataset
 from titanlite.data import tokenizer as module
 from titanlite.data.sources import open_source
 from titanlite.data.sources.base import RandomAccess
-from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer, read_vocab_size
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer_file import llama3_special_tokens, read_vocab_size
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "assets" / "tokenizer"
@@ -173,7 +174,7 @@ def test_the_fingerprint_follows_the_vocabulary(tmp_path):
 
 def test_the_vocabulary_size_needs_no_slow_import():
     code = (
-        "import sys; from titanlite.data.tokenizer import read_vocab_size as r; "
+        "import sys; from titanlite.data.tokenizer_file import read_vocab_size as r; "
         f"assert r({str(MODEL)!r}) == r({str(JSON)!r}) == 4096; "
         "print([m for m in ('torch', 'tiktoken', 'tokenizers', 'transformers') if m in sys.modules])"
     )

@@ -8,7 +8,8 @@ import pytest
 from mutants import ALL, SAMPLE, ends_well, mutant
 
 from titanlite.data.bpe import tiktoken_to_json
-from titanlite.data.tokenizer import load_tokenizer, read_vocab_size
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer_file import read_vocab_size
 
 TEXTS = ("def f(x):\n    return x  # Zürich 日本語 12345\r\n", "don't <|end_of_text|> \ud800 \x00", "", " " * 300)
 

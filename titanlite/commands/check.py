@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from titanlite.config.flavors import unused_rows
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
-from titanlite.data.tokenizer import read_vocab_size
+from titanlite.data.tokenizer_file import read_vocab_size
 from titanlite.load_run import load_run, world_size
 
 

@@ -22,13 +22,12 @@ from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source
 from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import (
-    LLAMA3_PATTERN,
     TiktokenTokenizer,
     Tokenizer,
     byte_level_symbols,
-    llama3_special_tokens,
     load_tokenizer,
 )
+from titanlite.data.tokenizer_file import LLAMA3_PATTERN, llama3_special_tokens
 
 LONGEST_TOKEN = 256  # bytes: a longer one is a ruler of dashes, not a word
 

@@ -14,7 +14,8 @@ from pydantic import RootModel
 
 from titanlite.config.files import exists, file_inside, parse_json, read_file
 from titanlite.data.bpe import tiktoken_to_json
-from titanlite.data.tokenizer import MOST_BYTES, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer_file import MOST_BYTES
 
 
 def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:
