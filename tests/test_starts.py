@@ -175,6 +175,15 @@ def test_without_a_clone_or_git_code_is_known_by_its_files(package: Path, monkey
     assert PACKAGE.name == "titanlite"
 
 
+def test_links_to_nothing_folders_and_odd_names_of_files_are_no_reason_to_fail(package: Path) -> None:
+    plain = describe_code(package)
+    (package / ".#module.py").symlink_to("someone@machine.1234")  # an editor's lock
+    (package / "folder.py").mkdir()
+    assert describe_code(package) == plain
+    with open(os.fsencode(package) + b"/\xff.py", "w"):
+        assert describe_code(package) != plain
+
+
 def test_a_git_that_hangs_does_not_keep_a_start_waiting(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package.parent / ".git").mkdir()
     program = package.parent / "git"

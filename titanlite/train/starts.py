@@ -123,7 +123,8 @@ def describe_code(package: Path = PACKAGE) -> dict[str, str]:
     """Which code of this package runs, as `Start.code` has it."""
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+        if file.is_file():  # an editor's lock is a link to nothing
+            digest.update(os.fsencode(file.relative_to(package)) + b"\0" + file.read_bytes())
     return {"files": digest.hexdigest(), **_commit(package)}
 
 
