@@ -34,13 +34,14 @@ class Steps:
     def __init__(self, folder: Path, *, rank: int = 0, device: torch.device = CPU, **settings: Any) -> None:
         self.lines: list[str] = []
         self.profiler = Profiler(Profiling(**settings), folder, rank, device, self.lines.append, count)
-        self.folder, self.done = folder, 0
+        self.folder, self.done, self.matmuls = folder, 0, 1
 
     def do(self, steps: int) -> None:
         for _ in range(steps):
             self.done += 1
             with self.profiler.step(self.done), torch.profiler.record_function("forward"):
-                torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+                for _ in range(self.matmuls):
+                    torch.mm(torch.ones(8, 8), torch.ones(8, 8))
 
     def files(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "profile").glob("*"))
@@ -153,11 +154,12 @@ def test_a_folder_that_cannot_be_made_is_said_once_for_each_profile(
     assert run.events() == []
 
 
-@pytest.mark.parametrize("limit", [0, 1000])
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
 def test_a_full_disk_is_said_once_for_each_profile_and_leaves_no_part_of_a_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int
 ) -> None:
     run = Steps(tmp_path, enable_profiling=True, profile_freq=2, profiler_warmup=1)
+    run.matmuls = 400  # so that torch writes the trace in several parts
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # the system refuses to write on, as a full disk does
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.profiler
@@ -206,8 +207,9 @@ class Profiler:
         """Write the trace and its summary. Raises OSError or ValueError: they cannot be written."""
         trace = self._new_file(f"step-{last_step:08d}-rank-{self._rank}", _TRACE)
         stem = trace.name.removesuffix(_TRACE)
-        raw = self._folder / f".{stem}.unfinished"
-        try:
+        # A folder, because torch leaves a part of the trace under another name where the disk is full.
+        with TemporaryDirectory(prefix=f".{stem}-", dir=self._folder) as unfinished:
+            raw = Path(unfinished, "trace.json")
             raw.touch()  # because torch says nothing where it cannot write
             tracer.export_chrome_trace(str(raw))
             try:
@@ -216,8 +218,6 @@ class Profiler:
                 raise OSError(f"{raw} is not whole: {error}. The disk may be full.") from None
             put(trace, gzip.compress(raw.read_bytes(), compresslevel=5))
             put(self._folder / f"{stem}{SUMMARY}", f"{json.dumps(asdict(profile), indent=1)}\n".encode())
-        finally:
-            raw.unlink(missing_ok=True)
         return profile
 
     def _new_file(self, stem: str, ending: str) -> Path:
