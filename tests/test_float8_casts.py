@@ -125,7 +125,8 @@ def split(**degrees: Any) -> dict[str, Any]:
 
 
 TP, PP = split(tensor_degree=2), split(pipeline_degree=2)
-ZERO_BUBBLE = split(pipeline_degree=2, pipeline_schedule="ZBVZeroBubble")
+ZERO_BUBBLE = split(pipeline_degree=2, pipeline_schedule="InterleavedZeroBubble")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Number of ranks -> name -> what differs from FP8. All but those of "off" and "every 2nd" count.
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -147,7 +148,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor, all-gather": merge(TP, ALL_GATHER),
         "tensor, rowwise": merge(ROWWISE, TP),
         "pipeline": PP,
-        "zero bubble": ZERO_BUBBLE,
+        **({} if TORCH < (2, 13) else {"zero bubble": ZERO_BUBBLE}),  # refused by titanlite.config.parallelism_rules
     },
     4: {"rowwise": ROWWISE, "pipeline, tensor, AC full": merge(PP, TP, AC_FULL)},
 }

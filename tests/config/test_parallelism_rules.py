@@ -81,8 +81,13 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(
     assert says in " ".join(found[0]).replace("rounds of 2 or a little more (Interleaved1F1B).", "")
 
 
-def test_a_v_is_refused_with_a_torch_that_sends_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    v = job(parallelism=PP2 | {"pipeline_parallel_schedule": "ZBVZeroBubble"}, training={"global_batch_size": 32})
+@pytest.mark.parametrize(("schedule", "float8"), [("ZBVZeroBubble", False), ("InterleavedZeroBubble", True)])
+def test_what_an_older_torch_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, schedule: str, float8: bool) -> None:
+    v = job(
+        parallelism=PP2 | {"pipeline_parallel_schedule": schedule},
+        training={"global_batch_size": 32},
+        float8={"enable": float8},
+    )
     for torch, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
         monkeypatch.setattr("titanlite.config.parallelism_rules.version", lambda _name, torch=torch: torch)
         found = " ".join(word for problem in layout_problems(Run(v, 2)) for word in problem)

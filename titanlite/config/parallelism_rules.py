@@ -107,9 +107,14 @@ def pipeline(run: Run) -> Iterator[Problem]:
         each = "a block" if single else f"two stages with a block each, as {schedule} has two a rank"
         limit = arch.n_layers if single else arch.n_layers // 2
         yield key, f"gives no rank {each}: the model has {arch.n_layers} blocks.", f"Nearest: {limit}."
-    if schedule in V_SHAPED and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
+    old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
+    if schedule in V_SHAPED and old:
         text = f"needs torch 2.13 or newer; in {version('torch')} the stages of one rank send to each other, and fail."
         yield "parallelism.pipeline_parallel_schedule", text, 'Upgrade torch. Nearest: "Interleaved1F1B".'
+    elif schedule in SPLIT_BACKWARD and job.float8.enable and old:
+        text = f"with float8.enable = true needs torch 2.13 or newer; {version('torch')} cannot delay the gradients"
+        remedy = 'Upgrade torch. Nearest: "Interleaved1F1B", or float8.enable = false.'
+        yield "parallelism.pipeline_parallel_schedule", f"{text} of FP8 weights.", remedy
     if schedule in SPLIT_BACKWARD and run.compiles("model"):
         # Measured with torch 2.13: the second backward pass over a compiled block fails, because the first one gave its
         # buffers away. With donated_buffer = False it keeps them, but then the loss is 1.4e-3 off after ten fp32 steps.
