@@ -144,7 +144,8 @@ class CompressedLines(Sequential):
 
 def open_stdlib(name: str, files: list[Path]) -> FileSpans:
     """The Python standard library: a document is a file."""
-    labels = [file.relative_to(_stdlib()).as_posix() for file in files]
+    root = _stdlib()
+    labels = [file.relative_to(root).as_posix() for file in files]
     return FileSpans(name, files, labels, _whole_file)
 
 
