@@ -30,7 +30,6 @@ JOB: dict[str, dict[str, Any]] = {
     "model": {**SHAPE, "vocab_size": VOCABULARY, "max_seq_len": 64},
     "training": {"seq_len": TOKENS, "global_batch_size": ROWS, "mixed_precision_param": "float32"},
     "activation_checkpoint": {"mode": "none"},
-    "parallelism": {"fsdp_min_num_params": 0},  # each block is sharded by itself
 }
 
 
