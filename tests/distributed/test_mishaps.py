@@ -54,7 +54,7 @@ def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path, mishap
     started = time.monotonic()
     launchers = [launch(tmp_path, mishap, restarts=0) for mishap in mishaps]
     ends = [launcher.communicate(timeout=180)[1] for launcher in launchers]
-    assert time.monotonic() - started < seconds + 40
+    assert time.monotonic() - started < seconds + 90  # most of it is the start on a busy machine
     for mishap, launcher, said in zip(mishaps, launchers, ends, strict=True):
         step, waits_in, file, function = HANGS[mishap]
         assert launcher.returncode not in (0, 2, 3, 4, 75)
