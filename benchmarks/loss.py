@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titanlite.optim.loss import linear_cross_entropy_sum
-from titanlite.runtime.world import keep_freed_memory, use_large_pages
+from titanlite.runtime.world import keep_freed_memory
 
 TOKENS, VOCABULARY, CALLS = 4096, 128256, 3
 TOKENS_OF_ERRORS = 512  # in float64 they take minutes, too
@@ -37,7 +37,7 @@ process of its own. Fused is `linear_cross_entropy_sum` of titanlite/optim/loss.
 (`F.linear`, then `F.cross_entropy` in fp32). The third is torch's `F.linear_cross_entropy` with
 `LinearCrossEntropyOptions()`.
 
-- Seconds: median of up to 3 calls. The heap is kept and lies in large pages, as in training.
+- Seconds: median of up to 3 calls. The heap is kept, as in training.
 - Memory: the peak beyond inputs, loss and both gradients. The heap is not kept.
 - Ratios: to the materialised version of the same kind. The targets are time at most 1.05 and memory at most 10%.
 - Errors: those of {errors:,} tokens, against float64 from the same inputs. That of the loss is relative. That of a
@@ -137,7 +137,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         keep_freed_memory()
     loss_and_gradients(loss_fn, *inputs)
     if options.here == "seconds":
-        use_large_pages()
         seconds = []
         for _ in range(options.calls):
             start = time.perf_counter()

@@ -1,7 +1,6 @@
-"""The heap on a CPU: memory that is kept and gathered, in a process of its own, as it cannot be undone."""
+"""The heap on a CPU: memory that is kept, in a process of its own, as it cannot be undone."""
 
 import platform
-import re
 import subprocess
 import sys
 import textwrap
@@ -10,15 +9,13 @@ from pathlib import Path
 import pytest
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library's own heap")
-KERNEL = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def run(code: str) -> list[int]:
     """The numbers that `code` prints, after the heap was told to keep what is freed."""
     start = """
         import resource, torch
-        from titanlite.runtime.world import keep_freed_memory, use_large_pages
+        from titanlite.runtime.world import keep_freed_memory
         keep_freed_memory()
     """
     words = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(code)]
@@ -36,23 +33,6 @@ def test_freed_tensors_leave_their_pages_to_the_next_ones():
     """)
     assert first > 1000
     assert last < 10
-
-
-@GLIBC
-@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="needs large pages")
-@pytest.mark.skipif(KERNEL < (6, 1), reason="needs MADV_COLLAPSE")
-def test_the_heap_moves_to_large_pages_with_what_it_holds():
-    small, large, correct = run("""
-        def kilobytes_in_large_pages():
-            lines = open("/proc/self/smaps_rollup").read().splitlines()
-            return int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1])
-        values, small = torch.arange(16 << 20, dtype=torch.int32), kilobytes_in_large_pages()  # 64 MB
-        use_large_pages()
-        correct = torch.equal(values, torch.arange(16 << 20, dtype=torch.int32))
-        print(small, kilobytes_in_large_pages(), int(correct))
-    """)
-    assert large - small > 48 << 10
-    assert correct
 
 
 @pytest.mark.slow

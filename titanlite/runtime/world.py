@@ -6,14 +6,11 @@ Invariant: one process is a world of size one, on the same path as many.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,22 +35,6 @@ def keep_freed_memory() -> None:
     mallopt(mmap_threshold, 2**30)
     if torch.get_num_threads() == 1:  # several threads would wait for one another, for a fifth of a step
         mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
-
-
-def use_large_pages() -> None:
-    """Put the heap into pages of 2 MB, so that the processor looks up fewer pages. It saves 1 to 4% of a step.
-
-    Call it after the first step, when the heap has its final size. Linux only. If the kernel (before 6.1) or its
-    settings refuse, the pages stay small.
-    """
-    if sys.platform != "linux":
-        return
-    madvise, collapse = ctypes.CDLL(None).madvise, 25  # MADV_COLLAPSE, which the module mmap does not define
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith("[heap]"):
-            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            for advice in (mmap.MADV_HUGEPAGE, collapse):  # for future pages, and for those that exist
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from titanlite.runtime.events import Event
 from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
-from titanlite.runtime.world import process_group, use_large_pages
+from titanlite.runtime.world import process_group
 from titanlite.train.build import (
     describe,
     environment_of,
@@ -277,8 +277,6 @@ class Trainer:
                 self.watch.passed(self.steps_done, min(job.comm.train_timeout_seconds, job.checkpoint.timeout_seconds))
                 if self.steps_done == first_step + 1:
                     set_timeout(self.mesh.groups, job.comm.train_timeout_seconds)
-                    if self.device.type == "cpu":
-                        use_large_pages()
             # If the data ended right after a validation, that one was the last.
             validated = not finished and self.validates_now()
             finished = view.finished = finished or (requests.stop is None and failure is None)
