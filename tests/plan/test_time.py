@@ -1,5 +1,6 @@
 """The time of a step, from traces made by hand: each expectation is worked out in the test."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,20 @@ import pytest
 from traces import matmul, moving, run, trace, traffic
 
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.gpus import Gpu, Kernel, Matmul, Rates, find_gpu
+from titanlite.observe.gpus import WRAPPER, Attention, Gpu, Kernel, Matmul, Rates, find_gpu
 from titanlite.plan.counts import Traffic, Work
-from titanlite.plan.time import ATTENTION, BANDWIDTH, FUSED_BYTES, LINK, MATMUL, OVERLAP_PRICE, Clock, bubble, step_time
+from titanlite.plan.time import (
+    ATTENTION,
+    BANDWIDTH,
+    FUSED_BYTES,
+    LINK,
+    MATMUL,
+    OVERLAP_PRICE,
+    WRAPPER_US,
+    Clock,
+    bubble,
+    step_time,
+)
 
 H100 = find_gpu("H100")
 CPU = Gpu(
@@ -19,6 +31,7 @@ CPU = Gpu(
         Rates(
             ranks=1,
             launch_us=10.0,
+            wrapper_us=20.0,
             bandwidth=12,
             matmul=(
                 Matmul(dtype="float32", shape=(256, 256, 256), seconds=1e-3),
@@ -76,6 +89,14 @@ def test_a_gpu_waits_for_python_where_its_kernels_are_tiny():
     waits = parts(moving(1000, count=1000))
     assert waits["launching kernels"] == pytest.approx(1000 * 10e-6, rel=1e-3)
     assert "launching kernels" not in parts(moving(10**12, count=1000))
+
+
+def test_python_finds_what_a_tensor_subclass_has_to_run_except_in_compiled_code():
+    wrapper = Work("forward", WRAPPER, "", (), 1000, 0, 0)
+    assert parts(wrapper) == {"launching kernels": pytest.approx(1000 * WRAPPER_US * 1e-6)}
+    assert parts(wrapper, compile={"enable": True}) == {}
+    measured = parts(wrapper, gpu=CPU, parallelism={"tensor_parallel_degree": 8})
+    assert measured["launching kernels"] == pytest.approx(4 * 1000 * 20e-6)  # 8 ranks on 2 cores
 
 
 def test_a_ring_within_a_machine_and_across_machines():
@@ -141,6 +162,23 @@ def test_a_measured_matmul_has_its_own_rate_and_others_one_between():
     assert rate(512) == pytest.approx((low * high) ** 0.5, rel=1e-3)
 
 
+def test_attention_with_a_mask_has_a_rate_of_its_own():
+    shape = (1, 8, 1024, 1024, 64)
+    causal, masked = (Work("forward", "aten.attention", "bfloat16", shape, 1, n * math.prod(shape), 1) for n in (2, 4))
+    known = [
+        Attention(phase="forward", dtype="bfloat16", shape=shape, flops=work.flops, seconds=seconds)
+        for work, seconds in ((causal, 0.010), (masked, 0.012))
+    ]
+
+    def seconds(work: Work, *measured: Attention) -> float:
+        rates = CPU.rates[0].model_copy(update={"attention": measured})
+        return parts(work, gpu=CPU.model_copy(update={"rates": (rates,)}), world_size=1)["attention"]
+
+    assert seconds(causal, *known) == pytest.approx(0.010)
+    assert seconds(masked, *known) == pytest.approx(0.012)
+    assert seconds(masked, known[0]) == pytest.approx(0.020)  # nothing better is known
+
+
 def test_more_ranks_than_cores_wait_for_each_other():
     one = parts(moving(1000), gpu=CPU, world_size=2)["memory-bound kernels"]
     assert parts(moving(1000), gpu=CPU, world_size=4)["memory-bound kernels"] == pytest.approx(2 * one)
@@ -160,6 +198,20 @@ def test_the_bubble_of_each_schedule():
     assert share("InterleavedZeroBubble", 8) == pytest.approx(3 / 16 / 3)
     assert share("ZBVZeroBubble", 8) == 0
     assert share("ZBVZeroBubble", 4) > 0
+
+
+def test_a_pipeline_rank_waits_for_the_microbatches_of_the_others():
+    """Two ranks of 1F1B, four microbatches: the slow one waits for the first forward pass and for the last backward
+    pass of the other."""
+    job = run(
+        2,
+        training={"local_batch_size": 1, "global_batch_size": 4},
+        parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+    )
+    slow, fast = matmul(8192, 8192, 8192, count=300), matmul(8192, 8192, 8192, count=100)
+    expected = step_time(job, [trace((fast,)), trace((slow,), rank=1)], H100)
+    assert expected.rank == 1
+    assert expected.parts["pipeline bubble"] == pytest.approx(expected.parts["matmuls"] / 3 / 4)
 
 
 def test_the_slowest_rank_decides_and_the_rest_is_arithmetic():

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from titanlite.observe.kernels import Collective, Kernel, describe
+from titanlite.observe.kernels import WRAPPED, Collective, Kernel, copied, describe
 from titanlite.observe.kinds import COUNTED
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # what other subclasses hold is counted where they use it
@@ -162,10 +162,14 @@ class Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(kind not in _PLAIN for kind in types):
+            self.work[len(self.places) - 1, WRAPPED] += 1
             return NotImplemented
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all calls: do not pass it on
             return args[0].fake_device
         kwargs = kwargs or {}
+        result = copied(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         result = func(*args, **kwargs)
         if self._asked_for_shapes:
             return result

@@ -21,6 +21,8 @@ from titanlite.config.files import FileModel, explain, read_file
 _TABLE = Path(__file__).with_name("gpus.toml")
 _MOST_BYTES = 1 << 22
 
+WRAPPER = "wrapper"
+"""The name under which operators on a tensor subclass, such as a DTensor, are counted: they run other operators."""
 MOST_GIB = 1e6
 """Of a device: a thousand times the largest."""
 Amount = Annotated[float, Field(gt=0, le=1e9)]
@@ -38,13 +40,15 @@ class Matmul(FileModel):
 
 
 class Attention(FileModel):
-    """Measured causal attention."""
+    """Measured attention."""
 
     phase: str
     """"forward" or "backward"."""
     dtype: str
     shape: Listed
     """Batch, heads, queries, keys, width of a head."""
+    flops: PositiveInt
+    """Those of the causal half, or of all pairs where a mask decides."""
     seconds: PositiveFloat
 
 
@@ -76,6 +80,8 @@ class Rates(FileModel):
     ranks: PositiveInt
     launch_us: NonNegativeFloat
     """Microseconds that a kernel takes beside its own work: Python, autograd and the dispatcher."""
+    wrapper_us: NonNegativeFloat
+    """Microseconds in which an operator on a tensor subclass, such as a DTensor, finds the operators to run."""
     bandwidth: Amount
     """GB/s of memory for each of the ranks while all of them copy."""
     matmul: Annotated[tuple[Matmul, ...], Field(strict=False, min_length=1)]

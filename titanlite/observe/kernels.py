@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from titanlite.observe.gpus import WRAPPER
 
 
 class Kernel(NamedTuple):
@@ -23,6 +26,10 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...]
     flops: int
     bytes: int
+
+
+WRAPPED = Kernel(WRAPPER, "", (), 0, 0)
+"""Stands for an operator on a tensor subclass. What that runs is counted by itself."""
 
 
 class Collective(NamedTuple):
@@ -107,6 +114,18 @@ def describe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return Call(Kernel(name, str(dtype).removeprefix("torch."), shape, flops, read + written), results, marks)
 
 
+def copied(mode: AbstractContextManager[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `to`, `contiguous` or `reshape` returns, where it comes to `mode` as it is: within a tensor subclass.
+
+    Such an operator is a chain of others, which come to `mode` here: it returns its argument, a view of it, or a copy.
+    NotImplemented for every other operator.
+    """
+    if not _is_view(func):
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
 class _Argument(NamedTuple):
     name: str
     is_read: bool
@@ -132,10 +151,15 @@ _MARKS = {
 
 
 @cache
+def _is_view(func: Any) -> bool:
+    return func.is_view
+
+
+@cache
 def _operator(func: Any) -> _Operator | None:
     """What the schema tells of an operator; None for a view and for a mark in a profile."""
     schema, name = func._schema, func.name().split(".")[0]
-    if func.is_view or name.startswith(("prim::", "profiler::")):
+    if _is_view(func) or name.startswith(("prim::", "profiler::")):
         return None
     arguments = []
     for argument in schema.arguments:

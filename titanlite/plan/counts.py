@@ -16,7 +16,8 @@ class Work:
 
     Attributes:
         phase: "forward", "backward" (with what is recomputed), or "optimizer" (with clipping).
-        op: Name of the operator, without its overload: "aten.mm".
+        op: Name of the operator, without its overload: "aten.mm". `gpus.WRAPPER` for operators on tensor subclasses,
+            which take Python's time only.
         dtype: Of its first floating-point input: "bfloat16", "float8_e4m3fn".
         shape: (m, k, n) of a matmul; (batch, heads, queries, keys, head_dim) of attention; () of others.
         count: Number of kernels in one optimizer step of this rank.

@@ -31,9 +31,10 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.batch import blank_microbatch
 from titanlite.observe import gpus
 from titanlite.observe.gpus import Gpu, Rates
-from titanlite.observe.kernels import Kernel, describe
+from titanlite.observe.kernels import Kernel, copied, describe
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.plan.trace import fake_world
 from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
 
@@ -87,6 +88,9 @@ ON_GPU = (
     Sample(4096, 32, 14336, 4096, 2),
 )
 
+SHARDED = Sample(512, 8, 1408, 256, 2)
+"""Is timed with and without tensor parallelism, which works on DTensors."""
+
 
 class Timed(NamedTuple):
     """What a process has measured.
@@ -94,12 +98,30 @@ class Timed(NamedTuple):
     Attributes:
         kernels: Kernel -> its median time.
         launch: Seconds that a kernel takes beside its work.
+        wrapper: Seconds that an operator on a tensor subclass takes beside the operators that it runs.
         bandwidth: GB/s that a copy reads and writes, while the other processes copy, too.
     """
 
     kernels: dict[Kernel, float]
     launch: float
+    wrapper: float
     bandwidth: float
+
+
+class Step(NamedTuple):
+    """A step of a sample job.
+
+    Attributes:
+        times: Kernel -> its median time.
+        beside: Seconds of the step beside its kernels; of all of it on a GPU, where kernels overlap with launches.
+        kernels: Number of kernels.
+        wrappers: Number of operators on tensor subclasses.
+    """
+
+    times: dict[Kernel, float]
+    beside: float
+    kernels: float
+    wrappers: float
 
 
 class _Clock(TorchDispatchMode):
@@ -109,13 +131,17 @@ class _Clock(TorchDispatchMode):
         super().__init__()
         self._device = device
         self.times: dict[Kernel, list[float]] = defaultdict(list)
+        self.wrappers = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            self.wrappers += 1
             return NotImplemented  # a DTensor or a weight in FP8, whose own operators come here next
         kwargs = kwargs or {}
+        if (result := copied(self, func, args, kwargs)) is not NotImplemented:
+            return result
         _wait(self._device)
         started = time.perf_counter()
         result = func(*args, **kwargs)
@@ -128,7 +154,7 @@ class _Clock(TorchDispatchMode):
 
 
 def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = ()) -> Gpu:
-    """Measure this machine in about a minute, and write its rates to `out`.
+    """Measure this machine in one to two minutes, and write its rates to `out`.
 
     Args:
         samples: The jobs whose kernels are timed. Left out: ON_GPU or ON_CPU.
@@ -228,12 +254,17 @@ def _in_process(rank: int, threads: int, samples: Sequence[Sample]) -> Timed:
         bandwidth = _bandwidth(device)
         for sample in samples:
             for dtype in dtypes[:1] if sample.keys else dtypes:
-                times, launch = _time_job(_job(sample, dtype), device)
-                launches.append(launch)
-                for kernel, seconds in times.items():
+                step = _time_job(_job(sample, dtype), device)
+                launches.append(step.beside / step.kernels)
+                for kernel, seconds in step.times.items():
                     kernels[kernel] = min(seconds, kernels.get(kernel, math.inf))
+        plain = _time_job(_job(SHARDED, dtypes[0]), device)
+    with fake_world(2, 0):  # the other rank takes no time
+        sharded = _time_job(_job(SHARDED, dtypes[0], 2), device)
+    wrapper = max(0.0, sharded.beside - plain.beside * sharded.kernels / plain.kernels) / sharded.wrappers
     # On a GPU only the job with the smallest kernels waits for launches.
-    return Timed(kernels, min(launches) if device.type == "cuda" else statistics.median_low(launches), bandwidth)
+    launch = min(launches) if device.type == "cuda" else statistics.median_low(launches)
+    return Timed(kernels, launch, wrapper, bandwidth)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -251,15 +282,16 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * data.nbytes / statistics.median(_repeated(copy)) / 1e9
 
 
-def _job(sample: Sample, dtype: str) -> Run:
+def _job(sample: Sample, dtype: str, ranks: int = 1) -> Run:
     model = {"dim": sample.dim, "n_layers": 2, "n_heads": sample.heads, "n_kv_heads": sample.heads // 2}
     training = {"seq_len": sample.length, "local_batch_size": sample.rows, "mixed_precision_param": dtype}
     job = {"model": {**model, "ffn_dim": sample.ffn_dim, "vocab_size": 4096}, **sample.keys}
-    return Run(JobConfig.model_validate({**job, "training": {**training, **sample.keys.get("training", {})}}))
+    job |= {"parallelism": {"tensor_parallel_degree": ranks}}
+    return Run(JobConfig.model_validate({**job, "training": {**training, **sample.keys.get("training", {})}}), ranks)
 
 
-def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], float]:
-    """Kernel -> its median time in a step of `run`, and the time of a step beside its kernels, for each kernel."""
+def _time_job(run: Run, device: torch.device) -> Step:
+    """A step of `run`."""
     mesh = build_mesh(run.degrees, device.type)
     update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
@@ -280,9 +312,8 @@ def _time_job(run: Run, device: torch.device) -> tuple[dict[Kernel, float], floa
     times = {kernel: statistics.median(seconds) for kernel, seconds in clock.times.items()}
     count = sum(len(seconds) for seconds in clock.times.values()) / repeats
     busy = sum(times[kernel] * len(seconds) for kernel, seconds in clock.times.items()) / repeats
-    if device.type == "cuda":  # kernels overlap with launches
-        return times, whole / count
-    return times, max(0.0, whole - busy) / count
+    beside = whole if device.type == "cuda" else max(0.0, whole - busy)
+    return Step(times, beside, count, clock.wrappers / repeats)
 
 
 def _repeated(step: Callable[[], float]) -> list[float]:
@@ -311,6 +342,7 @@ def _rates(ranks: int, timed: list[Timed]) -> Rates:
             phase="backward" if "backward" in kernel.op else "forward",
             dtype=kernel.dtype,
             shape=kernel.shape,
+            flops=kernel.flops,
             seconds=mean(kernel),
         )
         for kernel in first
@@ -326,10 +358,10 @@ def _rates(ranks: int, timed: list[Timed]) -> Rates:
         for (op, dtype), known in sorted(sizes.items())
         for size in _spread(sorted(known))
     ]
-    launch = sum(each.launch for each in timed) / len(timed)
     return Rates(
         ranks=ranks,
-        launch_us=launch * 1e6,
+        launch_us=sum(each.launch for each in timed) / len(timed) * 1e6,
+        wrapper_us=sum(each.wrapper for each in timed) / len(timed) * 1e6,
         bandwidth=sum(each.bandwidth for each in timed) / len(timed),
         matmul=tuple(matmuls),
         attention=tuple(attention),

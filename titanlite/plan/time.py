@@ -7,13 +7,13 @@ the job. Where a device was measured, its measurements are used instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.gpus import Attention, Collective, Gpu, Kernel, Matmul, Rates
+from titanlite.observe.gpus import WRAPPER, Collective, Gpu, Kernel, Rates
 from titanlite.plan.counts import RankTrace, Traffic, Work
 
 # Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
@@ -34,6 +34,9 @@ FUSED_KERNELS = 0.25
 # Microseconds in which Python, autograd and the dispatcher launch a kernel. The device only waits for them if it is
 # faster.
 LAUNCH_US = 10.0
+# Microseconds in which Python finds what an operator on a DTensor or on a tensor in FP8 has to run. It is two to three
+# launches on a CPU.
+WRAPPER_US = 25.0
 # A kernel that moves fewer bytes takes most of its time to start.
 STARTING_BYTES = 2**16
 # What the compiler does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
@@ -81,6 +84,8 @@ def step_time(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> StepTime:
     """The time of a step, which is that of its slowest rank."""
     clock = Clock(run, gpu)
     times = {trace.rank: clock.rank_parts(trace) for trace in traces}
+    if run.degrees.pipeline > 1 and (share := bubble(run)):
+        _add_bubbles(times, share)
     rank = max(times, key=lambda number: sum(times[number][0].values()))
     parts, hidden = times[rank]
     seconds = sum(parts.values())
@@ -110,6 +115,7 @@ class Clock:
         self._share = 1 / min(here, gpu.machine) if gpu.cpu else 1.0
         self._crowd = max(1.0, here / gpu.machine) if gpu.cpu else 1.0
         self._launch = (self._rates.launch_us if self._rates else LAUNCH_US) * 1e-6
+        self._wrapper = (self._rates.wrapper_us if self._rates else WRAPPER_US) * 1e-6
 
     def rank_parts(self, trace: RankTrace) -> tuple[dict[str, float], float]:
         """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
@@ -120,7 +126,7 @@ class Clock:
             own = {"matmuls": 0.0, "attention": 0.0, "memory-bound kernels": 0.0}
             for each in work:
                 own[self._kind(each)] += self._seconds(each) * self._crowd
-            launches = sum(each.count * self._launch * self._kernels(each) for each in work) * self._crowd
+            launches = sum(map(self._launching, work)) * self._crowd
             busy = sum(own.values())
             # A CPU computes what it launches; a GPU only waits for launches that take longer than its kernels.
             waits = launches if self._gpu.cpu else max(0.0, launches - busy)
@@ -132,8 +138,6 @@ class Clock:
                 parts[name] = parts.get(name, 0.0) + seconds
         if (offload := self._offload(trace)) > 0:
             parts["copies to and from host memory"] = offload
-        if self._run.degrees.pipeline > 1:
-            parts["pipeline bubble"] = sum(parts.values()) * bubble(self._run)
         return {name: seconds for name, seconds in parts.items() if seconds > 0}, hidden
 
     # ------------------------------------------------------------------------------------------------------ kernels
@@ -154,7 +158,9 @@ class Clock:
     def _matmul(self, work: Work) -> float:
         rates = [each for each in self._measured().matmul if each.dtype == work.dtype] if self._rates else []
         if rates:
-            return work.flops / _near_rate(work.shape, rates, lambda shape: 2 * math.prod(shape))
+            return work.flops / _near_rate(
+                work.shape, [(each.shape, 2 * math.prod(each.shape) / each.seconds) for each in rates]
+            )
         peak = {"float32": self._gpu.fp32, "float64": self._gpu.fp32 / 2}.get(work.dtype, self._gpu.bf16)
         kind = work.dtype
         if work.dtype.startswith("float8"):
@@ -166,9 +172,11 @@ class Clock:
     def _attention(self, work: Work) -> float:
         measured = self._measured().attention if self._rates else ()
         kind = "backward" if "backward" in work.op else "forward"  # a backward pass may repeat the forward kernel
-        rates = [each for each in measured if (each.dtype, each.phase) == (work.dtype, kind)]
-        if rates:
-            return work.flops / _near_rate(work.shape, rates, lambda shape: attention_flops(shape, kind))
+        known = [each for each in measured if (each.dtype, each.phase) == (work.dtype, kind)]
+        if known:
+            share = work.flops / work.count / math.prod(work.shape)  # twice as large where a mask decides
+            alike = [each for each in known if each.flops / math.prod(each.shape) == share] or known
+            return work.flops / _near_rate(work.shape, [(each.shape, each.flops / each.seconds) for each in alike])
         peak = self._gpu.fp32 if work.dtype == "float32" else self._gpu.bf16
         return work.flops / (peak * 1e12 * ATTENTION[kind] * self._share)
 
@@ -193,12 +201,17 @@ class Clock:
             return size / (self._rates.bandwidth * 1e9)
         return size / (self._gpu.bandwidth * 1e9 * BANDWIDTH * self._share)
 
-    def _is_fused(self, work: Work) -> bool:
-        compiled = self._run.compiles("optimizer") if work.phase == "optimizer" else self._fused
-        return compiled and not work.shape and not work.op.startswith(_UNFUSED)
+    def _is_compiled(self, work: Work) -> bool:
+        return self._run.compiles("optimizer") if work.phase == "optimizer" else self._fused
 
-    def _kernels(self, work: Work) -> float:
-        return FUSED_KERNELS if self._is_fused(work) else 1.0
+    def _is_fused(self, work: Work) -> bool:
+        return self._is_compiled(work) and not work.shape and not work.op.startswith(_UNFUSED)
+
+    def _launching(self, work: Work) -> float:
+        """Seconds in which Python launches all kernels of an entry."""
+        if work.op == WRAPPER:
+            return 0.0 if self._is_compiled(work) else work.count * self._wrapper
+        return work.count * self._launch * (FUSED_KERNELS if self._is_fused(work) else 1.0)
 
     def _measured(self) -> Rates:
         assert self._rates is not None
@@ -265,8 +278,16 @@ class Clock:
         return 0.75 * trace.host / (self._gpu.host * 1e9 * LINK)
 
 
+def _add_bubbles(times: Mapping[int, tuple[dict[str, float], float]], share: float) -> None:
+    """Let each pipeline rank wait for the first and the last microbatch of the others, which hold other layers."""
+    busy = {rank: sum(parts.values()) - parts.get("optimizer", 0.0) for rank, (parts, _) in times.items()}
+    for rank, (parts, _) in times.items():
+        others = [seconds for other, seconds in busy.items() if other != rank] or [busy[rank]]
+        parts["pipeline bubble"] = share * sum(others) / len(others)
+
+
 def bubble(run: Run) -> float:
-    """Idle time of a pipeline rank, as a share of its busy time (https://arxiv.org/abs/2104.04473).
+    """Idle time of a pipeline rank, as a share of the busy time of the others (https://arxiv.org/abs/2104.04473).
 
     It is (p - 1) / (v m) with p ranks, v stages on each and m microbatches. Schedules that delay the gradients of
     weights fill two thirds of it with them (https://arxiv.org/abs/2401.10241); the V-shaped one fills it all once there
@@ -282,23 +303,17 @@ def bubble(run: Run) -> float:
     return (ranks - 1) / run.microbatches if schedule == "LoopedBFS" and per_rank == 1 else share
 
 
-def attention_flops(shape: Sequence[int], phase: str) -> float:
-    """FLOPs of one causal attention: half of two matmuls forward, and of five backward, where scores are repeated."""
-    return math.prod(shape) * (2.0 if phase == "forward" else 5.0)
-
-
-def _near_rate(
-    shape: Sequence[int], measured: Sequence[Matmul | Attention], flops: Callable[[Sequence[int]], float]
-) -> float:
-    """FLOP/s at a shape, from measured shapes: a mean of the logarithms, weighted by the inverse square distance.
+def _near_rate(shape: Sequence[int], measured: Iterable[tuple[Sequence[int], float]]) -> float:
+    """FLOP/s at a shape, from those at measured shapes: a mean of the logarithms, weighted by the inverse square
+    distance.
 
     The distance is that of the logarithms of the sides. So a shape that was measured gets its own rate.
     """
     total = weights = 0.0
-    for each in measured:
-        distance = sum(math.log(a / b) ** 2 for a, b in zip(shape, each.shape, strict=True))
+    for other, rate in measured:
+        distance = sum(math.log(a / b) ** 2 for a, b in zip(shape, other, strict=True))
         weight = 1 / (distance + 1e-6) ** 2
-        total += weight * math.log(flops(each.shape) / each.seconds)
+        total += weight * math.log(rate)
         weights += weight
     return math.exp(total / weights)
 

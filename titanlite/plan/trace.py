@@ -185,7 +185,7 @@ class _Counted(NamedTuple):
 
 def _trace(run: Run, rank: int) -> _Counted:
     """A step of a rank on fake tensors."""
-    with _fake_world(run.world_size, rank):
+    with fake_world(run.world_size, rank):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         groups, fake = _groups(mesh), FakeTensorMode()
@@ -243,7 +243,7 @@ def _leaves_out_microbatches(run: Run) -> bool:
 
 
 @contextmanager
-def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """A process group whose collectives return at once. It is destroyed at the end."""
     assert not dist.is_initialized()
     from torch.distributed.pipelining import PipelineStage
