@@ -8,9 +8,16 @@ from ranks import SERVER
 from traces import matmul, run, trace, traffic
 
 from titanlite.observe.gpus import read_gpu
-from titanlite.plan import measure as measuring
+from titanlite.plan import measure_collectives
 from titanlite.plan.measure import Sample, measure
+from titanlite.plan.measure_collectives import _rising
 from titanlite.plan.time import Clock
+
+
+def test_times_of_larger_tensors_never_fall():
+    assert _rising([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0]
+    assert _rising([3.0, 1.0, 2.0, 8.0]) == [2.0, 2.0, 2.0, 8.0]
+    assert _rising([1.0, 5.0, 3.0, -1.0]) == [1.0, 7 / 3, 7 / 3, 7 / 3]
 
 
 @pytest.mark.slow
@@ -18,7 +25,7 @@ def test_what_is_measured_is_what_a_plan_goes_by(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """With the smallest of the jobs only. Its processes are forks of a server that has imported torch."""
-    monkeypatch.setattr(measuring.multiprocessing, "get_context", lambda _method: SERVER)
+    monkeypatch.setattr(measure_collectives.multiprocessing, "get_context", lambda _method: SERVER)
     said: list[str] = []
     file = tmp_path / "machine.toml"
     with warnings.catch_warnings(action="error"):

@@ -128,6 +128,7 @@ def test_a_cpu_hides_nothing_and_pays_for_each_launch():
     times = parts(moving(1000, count=1), gpu=CPU, world_size=1, sent=[traffic("all_reduce", 10**6, ranks=2)])
     assert times["memory-bound kernels"] == pytest.approx(1e-5)
     assert times["launching kernels"] == pytest.approx(10e-6)
+    assert "launching kernels" not in parts(moving(1000, phase="optimizer"), gpu=CPU, world_size=1)
     assert times["collectives (fsdp)"] == pytest.approx(2 * (10**6 / 2 / 5e9 + 100e-6))
 
 

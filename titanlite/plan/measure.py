@@ -1,4 +1,5 @@
-"""Measures the rates of this machine: matmuls, attention, memory, collectives, and what launching a kernel costs.
+"""Measures the rates of this machine: matmuls, attention, memory, what launching a kernel costs, and collectives by
+`titanlite.plan.measure_collectives`.
 
 Invariant: the kernels are those of titanlite's own step. They are timed one by one while small jobs train, so a plan
 finds each of them under the name that its trace uses.
@@ -8,21 +9,17 @@ from __future__ import annotations
 
 import datetime
 import math
-import multiprocessing
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.files import write_whole
@@ -34,16 +31,14 @@ from titanlite.observe.gpus import Gpu, Rates
 from titanlite.observe.kernels import Kernel, copied, describe
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.plan.measure_collectives import in_processes, link, timed_collectives, wait
 from titanlite.plan.trace import fake_world
 from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
 
 GIB = 2**30
-SECONDS = 0.5  # in which a step is repeated, without and with a clock
-COLLECTIVE_REPEATS = 15
-# Numbers of 4 bytes in a tensor.
-COLLECTIVES_ON_CPU = tuple(2**n for n in (4, 10, 14, 16, 18, 20, 22))
-COLLECTIVES_ON_GPU = tuple(2**n for n in (10, 16, 20, 22, 24, 26))
+SECONDS = 0.25  # in which a step is repeated, without and with a clock
+TURNS = 2  # of each job, so that what else runs on the machine for a moment does not last for all of them
 MOST_SIZES = 8  # of an operator that are kept
 
 
@@ -142,10 +137,10 @@ class _Clock(TorchDispatchMode):
         kwargs = kwargs or {}
         if (result := copied(self, func, args, kwargs)) is not NotImplemented:
             return result
-        _wait(self._device)
+        wait(self._device)
         started = time.perf_counter()
         result = func(*args, **kwargs)
-        _wait(self._device)
+        wait(self._device)
         seconds = time.perf_counter() - started
         call = describe(func, args, kwargs, result)
         if call is not None and isinstance(call.key, Kernel):
@@ -173,12 +168,12 @@ def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = (
         base, rates, count = this_cpu(), [], 2
         for ranks in sorted({1, base.machine}):
             log(f"Timing the kernels of a step on {ranks} rank{'s' if ranks > 1 else ''} at a time ...")
-            rates.append(_rates(ranks, _in_processes(_in_process, ranks, base.machine // ranks, samples)))
+            rates.append(_rates(ranks, in_processes(_in_process, ranks, base.machine // ranks, samples)))
     update: dict[str, Any] = {"rates": tuple(rates)}
     if count > 1:
         log(f"Timing collectives of {count} ranks ...")
-        timed = [each for ranks in ([count] if is_gpu else [count, 2 * count]) for each in _timed_collectives(ranks)]
-        update |= {"collective": tuple(timed), **_link([each for each in timed if each.ranks == count])}
+        timed = [each for ranks in ([count] if is_gpu else [count, 2 * count]) for each in timed_collectives(ranks)]
+        update |= {"collective": tuple(timed), **link([each for each in timed if each.ranks == count])}
     today = datetime.date.today().isoformat()
     update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
     result = base.model_copy(update=update)
@@ -248,22 +243,17 @@ def _in_process(rank: int, threads: int, samples: Sequence[Sample]) -> Timed:
     if not torch.cuda.is_available():
         torch.set_num_threads(threads)
     dtypes = ("bfloat16",) if torch.cuda.is_available() else ("bfloat16", "float32")
-    kernels: dict[Kernel, float] = {}
-    launches: list[float] = []
     with process_group(_job(samples[0], dtypes[0]).job) as device:
         bandwidth = _bandwidth(device)
-        for sample in samples:
-            for dtype in dtypes[:1] if sample.keys else dtypes:
-                step = _time_job(_job(sample, dtype), device)
-                launches.append(step.beside / step.kernels)
-                for kernel, seconds in step.times.items():
-                    kernels[kernel] = min(seconds, kernels.get(kernel, math.inf))
-        plain = _time_job(_job(SHARDED, dtypes[0]), device)
+        jobs = [_job(sample, dtype) for sample in samples for dtype in (dtypes[:1] if sample.keys else dtypes)]
+        *steps, plain = _time_jobs([*jobs, _job(SHARDED, dtypes[0])], device)
     with fake_world(2, 0):  # the other rank takes no time
-        sharded = _time_job(_job(SHARDED, dtypes[0], 2), device)
+        (sharded,) = _time_jobs([_job(SHARDED, dtypes[0], 2)], device)
     wrapper = max(0.0, sharded.beside - plain.beside * sharded.kernels / plain.kernels) / sharded.wrappers
     # On a GPU only the job with the smallest kernels waits for launches.
+    launches = [step.beside / step.kernels for step in steps]
     launch = min(launches) if device.type == "cuda" else statistics.median_low(launches)
+    kernels = _fastest(step.times for step in steps)
     return Timed(kernels, launch, wrapper, bandwidth)
 
 
@@ -272,10 +262,10 @@ def _bandwidth(device: torch.device) -> float:
     data = torch.ones(4 << 20, device=device)
 
     def copy() -> float:
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         data.clone()
-        _wait(device)
+        wait(device)
         return time.perf_counter() - started
 
     copy()
@@ -290,8 +280,32 @@ def _job(sample: Sample, dtype: str, ranks: int = 1) -> Run:
     return Run(JobConfig.model_validate({**job, "training": {**training, **sample.keys.get("training", {})}}), ranks)
 
 
-def _time_job(run: Run, device: torch.device) -> Step:
-    """A step of `run`."""
+def _time_jobs(runs: Sequence[Run], device: torch.device) -> list[Step]:
+    """A step of each run, in turns."""
+    steps = [_warm_step(run, device) for run in runs]
+    turns = [[_time(step, device) for step in steps] for _ in range(TURNS)]
+    return [
+        Step(
+            _fastest(each.times for each in same),
+            min(each.beside for each in same),
+            same[0].kernels,
+            same[0].wrappers,
+        )
+        for same in zip(*turns, strict=True)
+    ]
+
+
+def _fastest(measured: Iterable[Mapping[Kernel, float]]) -> dict[Kernel, float]:
+    """The shortest time of each kernel: what else runs on the machine only adds to it."""
+    fastest: dict[Kernel, float] = {}
+    for times in measured:
+        for kernel, seconds in times.items():
+            fastest[kernel] = min(seconds, fastest.get(kernel, math.inf))
+    return fastest
+
+
+def _warm_step(run: Run, device: torch.device) -> Callable[[], float]:
+    """A function that does a step of `run` and returns its seconds."""
     mesh = build_mesh(run.degrees, device.type)
     update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
@@ -301,12 +315,17 @@ def _time_job(run: Run, device: torch.device) -> Step:
     def step() -> float:
         started = time.perf_counter()
         update(rows, tokens, 1e-4)
-        _wait(device)
+        wait(device)
         return time.perf_counter() - started
 
     step()
     step()
-    whole = min(_repeated(step))  # what else runs on the machine only adds to it
+    return step
+
+
+def _time(step: Callable[[], float], device: torch.device) -> Step:
+    """What a step and its kernels take."""
+    whole = min(_repeated(step))
     with _Clock(device) as clock:
         repeats = len(_repeated(step))
     times = {kernel: statistics.median(seconds) for kernel, seconds in clock.times.items()}
@@ -376,87 +395,15 @@ def _spread(sizes: list[int]) -> list[int]:
     return [sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
 
 
-# -------------------------------------------------------------------------------------------------------- collectives
-
-
-def _timed_collectives(ranks: int) -> list[gpus.Collective]:
-    """Each collective of so many processes, at some sizes."""
-    with tempfile.TemporaryDirectory() as folder:
-        timed = _in_processes(_collectives, ranks, ranks, str(Path(folder, "store")))[0]
-    return [gpus.Collective(op=op, ranks=ranks, bytes=size, seconds=seconds) for (op, size), seconds in timed.items()]
-
-
-def _link(timed: list[gpus.Collective]) -> dict[str, float]:
-    """GB/s of a link in a ring, and the microseconds of a collective without content."""
-    small, *_, large = sorted((each for each in timed if each.op == "all_gather"), key=lambda each: each.bytes)
-    moved = (large.bytes - small.bytes) * (small.ranks - 1) / small.ranks
-    hops = 1 if torch.cuda.is_available() else small.ranks - 1
-    rate = moved / max(1e-9, large.seconds - small.seconds) / 1e9
-    return {"link": rate, "latency_us": max(0.1, small.seconds * 1e6 / hops)}
-
-
-def _collectives(rank: int, ranks: int, store: str) -> dict[tuple[str, int], float]:
-    """(operation, bytes of the whole tensor) -> its median time."""
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
-    if is_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    backend = "nccl" if is_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-
-    def send(whole: Tensor) -> None:
-        if rank < 2:
-            dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
-
-    # torch 2.13 has new names for them.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    operations: dict[str, Callable[[Tensor, Tensor], Any]] = {
-        "all_gather": gather,
-        "reduce_scatter": lambda whole, part: reduce_scatter(part, whole),
-        "all_reduce": lambda whole, _: dist.all_reduce(whole),
-        "send": lambda whole, _: send(whole),
-    }
-    times: dict[tuple[str, int], float] = {}
-    for numbers in COLLECTIVES_ON_GPU if is_gpu else COLLECTIVES_ON_CPU:
-        part = torch.ones(numbers // ranks, device=device)
-        whole = torch.ones(len(part) * ranks, device=device)
-        for name, call in operations.items():
-            several = []
-            for _ in range(COLLECTIVE_REPEATS):
-                dist.barrier()
-                _wait(device)
-                started = time.perf_counter()
-                call(whole, part)
-                _wait(device)
-                several.append(time.perf_counter() - started)
-            times[name, whole.nbytes] = statistics.median(several)
-    dist.destroy_process_group()
-    return times
-
-
-def _in_processes(body: Callable[..., Any], count: int, *args: Any) -> list[Any]:
-    """What `body(rank, *args)` returns in each of `count` processes that run at the same time."""
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        return pool.starmap(body, [(rank, *args) for rank in range(count)], chunksize=1)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _best(call: Callable[[], Any], seconds: float = 0.15) -> float:
     """The shortest time of `call`, over so many seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     call()
     best, end = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         call()
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - started)
     return best

@@ -132,6 +132,7 @@ class Clock:
             waits = launches if self._gpu.cpu else max(0.0, launches - busy)
             if phase == "optimizer":
                 own = {"optimizer": busy}
+                waits = 0.0 if self._gpu.cpu else waits  # on a CPU it is autograd's time, of which there is none here
             shown, covered = self._exposed(trace.traffic, phase, busy + waits)
             hidden += covered
             for name, seconds in {**own, "launching kernels": waits, **shown}.items():
