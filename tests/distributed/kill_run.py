@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.dcp import CommittingWriter
+from titanlite.checkpoint.writer import CheckpointWriter
 
 
 def trainer() -> int:
@@ -66,6 +67,12 @@ def kill_within_removal(path: Path) -> None:
         kill()
 
 
+def wrap_removal() -> None:
+    """The removal is waited for, because a machine that is busy can reach the next save before it."""
+    wrap(step_folders.shutil, "rmtree", before=kill_within_removal)
+    wrap(CheckpointWriter, "purge", after=lambda writer: writer._purger.submit(int).result())
+
+
 class FullDisk:
     """A file to which little can be written."""
 
@@ -92,7 +99,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "before_manifest": lambda: wrap(step_folders, "write_manifest", before=lambda *_: kill()),
     "before_rename": lambda: wrap(step_folders, "write_manifest", after=lambda *_: kill()),
     "after_rename": lambda: wrap(step_folders, "publish", after=lambda *_: kill()),
-    "during_purge": lambda: wrap(step_folders.shutil, "rmtree", before=kill_within_removal),
+    "during_purge": wrap_removal,
     "full_disk": lambda: wrap(step_folders.HashingFile, "__init__", after=fill_disk_once),
     "writer_dies": lambda: wrap(CommittingWriter, "write_data", before=kill_writer_once),
     "none": lambda: None,
