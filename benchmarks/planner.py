@@ -1,12 +1,14 @@
 """How far `titanlite plan` is off: real steps on a CPU beside their plans, memory and time.
 
-    python benchmarks/planner.py [--rates FILE] [--only TEXT] [--bytes | --again] [--out benchmarks/planner.md]
+    python benchmarks/planner.py [--only TEXT] [--bytes | --rounds N] [--out benchmarks/planner.md]
 
 Each case builds its job as a training run does, on 1, 2 or 4 processes, and does steps over random rows. On one process
 the bytes of a step are those that torch's profiler sees in the allocator, so they do not come from the planner's own
 counter. It does not see what gloo's threads free, so on several processes a dispatch counter counts storages. The time
-is the median of steps without the profiler. The plan goes by rates that `titanlite plan --measure` has measured on this
-machine, in a file of --rates, or measured now.
+is the median of steps without the profiler.
+
+Each round measures the rates of this machine, as `titanlite plan --measure` does, and then does the steps of all cases.
+Figures of time are medians of the rounds, because the same step can take a fifth more or less some minutes later.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import Microbatch
 from titanlite.observe.counter import Counter
-from titanlite.observe.gpus import Gpu, read_gpu
+from titanlite.observe.gpus import Gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.forecast import forecast, traces_of
@@ -104,55 +106,53 @@ CASES: dict[str, tuple[int, Sections]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """A case: bytes of the rank that takes the most, and seconds of a step. 0 seconds: not timed."""
+    """A case: bytes of the rank that takes the most, and seconds of a step in each round. Without any: not timed."""
 
     name: str
     ranks: int
     planned_bytes: int
     counted_bytes: int
-    planned_seconds: float
-    measured_seconds: float
+    planned_seconds: tuple[float, ...] = ()
+    measured_seconds: tuple[float, ...] = ()
 
     @property
     def memory_error(self) -> float:
         return self.planned_bytes / self.counted_bytes - 1
 
     @property
+    def planned(self) -> float:
+        return statistics.median(self.planned_seconds)
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.measured_seconds)
+
+    @property
     def time_error(self) -> float:
-        return self.planned_seconds / self.measured_seconds - 1 if self.measured_seconds else 0.0
+        return self.planned / self.measured - 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=Path, help="what `titanlite plan --measure` has written on this machine")
     parser.add_argument("--only", action="append", help="cases whose name contains this; may be given several times")
     parser.add_argument("--bytes", action="store_true", help="count bytes alone")
-    parser.add_argument("--again", action="store_true", help="plan again, beside the steps in --results")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which steps are timed")
     parser.add_argument("--results", type=Path, default=RESULTS / "planner.json", help="where figures are added")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
-    gpu = _rates(options.rates, options.bytes)
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    names = chosen(options.only)
-    for name in names if not options.again else ():
-        ranks, sections = CASES[name]
-        known[name] = {"real": real_steps(sections, ranks, timed=not options.bytes)}
-        print(f"{name}: {known[name]['real']}", flush=True)
-        options.results.write_text(json.dumps(known, indent=1) + "\n")
-    for name in names:
-        result = compare(name, gpu, known[name]["real"])
-        print(line(result), flush=True)
-        known[name] |= asdict(result) | {"machine": gpu.name, "torch": torch.__version__, "measured": gpu.measured}
-        options.results.write_text(json.dumps(known, indent=1) + "\n")
+    results: dict[str, Result] = {}
+    for number in range(1 if options.bytes else options.rounds):
+        gpu = this_cpu() if options.bytes else _rates()
+        for name in chosen(options.only):
+            results[name] = compare(name, gpu, timed=not options.bytes, before=results.get(name))
+            print(f"round {number + 1}: {line(results[name])}", flush=True)
+            known[name] = asdict(results[name]) | {"machine": gpu.name, "torch": torch.__version__}
+            options.results.write_text(json.dumps(known, indent=1) + "\n")
     options.out.write_text(page(known))
 
 
-def _rates(file: Path | None, only_bytes: bool) -> Gpu:
-    """The rates in `file`, or those of this machine. Bytes depend on none."""
-    if file is not None:
-        return read_gpu(file)
-    if only_bytes:
-        return this_cpu()
+def _rates() -> Gpu:
     with tempfile.TemporaryDirectory() as folder:
         return measure(Path(folder, "rates.toml"), print)
 
@@ -162,51 +162,57 @@ def chosen(only: Iterable[str] | None) -> list[str]:
     return [name for name in CASES if not only or any(text in name for text in only)]
 
 
-def compare(name: str, gpu: Gpu, real: Sequence[Mapping[str, float]]) -> Result:
-    """A case in the plan and in reality: bytes and seconds of each rank."""
+def compare(name: str, gpu: Gpu, timed: bool, before: Result | None = None) -> Result:
+    """A case in the plan and in reality. `before`: of earlier rounds, whose bytes stay and whose seconds are kept."""
     ranks, sections = CASES[name]
     run = Run(JobConfig.model_validate(sections), ranks)
     plan = forecast(run, traces_of(run, gpu, trace_run), gpu)
-    seconds = max(each["seconds"] for each in real)
-    return Result(
-        name,
-        ranks,
-        plan.peak,
-        max(int(each["bytes"]) for each in real),
-        plan.step_seconds if seconds else 0.0,
-        seconds,
+    real = real_steps(sections, ranks, counted=before is None, timed=timed)
+    result = before or Result(name, ranks, plan.peak, max(int(each["bytes"]) for each in real))
+    if not timed:
+        return result
+    return replace(
+        result,
+        planned_seconds=(*result.planned_seconds, plan.step_seconds),
+        measured_seconds=(*result.measured_seconds, max(each["seconds"] for each in real)),
     )
 
 
 def line(result: Result) -> str:
-    """A case in a line of a terminal."""
-    return (
-        f"{result.name:<28}{result.ranks:>2} {result.counted_bytes / MIB:9.2f} MiB {result.memory_error:+z7.2%}   "
-        f"{result.measured_seconds:8.4f} s, planned {result.planned_seconds:8.4f} {result.time_error:+7.1%}"
-    )
+    """A case in a line of a terminal, with the seconds of its newest round."""
+    text = f"{result.name:<28}{result.ranks:>2} {result.counted_bytes / MIB:9.2f} MiB {result.memory_error:+z7.2%}"
+    if not result.measured_seconds:
+        return text
+    planned, measured = result.planned_seconds[-1], result.measured_seconds[-1]
+    return f"{text}   {measured:8.4f} s, planned {planned:8.4f} {planned / measured - 1:+7.1%}"
 
 
 # ------------------------------------------------------------------------------------------------------- real steps
 
 
-def real_steps(sections: Sections, ranks: int, timed: bool) -> list[dict[str, float]]:
+def real_steps(sections: Sections, ranks: int, counted: bool, timed: bool) -> list[dict[str, float]]:
     """What each of `ranks` processes has counted and timed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        return pool.starmap(_rank, [(rank, ranks, port, sections, timed) for rank in range(ranks)], chunksize=1)
+        jobs = [(rank, ranks, port, sections, counted, timed) for rank in range(ranks)]
+        return pool.starmap(_rank, jobs, chunksize=1)
 
 
-def _rank(rank: int, ranks: int, port: int, sections: Sections, timed: bool) -> dict[str, float]:
+def _rank(rank: int, ranks: int, port: int, sections: Sections, counted: bool, timed: bool) -> dict[str, float]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     run = Run(JobConfig.model_validate(sections), ranks)
     gc.disable()  # as in training
     with process_group(run.job) as device:
-        size = _profiled(run, device) if ranks == 1 else _counted(run, device)
-        gc.collect()
-        return {"bytes": size, "seconds": _seconds(run, device) if timed else 0.0}
+        found: dict[str, float] = {}
+        if counted:
+            found["bytes"] = _profiled(run, device) if ranks == 1 else _counted(run, device)
+            gc.collect()
+        if timed:
+            found["seconds"] = _seconds(run, device)
+        return found
 
 
 def _step(run: Run, device: torch.device) -> Callable[[], Update]:
@@ -295,7 +301,7 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
     results = [Result(**{key: known[name][key] for key in Result.__dataclass_fields__}) for name in names]
     first = known[names[0]]
     errors = [abs(each.memory_error) for each in results]
-    times = [abs(each.time_error) for each in results if each.measured_seconds]
+    timed = [each for each in results if each.measured_seconds]
     heads = ["job", "ranks", "MiB", "plan", "error"]
     rows = [
         [
@@ -309,15 +315,24 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     summary = f"{len(names)} of {len(CASES)} cases were run. The largest error of memory is {max(errors):.2%}, the "
     summary += f"median {statistics.median(errors):.2%}."
-    if times:
+    if timed:
         heads += ["ms a step", "plan", "error"]
         for row, each in zip(rows, results, strict=True):
-            row += [f"{each.measured_seconds * 1000:,.0f}", f"{each.planned_seconds * 1000:,.0f}"]
-            row += [f"{each.time_error:+.0%}" if each.measured_seconds else ""]
+            if each in timed:
+                row += [f"{each.measured * 1000:,.0f}", f"{each.planned * 1000:,.0f}", f"{each.time_error:+.0%}"]
+            else:
+                row += ["", "", ""]
+        times = [abs(each.time_error) for each in timed]
         summary += f" The largest error of time is {max(times):.0%}, the median {statistics.median(times):.0%}."
+        rounds = max(len(each.measured_seconds) for each in timed)
+        spread = [_spread(each.measured_seconds for each in timed), _spread(each.planned_seconds for each in timed)]
+        summary += f" Times are medians of {rounds} rounds, each with rates that were measured in it. From the fastest"
+        summary += (
+            f" to the slowest round a step took {spread[0]:.0%} more time in the median, and its plan {spread[1]:.0%}."
+        )
     else:
         summary += " Times of steps were not measured, because that needs a machine that does nothing else."
-    command = "python benchmarks/planner.py" + ("" if times else " --bytes")
+    command = "python benchmarks/planner.py" + ("" if timed else " --bytes")
     return "\n".join(
         [
             "# Plans beside real steps",
@@ -333,6 +348,11 @@ def page(known: Mapping[str, Mapping[str, Any]]) -> str:
             *table(heads, rows),
         ]
     )
+
+
+def _spread(seconds: Iterable[Sequence[float]]) -> float:
+    """How much longer the slowest round took than the fastest, in the median of the cases."""
+    return statistics.median(max(each) / min(each) - 1 for each in seconds)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def test_what_is_measured_is_what_a_plan_goes_by(
     assert gpu.cpu
     assert {each.op for each in gpu.collective} == {"all_gather", "reduce_scatter", "all_reduce", "send"}
     assert {each.ranks for rates in gpu.rates for each in [rates]} == {1, gpu.machine}
+    assert all(rates.selective_us > 0 for rates in gpu.rates)
     alone = next(rates for rates in gpu.rates if rates.ranks == 1)
     assert {"bfloat16", "float32"} <= {each.dtype for each in alone.matmul}
     assert {each.phase for each in alone.attention} == {"forward", "backward"}
@@ -43,6 +44,7 @@ def test_what_is_measured_is_what_a_plan_goes_by(
     work = matmul(m, k, n, dtype=known.dtype)
     parts, _ = Clock(run(1), gpu).rank_parts(trace((work,)))
     assert parts["matmuls"] == pytest.approx(known.seconds, rel=1e-3)
+    assert {(each.ranks, each.together) for each in gpu.collective} == {(2, 2), (2, 4), (4, 4)}
     reduced = next(each for each in gpu.collective if (each.op, each.ranks) == ("all_reduce", 2))
     sent = traffic("all_reduce", 3 * reduced.bytes, ranks=2, count=3)
     assert Clock(run(2), gpu).collective(sent) == pytest.approx(3 * reduced.seconds)

@@ -8,7 +8,7 @@ import pytest
 from traces import matmul, moving, run, trace, traffic
 
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.gpus import WRAPPER, Attention, Gpu, Kernel, Matmul, Rates, find_gpu
+from titanlite.observe.gpus import WRAPPER, Attention, Collective, Gpu, Kernel, Matmul, Rates, find_gpu
 from titanlite.plan.counts import Traffic, Work
 from titanlite.plan.time import (
     ATTENTION,
@@ -17,6 +17,7 @@ from titanlite.plan.time import (
     LINK,
     MATMUL,
     OVERLAP_PRICE,
+    SELECTIVE_US,
     WRAPPER_US,
     Clock,
     bubble,
@@ -32,6 +33,7 @@ CPU = Gpu(
             ranks=1,
             launch_us=10.0,
             wrapper_us=20.0,
+            selective_us=4000.0,
             bandwidth=12,
             matmul=(
                 Matmul(dtype="float32", shape=(256, 256, 256), seconds=1e-3),
@@ -99,6 +101,15 @@ def test_python_finds_what_a_tensor_subclass_has_to_run_except_in_compiled_code(
     assert measured["launching kernels"] == pytest.approx(4 * 1000 * 20e-6)  # 8 ranks on 2 cores
 
 
+def test_python_chooses_what_each_block_keeps_except_in_compiled_code():
+    chosen, numbered = ({"mode": "selective", "selective_ac_option": option} for option in ("op", "2"))
+    assert parts(activation_checkpoint=chosen) == {"launching kernels": pytest.approx(32 * SELECTIVE_US * 1e-6)}
+    assert parts(activation_checkpoint=chosen, compile={"enable": True}) == {}
+    assert parts(activation_checkpoint=numbered) == {}
+    measured = parts(gpu=CPU, activation_checkpoint=chosen)
+    assert measured["launching kernels"] == pytest.approx(4 * 32 * 4e-3)  # 8 ranks on 2 cores
+
+
 def test_a_ring_within_a_machine_and_across_machines():
     clock = Clock(run(64), H100)
     size = 10**12
@@ -128,8 +139,23 @@ def test_a_cpu_hides_nothing_and_pays_for_each_launch():
     times = parts(moving(1000, count=1), gpu=CPU, world_size=1, sent=[traffic("all_reduce", 10**6, ranks=2)])
     assert times["memory-bound kernels"] == pytest.approx(1e-5)
     assert times["launching kernels"] == pytest.approx(10e-6)
-    assert "launching kernels" not in parts(moving(1000, phase="optimizer"), gpu=CPU, world_size=1)
+    updates = parts(moving(1000, phase="optimizer"), gpu=CPU, world_size=1)
+    assert updates == {"optimizer": pytest.approx(1e-5), "launching kernels": pytest.approx(10e-6)}
     assert times["collectives (fsdp)"] == pytest.approx(2 * (10**6 / 2 / 5e9 + 100e-6))
+
+
+def test_groups_that_share_the_cores_take_what_such_groups_took():
+    measured = [
+        Collective(op="all_gather", ranks=2, together=together, bytes=size, seconds=size * 1e-9 * together)
+        for together in (2, 4)
+        for size in (1000, 10**6)
+    ]
+    gpu = CPU.model_copy(update={"collective": tuple(measured)})
+    gather = traffic("all_gather", 3 * 10**6, ranks=2, count=3)
+    assert Clock(run(world_size=2), gpu).collective(gather) == pytest.approx(3 * 2e-3)
+    assert Clock(run(world_size=4), gpu).collective(gather) == pytest.approx(3 * 4e-3)
+    # On more ranks than were measured, each core has twice as much to do.
+    assert Clock(run(world_size=8), gpu).collective(gather) == pytest.approx(2 * 3 * 4e-3)
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(500, 1e-5), (1000, 1e-5), (2000, 1.5e-5), (3000, 2e-5)])

@@ -10,9 +10,11 @@ GIB = 2**30
 
 
 def run(world_size: int = 8, **sections: dict[str, Any]) -> Run:
-    """A job of Llama 8b with 8,192 tokens in a row."""
+    """A job of Llama 8b with 8,192 tokens in a row, which recomputes nothing."""
     training = {"seq_len": 8192, "local_batch_size": 2, "steps": 1000, **sections.pop("training", {})}
-    return Run(JobConfig.model_validate({"model": {"flavor": "8b"}, "training": training, **sections}), world_size)
+    recompute = {"mode": "none", **sections.pop("activation_checkpoint", {})}
+    job = {"model": {"flavor": "8b"}, "training": training, "activation_checkpoint": recompute, **sections}
+    return Run(JobConfig.model_validate(job), world_size)
 
 
 def matmul(m: int, k: int, n: int, phase: str = "forward", dtype: str = "bfloat16", count: int = 1) -> Work:

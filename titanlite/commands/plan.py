@@ -50,7 +50,7 @@ class Plan(Options):
     write: OptionPath | None = None
     """With --search: write the job file of the fastest to this new file."""
     measure: bool = False
-    """Measure the rates of this machine, in one to two minutes, instead of planning a job."""
+    """Measure the rates of this machine, in two minutes, instead of planning a job."""
     out: OptionPath | None = None
     """With --measure: write the rates to this new TOML file. Left out: my_machine.toml."""
 

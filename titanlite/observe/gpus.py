@@ -68,7 +68,9 @@ class Collective(FileModel):
     op: str
     """"all_gather", "reduce_scatter", "all_reduce" or "send"."""
     ranks: PositiveInt
-    """Ranks of the group, which were all that ran."""
+    """Ranks of the group."""
+    together: PositiveInt
+    """Ranks that ran on the machine, all in groups of this size."""
     bytes: PositiveInt
     """Of the whole tensor: gathered, or to be reduced."""
     seconds: PositiveFloat
@@ -82,6 +84,8 @@ class Rates(FileModel):
     """Microseconds that a kernel takes beside its own work: Python, autograd and the dispatcher."""
     wrapper_us: NonNegativeFloat
     """Microseconds in which an operator on a tensor subclass, such as a DTensor, finds the operators to run."""
+    selective_us: NonNegativeFloat
+    """Microseconds in which Python chooses what a block keeps with activation_checkpoint.selective_ac_option = "op"."""
     bandwidth: Amount
     """GB/s of memory for each of the ranks while all of them copy."""
     matmul: Annotated[tuple[Matmul, ...], Field(strict=False, min_length=1)]

@@ -37,16 +37,18 @@ from titanlite.runtime.world import process_group
 from titanlite.train.update import Update
 
 GIB = 2**30
-SECONDS = 0.25  # in which a step is repeated, without and with a clock
-TURNS = 2  # of each job, so that what else runs on the machine for a moment does not last for all of them
+SECONDS = 0.2  # in which a step is repeated, without and with a clock
+TURNS = 3  # of each job, so that what else runs on the machine for a moment does not last for most of them
+BLOCKS = 2  # of a job
 MOST_SIZES = 8  # of an operator that are kept
 
 
 class Sample(NamedTuple):
-    """A job of two blocks whose kernels are timed.
+    """A job whose kernels are timed.
 
     Attributes:
         rows: Rows of a forward pass, of `length` tokens each.
+        vocab: Size of the vocabulary.
         keys: Keys of the job beside its sizes. They need kernels that other samples do not have, so it is timed in
             bfloat16 alone.
     """
@@ -56,6 +58,7 @@ class Sample(NamedTuple):
     ffn_dim: int
     length: int
     rows: int
+    vocab: int = 4096
     keys: Mapping[str, Mapping[str, Any]] = {}
 
 
@@ -70,11 +73,11 @@ ON_CPU = (
     Sample(512, 8, 1408, 256, 2),
     Sample(512, 8, 1408, 1024, 1),
     Sample(1024, 16, 2816, 128, 1),
-    Sample(256, 4, 640, 256, 2, _MASKS),
-    Sample(512, 8, 1408, 1024, 1, _MASKS),
-    Sample(256, 4, 640, 256, 2, {"float8": _FLOAT8}),
-    Sample(512, 8, 1408, 256, 2, {"float8": _FLOAT8 | _GATHERED_FP8}),
-    Sample(512, 8, 1408, 128, 1, _ROUNDED),
+    Sample(256, 4, 640, 256, 2, keys=_MASKS),
+    Sample(512, 8, 1408, 1024, 1, keys=_MASKS),
+    Sample(256, 4, 640, 256, 2, keys={"float8": _FLOAT8}),
+    Sample(512, 8, 1408, 256, 2, keys={"float8": _FLOAT8 | _GATHERED_FP8}),
+    Sample(512, 8, 1408, 128, 1, 16384, _ROUNDED),  # whose integers of 64 bits exceed the caches
 )
 ON_GPU = (
     Sample(256, 4, 640, 1024, 4),
@@ -85,6 +88,8 @@ ON_GPU = (
 
 SHARDED = Sample(512, 8, 1408, 256, 2)
 """Is timed with and without tensor parallelism, which works on DTensors."""
+SELECTIVE = Sample(512, 8, 1408, 256, 2, keys={"activation_checkpoint": {"mode": "selective"}})
+"""Is timed beside `SHARDED`, which recomputes nothing."""
 
 
 class Timed(NamedTuple):
@@ -94,12 +99,14 @@ class Timed(NamedTuple):
         kernels: Kernel -> its median time.
         launch: Seconds that a kernel takes beside its work.
         wrapper: Seconds that an operator on a tensor subclass takes beside the operators that it runs.
+        selective: Seconds that a block with selective recomputation takes beside its kernels.
         bandwidth: GB/s that a copy reads and writes, while the other processes copy, too.
     """
 
     kernels: dict[Kernel, float]
     launch: float
     wrapper: float
+    selective: float
     bandwidth: float
 
 
@@ -149,7 +156,7 @@ class _Clock(TorchDispatchMode):
 
 
 def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = ()) -> Gpu:
-    """Measure this machine in one to two minutes, and write its rates to `out`.
+    """Measure this machine in two minutes, and write its rates to `out`.
 
     Args:
         samples: The jobs whose kernels are timed. Left out: ON_GPU or ON_CPU.
@@ -172,8 +179,11 @@ def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = (
     update: dict[str, Any] = {"rates": tuple(rates)}
     if count > 1:
         log(f"Timing collectives of {count} ranks ...")
-        timed = [each for ranks in ([count] if is_gpu else [count, 2 * count]) for each in timed_collectives(ranks)]
-        update |= {"collective": tuple(timed), **link([each for each in timed if each.ranks == count])}
+        timed = timed_collectives(count, [count])
+        update |= link(timed)
+        if not is_gpu:
+            timed += timed_collectives(2 * count, [count, 2 * count])
+        update["collective"] = tuple(timed)
     today = datetime.date.today().isoformat()
     update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
     result = base.model_copy(update=update)
@@ -246,15 +256,18 @@ def _in_process(rank: int, threads: int, samples: Sequence[Sample]) -> Timed:
     with process_group(_job(samples[0], dtypes[0]).job) as device:
         bandwidth = _bandwidth(device)
         jobs = [_job(sample, dtype) for sample in samples for dtype in (dtypes[:1] if sample.keys else dtypes)]
-        *steps, plain = _time_jobs([*jobs, _job(SHARDED, dtypes[0])], device)
+        *steps, plain, selective = _time_jobs(
+            [*jobs, *(_job(each, dtypes[0]) for each in (SHARDED, SELECTIVE))], device
+        )
     with fake_world(2, 0):  # the other rank takes no time
         (sharded,) = _time_jobs([_job(SHARDED, dtypes[0], 2)], device)
     wrapper = max(0.0, sharded.beside - plain.beside * sharded.kernels / plain.kernels) / sharded.wrappers
+    chosen = max(0.0, selective.beside - plain.beside * selective.kernels / plain.kernels) / BLOCKS
     # On a GPU only the job with the smallest kernels waits for launches.
     launches = [step.beside / step.kernels for step in steps]
     launch = min(launches) if device.type == "cuda" else statistics.median_low(launches)
-    kernels = _fastest(step.times for step in steps)
-    return Timed(kernels, launch, wrapper, bandwidth)
+    kernels = _medians(step.times for step in steps)
+    return Timed(kernels, launch, wrapper, chosen, bandwidth)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -273,10 +286,10 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _job(sample: Sample, dtype: str, ranks: int = 1) -> Run:
-    model = {"dim": sample.dim, "n_layers": 2, "n_heads": sample.heads, "n_kv_heads": sample.heads // 2}
+    model = {"dim": sample.dim, "n_layers": BLOCKS, "n_heads": sample.heads, "n_kv_heads": sample.heads // 2}
     training = {"seq_len": sample.length, "local_batch_size": sample.rows, "mixed_precision_param": dtype}
-    job = {"model": {**model, "ffn_dim": sample.ffn_dim, "vocab_size": 4096}, **sample.keys}
-    job |= {"parallelism": {"tensor_parallel_degree": ranks}}
+    job = {"model": {**model, "ffn_dim": sample.ffn_dim, "vocab_size": sample.vocab}, **sample.keys}
+    job = {"activation_checkpoint": {"mode": "none"}, "parallelism": {"tensor_parallel_degree": ranks}, **job}
     return Run(JobConfig.model_validate({**job, "training": {**training, **sample.keys.get("training", {})}}), ranks)
 
 
@@ -286,8 +299,8 @@ def _time_jobs(runs: Sequence[Run], device: torch.device) -> list[Step]:
     turns = [[_time(step, device) for step in steps] for _ in range(TURNS)]
     return [
         Step(
-            _fastest(each.times for each in same),
-            min(each.beside for each in same),
+            _medians(each.times for each in same),
+            statistics.median(each.beside for each in same),
             same[0].kernels,
             same[0].wrappers,
         )
@@ -295,13 +308,13 @@ def _time_jobs(runs: Sequence[Run], device: torch.device) -> list[Step]:
     ]
 
 
-def _fastest(measured: Iterable[Mapping[Kernel, float]]) -> dict[Kernel, float]:
-    """The shortest time of each kernel: what else runs on the machine only adds to it."""
-    fastest: dict[Kernel, float] = {}
-    for times in measured:
-        for kernel, seconds in times.items():
-            fastest[kernel] = min(seconds, fastest.get(kernel, math.inf))
-    return fastest
+def _medians(measured: Iterable[Mapping[Kernel, float]]) -> dict[Kernel, float]:
+    """The median time of each kernel. A plan is compared with a usual step, not with the fastest one."""
+    times: dict[Kernel, list[float]] = defaultdict(list)
+    for each in measured:
+        for kernel, seconds in each.items():
+            times[kernel].append(seconds)
+    return {kernel: statistics.median(seconds) for kernel, seconds in times.items()}
 
 
 def _warm_step(run: Run, device: torch.device) -> Callable[[], float]:
@@ -325,7 +338,7 @@ def _warm_step(run: Run, device: torch.device) -> Callable[[], float]:
 
 def _time(step: Callable[[], float], device: torch.device) -> Step:
     """What a step and its kernels take."""
-    whole = min(_repeated(step))
+    whole = statistics.median(_repeated(step))
     with _Clock(device) as clock:
         repeats = len(_repeated(step))
     times = {kernel: statistics.median(seconds) for kernel, seconds in clock.times.items()}
@@ -367,13 +380,12 @@ def _rates(ranks: int, timed: list[Timed]) -> Rates:
         for kernel in first
         if len(kernel.shape) == 5
     ]
-    sizes: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    sizes: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kernel in first:
         if not kernel.shape and kernel.bytes:
-            known = sizes[kernel.op, kernel.dtype]
-            known[kernel.bytes] = min(mean(kernel), known.get(kernel.bytes, math.inf))
+            sizes[kernel.op, kernel.dtype][kernel.bytes].append(mean(kernel))
     moving = [
-        gpus.Kernel(op=op, dtype=dtype, bytes=size, seconds=known[size])
+        gpus.Kernel(op=op, dtype=dtype, bytes=size, seconds=statistics.mean(known[size]))
         for (op, dtype), known in sorted(sizes.items())
         for size in _spread(sorted(known))
     ]
@@ -381,6 +393,7 @@ def _rates(ranks: int, timed: list[Timed]) -> Rates:
         ranks=ranks,
         launch_us=sum(each.launch for each in timed) / len(timed) * 1e6,
         wrapper_us=sum(each.wrapper for each in timed) / len(timed) * 1e6,
+        selective_us=sum(each.selective for each in timed) / len(timed) * 1e6,
         bandwidth=sum(each.bandwidth for each in timed) / len(timed),
         matmul=tuple(matmuls),
         attention=tuple(attention),

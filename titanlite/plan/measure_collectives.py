@@ -9,7 +9,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,28 @@ from torch import Tensor
 
 from titanlite.observe import gpus
 
-REPEATS, TURNS = 5, 3
+REPEATS, TURNS = 4, 3
 # Numbers of 4 bytes in a tensor.
 ON_CPU = tuple(2**n for n in (4, 10, 14, 16, 18, 20, 22))
 ON_GPU = tuple(2**n for n in (10, 16, 20, 22, 24, 26))
 
 
-def timed_collectives(ranks: int) -> list[gpus.Collective]:
-    """Each collective of so many processes, at some sizes: the mean of the ranks that take part."""
+def timed_collectives(together: int, sizes: Sequence[int]) -> list[gpus.Collective]:
+    """Each collective on tensors of some sizes: the mean of the ranks that take part.
+
+    Args:
+        together: Number of processes that run.
+        sizes: Of the groups in which they meet.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        timed = in_processes(_collectives, ranks, ranks, str(Path(folder, "store")))
+        timed = in_processes(_collectives, together, together, sizes, str(Path(folder, "store")))
     found = []
-    for op in dict.fromkeys(op for op, _ in timed[0]):
-        sizes = sorted(size for other, size in timed[0] if other == op)
-        means = [statistics.mean(each[op, size] for each in (timed[:2] if op == "send" else timed)) for size in sizes]
-        for size, seconds in zip(sizes, _rising(means), strict=True):
-            found.append(gpus.Collective(op=op, ranks=ranks, bytes=size, seconds=max(1e-6, seconds)))
+    for op, ranks in dict.fromkeys((op, ranks) for op, ranks, _ in timed[0]):
+        counts = sorted(count for *other, count in timed[0] if other == [op, ranks])
+        means = [statistics.mean(each[op, ranks, n] for each in timed if (op, ranks, n) in each) for n in counts]
+        for count, mean in zip(counts, _rising(means), strict=True):
+            seconds = max(1e-6, mean)
+            found.append(gpus.Collective(op=op, ranks=ranks, together=together, bytes=count, seconds=seconds))
     return found
 
 
@@ -58,8 +64,9 @@ def link(timed: list[gpus.Collective]) -> dict[str, float]:
     return {"link": rate, "latency_us": max(0.1, small.seconds * 1e6 / hops)}
 
 
-def _collectives(rank: int, ranks: int, store: str) -> dict[tuple[str, int], float]:
-    """(operation, bytes of the whole tensor) -> the seconds that it adds to what a rank computes before it.
+def _collectives(rank: int, together: int, sizes: Sequence[int], store: str) -> dict[tuple[str, int, int], float]:
+    """(operation, ranks of a group, bytes of the whole tensor) -> the seconds that it adds to what a rank computes
+    before it.
 
     As in a step, the ranks compute and then meet, so each waits for the one that is late.
     """
@@ -70,45 +77,65 @@ def _collectives(rank: int, ranks: int, store: str) -> dict[tuple[str, int], flo
     else:
         torch.set_num_threads(1)
     backend = "nccl" if is_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-
-    def send(whole: Tensor) -> None:
-        if rank < 2:
-            dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
-
-    # torch 2.13 has new names for them.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    operations: dict[str, Callable[[Tensor, Tensor], Any]] = {
-        "all_gather": gather,
-        "reduce_scatter": lambda whole, part: reduce_scatter(part, whole),
-        "all_reduce": lambda whole, _: dist.all_reduce(whole),
-        "send": lambda whole, _: send(whole),
-    }
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=together)
     matrix = torch.ones(512, 512, device=device)
 
-    def seconds(call: Callable[[], Any]) -> float:
+    def seconds(groups: Sequence[Any], call: Callable[[Any], Any]) -> float:
         turns = []
         for _ in range(TURNS):
             dist.barrier()
             wait(device)
             started = time.perf_counter()
             for _ in range(REPEATS):
-                torch.mm(torch.mm(matrix, matrix), matrix)
-                call()
+                for group in groups:
+                    torch.mm(torch.mm(matrix, matrix), matrix)
+                    call(group)
             wait(device)
-            turns.append((time.perf_counter() - started) / REPEATS)
+            turns.append((time.perf_counter() - started) / REPEATS / len(groups))
         return statistics.median(turns)
 
-    alone = seconds(lambda: None)
-    times: dict[tuple[str, int], float] = {}
-    for numbers in ON_GPU if is_gpu else ON_CPU:
-        part = torch.ones(numbers // ranks, device=device)
-        whole = torch.ones(len(part) * ranks, device=device)
-        for name, call in operations.items():
-            times[name, whole.nbytes] = seconds(lambda call=call, whole=whole, part=part: call(whole, part)) - alone
+    alone = seconds([None], lambda _: None)
+    times: dict[tuple[str, int, int], float] = {}
+    for ranks in sizes:
+        groups = _groups(together, ranks)
+        for numbers in ON_GPU if is_gpu else ON_CPU:
+            part = torch.ones(numbers // ranks, device=device)
+            whole = torch.ones(len(part) * ranks, device=device)
+            for name, call in _operations(whole, part).items():
+                times[name, ranks, whole.nbytes] = seconds(groups, call) - alone
+            if any(dist.get_rank(group) > 1 for group in groups):
+                del times["send", ranks, whole.nbytes]  # it waited for nobody
     dist.destroy_process_group()
     return times
+
+
+def _groups(together: int, ranks: int) -> list[Any]:
+    """This rank's groups of a size along both dimensions of a mesh, as with FSDP and tensor parallelism: so the groups
+    along one of them wait for each other, too."""
+    count = together // ranks
+    groups = [dist.new_subgroups(ranks)[0]]
+    if count > 1:
+        others = [list(range(first, together, count)) for first in range(count)]
+        groups.append(dist.new_subgroups_by_enumeration(others)[0])
+    return groups
+
+
+def _operations(whole: Tensor, part: Tensor) -> dict[str, Callable[[Any], Any]]:
+    # torch 2.13 has new names for them.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def send(group: Any) -> None:
+        rank = dist.get_rank(group)
+        if rank < 2:
+            dist.send(whole, group=group, group_dst=1) if rank == 0 else dist.recv(whole, group=group, group_src=0)
+
+    return {
+        "all_gather": lambda group: gather(whole, part, group=group),
+        "reduce_scatter": lambda group: reduce_scatter(part, whole, group=group),
+        "all_reduce": lambda group: dist.all_reduce(whole, group=group),
+        "send": send,
+    }
 
 
 def in_processes(body: Callable[..., Any], count: int, *args: Any) -> list[Any]:

@@ -37,6 +37,8 @@ LAUNCH_US = 10.0
 # Microseconds in which Python finds what an operator on a DTensor or on a tensor in FP8 has to run. It is two to three
 # launches on a CPU.
 WRAPPER_US = 25.0
+# Microseconds in which Python chooses, operator by operator, what a block keeps, and finds it again when it recomputes.
+SELECTIVE_US = 1500.0
 # A kernel that moves fewer bytes takes most of its time to start.
 STARTING_BYTES = 2**16
 # What the compiler does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
@@ -116,6 +118,7 @@ class Clock:
         self._crowd = max(1.0, here / gpu.machine) if gpu.cpu else 1.0
         self._launch = (self._rates.launch_us if self._rates else LAUNCH_US) * 1e-6
         self._wrapper = (self._rates.wrapper_us if self._rates else WRAPPER_US) * 1e-6
+        self._selective = (self._rates.selective_us if self._rates else SELECTIVE_US) * 1e-6
 
     def rank_parts(self, trace: RankTrace) -> tuple[dict[str, float], float]:
         """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
@@ -126,13 +129,15 @@ class Clock:
             own = {"matmuls": 0.0, "attention": 0.0, "memory-bound kernels": 0.0}
             for each in work:
                 own[self._kind(each)] += self._seconds(each) * self._crowd
-            launches = sum(map(self._launching, work)) * self._crowd
+            launches = sum(map(self._launching, work))
+            if phase != "optimizer":
+                launches += self._choosing(trace) / 2
+            launches *= self._crowd
             busy = sum(own.values())
             # A CPU computes what it launches; a GPU only waits for launches that take longer than its kernels.
             waits = launches if self._gpu.cpu else max(0.0, launches - busy)
             if phase == "optimizer":
                 own = {"optimizer": busy}
-                waits = 0.0 if self._gpu.cpu else waits  # on a CPU it is autograd's time, of which there is none here
             shown, covered = self._exposed(trace.traffic, phase, busy + waits)
             hidden += covered
             for name, seconds in {**own, "launching kernels": waits, **shown}.items():
@@ -214,6 +219,14 @@ class Clock:
             return 0.0 if self._is_compiled(work) else work.count * self._wrapper
         return work.count * self._launch * (FUSED_KERNELS if self._is_fused(work) else 1.0)
 
+    def _choosing(self, trace: RankTrace) -> float:
+        """Seconds in which Python chooses what the blocks of a rank keep, and finds it again."""
+        recompute = self._run.job.activation_checkpoint
+        if self._fused or (recompute.mode, recompute.selective_ac_option) != ("selective", "op"):
+            return 0.0
+        blocks = sum(len(self._run.stages[stage]) for stage in trace.stages)
+        return blocks * self._run.microbatches * self._selective
+
     def _measured(self) -> Rates:
         assert self._rates is not None
         return self._rates
@@ -253,8 +266,10 @@ class Clock:
         gpu, ranks = self._gpu, traffic.ranks
         measured = [each for each in gpu.collective if (each.op, each.ranks) == (traffic.op, ranks)]
         if measured and traffic.count:
-            here = max(1.0, self._here / max(ranks, gpu.machine)) if gpu.cpu else 1.0
-            return here * traffic.count * _near_seconds(traffic.bytes / traffic.count, measured)
+            together = min((each.together for each in measured), key=lambda number: abs(number - self._here))
+            measured = [each for each in measured if each.together == together]
+            more = max(1.0, self._here / max(together, gpu.machine)) if gpu.cpu else 1.0
+            return more * traffic.count * _near_seconds(traffic.bytes / traffic.count, measured)
         machines = 1 if gpu.cpu else math.ceil(traffic.span / gpu.machine)
         together = math.ceil(ranks / machines)
         times = 2 if traffic.op == "all_reduce" else 1
