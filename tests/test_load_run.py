@@ -192,11 +192,6 @@ BROKEN = [  # options, ranks, and what the report must hold
         1,
         ["checkpoint.keep_best = true", "checkpoint.enable is false"],
     ),
-    (
-        ["--metrics.details", "updates", "float8"],
-        1,
-        ['metrics.details = ["updates", "float8"]', "enable is false. Set it"],
-    ),
     (["--float8.enable"], 1, ["float8.enable = true", "converts no layer", "model.dim = 256", "float8.min_features"]),
 ]
 

@@ -26,7 +26,7 @@ from titanlite.config.load import (
     resolve_path,
 )
 from titanlite.config.mistakes import json_schema
-from titanlite.config.schema import JobConfig, ValidationSource
+from titanlite.config.schema import NEVER_READ, JobConfig, ValidationSource
 
 
 @pytest.fixture(autouse=True)
@@ -381,7 +381,7 @@ def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
 
 
 def dropped_keys() -> list[tuple[str, str, object]]:
-    return [(name, key, value) for name, section in SECTIONS.items() for key, value in section.dropped.items()]
+    return [(name, key, default) for name, section in SECTIONS.items() for key, (default, _) in section.dropped.items()]
 
 
 def test_a_key_that_was_dropped_is_read_at_its_default_only():
@@ -397,14 +397,43 @@ def test_a_key_that_was_dropped_is_read_at_its_default_only():
 
 
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("text", "argv", "key", "sentence"),
     [
-        ("[validation]\nprefetch = 3", "validation.prefetch = 3"),
-        ('[[validation.sources]]\nsource = "c4"\nmax_epochs = 2', "validation.sources.0.max_epochs = 2"),
+        ("[validation]\nprefetch = 3", [], "validation.prefetch = 3", NEVER_READ),
+        ('[[validation.sources]]\nsource = "c4"\nmax_epochs = 2', [], "sources.0.max_epochs = 2", NEVER_READ),
+        ("", ["--validation.prefetch", "3"], "--validation.prefetch", NEVER_READ),
+        ("", ["--validation.no-document-mask"], "--validation.no-document-mask", NEVER_READ),
+        (
+            '[checkpoint]\nasync_mode = "process"',
+            [],
+            'async_mode = "process"',
+            'is no longer a way to save. Use "async"',
+        ),
+        (
+            "",
+            ["--checkpoint.async_mode", "process"],
+            'async_mode = "process"',
+            'is no longer a way to save. Use "async"',
+        ),
+        ("", ["--metrics.details", "updates", "float8"], 'metrics.details.1 = "float8"', "is no longer measured"),
     ],
 )
-def test_a_key_that_was_dropped_is_refused_with_another_value(text: str, key: str):
-    assert f"job.toml: {key} is no longer a key, because nothing read it. Remove it." in mistakes(text)
+def test_what_an_earlier_version_had_is_answered_with_what_to_use_instead(
+    text: str, argv: list[str], key: str, sentence: str
+):
+    report = mistakes(text, *argv)
+    assert report.startswith("1 mistake")
+    assert f"{key} {sentence}" in report
+
+
+def test_the_job_of_an_old_checkpoint_is_read_without_what_is_gone():
+    saved = JobConfig().model_dump(mode="json")
+    saved["validation"] |= {"prefetch": 3}
+    saved["checkpoint"]["async_mode"] = "process"
+    saved["metrics"]["details"] = ["updates", "float8"]
+    job = JobConfig.of_checkpoint(saved)
+    assert job.metrics.details == ("updates",)
+    assert job.model_copy(update={"metrics": JobConfig().metrics}) == JobConfig()
 
 
 # ---------------------------------------------------------------------------------------------------- the resolved copy

@@ -99,8 +99,8 @@ def _mistake(job: type[BaseModel], error: Any) -> Mistake:
 def unknown(job: type[BaseModel], section: str, key: str) -> str:
     """The message about an unknown key. It names the most similar known keys, of any section."""
     sections = job.model_fields
-    if section in sections and key in getattr(_section(job, section), "dropped", {}):
-        return "is no longer a key, because nothing read it. Remove it."
+    if section in sections and (sentence := gone(_section(job, section), key.removeprefix("no_"))):
+        return sentence
     section = section if section in sections else next(iter(difflib.get_close_matches(section, sections, n=1)), "")
     own = list(_section(job, section).model_fields) if section else []
     keys = [f"{name}.{known}" for name in sections for known in _section(job, name).model_fields]
@@ -131,8 +131,8 @@ def explain(model: type[BaseModel], error: Any) -> str:
             model, name = inner, part
     if error["type"] == "missing":
         return f"is missing. {model.model_fields[name].description}"
-    if error["type"] == "extra_forbidden" and name in getattr(model, "dropped", {}):
-        return "is no longer a key, because nothing read it. Remove it."
+    if sentence := gone(model, name, error["input"] if error["type"] == "literal_error" else None):
+        return sentence
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, model.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(model.model_fields)}."
@@ -141,6 +141,13 @@ def explain(model: type[BaseModel], error: Any) -> str:
         text = error["msg"].removeprefix("Value error, ")
         return f"{text}. {model.model_fields[name].description if name in model.model_fields else ''}"
     return must_be(model, name, isinstance(error["loc"][-1], int))
+
+
+def gone(model: type[BaseModel], name: str, value: object = None) -> str | None:
+    """The answer about a key, or about one of its choices, that an earlier version had. None: there was none."""
+    if name in model.model_fields:
+        return getattr(model, "gone_values", {}).get(name, {}).get(value) if isinstance(value, str) else None
+    return getattr(model, "dropped", {}).get(name, (None, None))[1]
 
 
 def table_within(annotation: Any) -> type[BaseModel] | None:

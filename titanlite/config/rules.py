@@ -281,13 +281,6 @@ def float8_all_gather(context: Context) -> Iterator[str]:
         yield context.wrong("float8.precompute_float8_dynamic_scale_for_fsdp", text)
 
 
-@rule("float8.enable", "metrics.details")
-def float8_is_counted(context: Context) -> Iterator[str]:
-    if "float8" in context.job.metrics.details and not context.job.float8.enable:
-        text = 'has "float8", the numbers of FP8 layers. There are none, because float8.enable is false. Set it, or '
-        yield context.wrong("metrics.details", f'{text}leave "float8" out.')
-
-
 @rule("float8", "model")
 def float8_sizes(context: Context) -> Iterator[str]:
     arch, float8 = context.run.arch, context.job.float8

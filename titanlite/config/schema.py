@@ -57,6 +57,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists; a frozen section holds a tuple
 
+NEVER_READ = "is no longer a key, because nothing read it. Remove it."
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
@@ -70,18 +72,18 @@ class Section(BaseModel):
         revalidate_instances="always",  # because `model_copy(update=...)` does not validate
     )
 
-    dropped: ClassVar[dict[str, object]] = {}
-    """Keys that an earlier version accepted but never read, with their defaults. The jobs that it saved name them."""
-
-    @classmethod
-    def without_dropped(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`values` without the dropped keys that have their default."""
-        return {key: value for key, value in values.items() if key not in cls.dropped or value != cls.dropped[key]}
+    dropped: ClassVar[dict[str, tuple[object, str]]] = {}
+    """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
+    that these versions saved name each key, so one that has its default is read as if it were not there."""
+    gone_values: ClassVar[dict[str, dict[str, str]]] = {}
+    """Choices that earlier versions had: key -> value -> the answer: what to use instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _forget_dropped(cls, values: Any) -> Any:
-        return cls.without_dropped(values) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.dropped or value != cls.dropped[key][0]}
 
 
 class Job(Section):
@@ -236,7 +238,7 @@ class Dataset(TextSource):
     """Where the text comes from, and in which order it is read. The keys here describe one source. For a mix, use
     [[dataset.sources]]."""
 
-    dropped = {"weight": 1.0}
+    dropped = {"weight": (1.0, NEVER_READ)}
 
     max_epochs: NonNegativeInt = 0
     """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
@@ -270,7 +272,7 @@ class Dataset(TextSource):
 class ValidationSource(TextSource):
     """One source of a mix to validate on."""
 
-    dropped = {"max_epochs": 0}
+    dropped = {"max_epochs": (0, NEVER_READ)}
 
     weight: NonNegativeFloat = 1.0
     """Share of the rows that come from this source, relative to the weights of the other sources."""
@@ -281,13 +283,13 @@ class Validation(TextSource):
     [[validation.sources]]."""
 
     dropped = {
-        "weight": 1.0,
-        "max_epochs": 0,
-        "stages": [],
-        "document_mask": False,
-        "on_change": "error",
-        "num_workers": 1,
-        "prefetch": 2,
+        "weight": (1.0, NEVER_READ),
+        "max_epochs": (0, NEVER_READ),
+        "stages": ([], NEVER_READ),
+        "document_mask": (False, NEVER_READ),
+        "on_change": ("error", NEVER_READ),
+        "num_workers": (1, NEVER_READ),
+        "prefetch": (2, NEVER_READ),
     }
 
     freq: NonNegativeInt = 0
@@ -458,17 +460,20 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
+    gone_values = {
+        "async_mode": {"process": 'is no longer a way to save. Use "async": a thread writes, beside the training.'}
+    }
+
     enable: bool = True
     """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
     folder: PathText = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
     interval: PositiveInt = 500
     """Steps between two saves. A crash loses at most this many steps."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem", "process"] = "disabled"
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: training stops while a checkpoint is written. async: training stops only for a copy to host memory, and
     a thread writes the copy; the host needs memory for one more copy of weights and optimizer state.
-    async_with_pinned_mem: as async, but the copy is made during the next step; needs a GPU. process: as async, but
-    another process writes, so that the writer does not hold Python's global lock (GIL) of the trainer."""
+    async_with_pinned_mem: as async, but the copy is made during the next step; needs a GPU."""
     keep_latest_k: NonNegativeInt = 10
     """Number of newest checkpoints to keep. Older ones are removed after a save. 0: all are kept."""
     keep_every_n_steps: NonNegativeInt = 0
@@ -506,6 +511,12 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is measured and where it is written."""
 
+    gone_values = {
+        "details": {
+            "float8": "is no longer measured. To see what FP8 does to a run, compare its loss with one without float8."
+        }
+    }
+
     log_freq: PositiveInt = 10
     """Steps between two log lines. The host waits for the device once per line."""
     enable_tensorboard: bool = True
@@ -516,14 +527,11 @@ class Metrics(Section):
     writers: Names = ()
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
     (entry points of the group titanlite.writers)."""
-    details: Annotated[tuple[Literal["gradients", "updates", "float8"], ...], Field(strict=False)] = ()
+    details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
     """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. In logged steps
     they read what they measure once more, and need an all-reduce. gradients: the norm before clipping, and in
     TensorBoard a histogram over the blocks. updates: the norm of the update, without weight decay, as a share of that
-    of the weights; it needs memory for three copies of the largest weight of a rank. float8: of weight, input and
-    gradient of the output of FP8 layers, the largest absolute value, and how many values overflow and underflow when
-    they become FP8, in steps that are multiples of log_freq; it needs memory for two copies in fp32 of the largest of
-    these tensors."""
+    of the weights; it needs memory for three copies of the largest weight of a rank."""
 
 
 class Profiling(Section):
@@ -580,6 +588,14 @@ class Comm(Section):
     The default, an hour, is enough for the largest checkpoints. With a scheduler that kills by itself it can stay."""
 
 
+def _kept(section: type[Section], key: str, value: Any) -> Any:
+    """`value` without choices that are gone. None: nothing is left."""
+    gone = section.gone_values.get(key, {})
+    if isinstance(value, list):
+        return [item for item in value if item not in list(gone)]
+    return None if isinstance(value, str) and value in gone else value
+
+
 class JobConfig(Section):
     """One training run.
 
@@ -604,6 +620,23 @@ class JobConfig(Section):
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
     comm: Comm = Comm()
+
+    @classmethod
+    def of_checkpoint(cls, saved: dict[str, Any]) -> Self:
+        """The job in a checkpoint, which an earlier version may have saved: what it had and this version has not is
+        left out, whatever its value, because the checkpoint must stay readable.
+
+        Raises:
+            WrongJob: values that no version had.
+        """
+        kept: dict[str, Any] = {}
+        for name, table in saved.items():
+            section = cls.model_fields[name].annotation if name in cls.model_fields else None
+            if isinstance(section, type) and issubclass(section, Section) and isinstance(table, dict):
+                table = {key: _kept(section, key, value) for key, value in table.items() if key not in section.dropped}
+                table = {key: value for key, value in table.items() if value is not None}
+            kept[name] = table
+        return cls.model_validate(kept)
 
     @model_validator(mode="wrap")
     @classmethod
