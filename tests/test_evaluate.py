@@ -12,7 +12,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.data.heldout import ValidationSet
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.train.evaluate import Score, evaluate
+from titanlite.score import Score
+from titanlite.train.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.model.llama import Llama
     from titanlite.observe.step_profile import StepProfile
+    from titanlite.score import TextScore, evaluate_text
     from titanlite.train.loop import Trainer
     from titanlite.train.profile_steps import profile_steps
-    from titanlite.train.score_text import TextScore, evaluate_text
 
 __version__ = "0.2.0"
 __all__ = [
@@ -59,7 +59,7 @@ _HOMES = {
     "titanlite.observe.step_profile": ("StepProfile",),
     "titanlite.train.loop": ("Trainer",),
     "titanlite.train.profile_steps": ("profile_steps",),
-    "titanlite.train.score_text": ("TextScore", "evaluate_text"),
+    "titanlite.score": ("TextScore", "evaluate_text"),
 }
 
 

@@ -17,7 +17,7 @@ from titanlite.config.load import load_job
 from titanlite.config.schema import ActivationCheckpoint, JobConfig
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanlite.parallel.recompute import apply_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_parts as gpu  # pyright: ignore[reportMissingImports]

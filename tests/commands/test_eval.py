@@ -23,7 +23,7 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import TextWindows, open_files, sliding_windows, window_batches
 from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
-from titanlite.train.score_text import TextScore, evaluate_text
+from titanlite.score import TextScore, evaluate_text
 
 TOKENIZER = load_tokenizer(PACKAGE / "assets" / "tokenizer" / "tokenizer.model")
 MODEL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 64}

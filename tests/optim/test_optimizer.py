@@ -12,8 +12,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import Constants, Place, Scalars, _place, _rounded, _update
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.adamw import (
+    Hyperparameters,
+    ShardOffset,
+    StepScalars,
+    _rounded,
+    _shard_offset,
+    _update,
+    build_optimizer,
+)
 from titanlite.parallel.init_weights import keep_shard
 
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
@@ -143,18 +150,18 @@ def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
     whole = [torch.randn(16, 32).bfloat16(), torch.randn(16, 32), torch.randn(16, 32), torch.rand(16, 32)]
     part = [tensor[4:8, 8:16].clone() for tensor in whole]
 
-    def update(tensors: list[torch.Tensor], place: Place) -> None:
-        scalars = Scalars(torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
+    def update(tensors: list[torch.Tensor], place: ShardOffset) -> None:
+        scalars = StepScalars(torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
         w, g, m, v = (tensor.view(-1) for tensor in tensors)
-        _update(w, g, m, v, scalars, Constants(0.9, 0.95, 1e-8, stochastic=True), place, 0)
+        _update(w, g, m, v, scalars, Hyperparameters(0.9, 0.95, 1e-8, stochastic=True), place, 0)
 
-    update(whole, Place(32, 32, 0))
-    update(part, Place(8, 32, 4 * 32 + 8))
+    update(whole, ShardOffset(32, 32, 0))
+    update(part, ShardOffset(8, 32, 4 * 32 + 8))
     assert torch.equal(part[0], whole[0][4:8, 8:16])
 
 
 def places_of_shards() -> int:
-    """How many shards of this rank begin where `_place` says, of parameters that are cut in one or both dimensions,
+    """How many shards of this rank begin where `_shard_offset` says, of parameters that are cut in one or both dims,
     also unevenly."""
     right = 0
     for rows, columns in ((8, 8), (28, 24), (12, 20), (4, 36)):
@@ -167,7 +174,7 @@ def places_of_shards() -> int:
             with torch.no_grad():
                 keep_shard(parameter, torch.arange(float(parameter.numel())).view(parameter.shape))
             shard = parameter.to_local()
-            right += _place(parameter) == (shard.shape[-1], parameter.shape[-1], int(shard.flatten()[0]))
+            right += _shard_offset(parameter) == (shard.shape[-1], parameter.shape[-1], int(shard.flatten()[0]))
     return right
 
 

@@ -13,7 +13,7 @@ from titanlite.config.load import load_job
 from titanlite.config.options import parse_beside_job
 from titanlite.config.schema import Parallelism
 from titanlite.runtime.logging import note
-from titanlite.train.score_text import Eval, evaluate_text
+from titanlite.score import Eval, evaluate_text
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "

@@ -9,23 +9,10 @@ import torch
 from torch import Tensor
 
 from titanlite.data.packing import Row
+from titanlite.parallel.forward_backward import Microbatch
 
 IGNORED = -100
 """The label of a position where nothing is to be predicted."""
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Rows of one forward pass."""
-
-    input_ids: Tensor
-    """(B, T) int64, on the device."""
-    labels: Tensor
-    """(B, T) int64, on the device: the token after each input; -100 where none is to be predicted."""
-    document_ids: Tensor | None = None
-    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to tokens of the same id."""
-    positions: Tensor | None = None
-    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document, or piece of one, in a row."""
 
 
 @dataclass(frozen=True)

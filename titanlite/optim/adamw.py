@@ -1,7 +1,8 @@
-"""AdamW for moments and parameters in bfloat16, and for the compiler.
+"""AdamW: torch's own, or one for moments and parameters in bfloat16 and for the compiler.
 
-Invariant: the new value of an element depends on its old value, its gradient, the step, the name of its parameter and
-its place in the whole parameter. It does not depend on the sharding or on a random state.
+Invariant: which parameters decay follows from names and shapes only. In our own AdamW, the new value of an
+element depends on its old value, its gradient, the step, the name of its parameter and its place in the whole
+parameter. Neither depends on the sharding or on a random state.
 """
 
 from __future__ import annotations
@@ -14,11 +15,48 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.config import schema
+
 CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
 
 
-class Place(NamedTuple):
+def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool = False) -> torch.optim.Optimizer:
+    """AdamW (https://arxiv.org/abs/1711.05101) for the parameters of `model`.
+
+    Norms are not decayed, nor is the embedding if decay_embeddings is false. Build it after sharding, because the state
+    gets the dtype, device and layout of the parameters.
+    """
+    decayed, not_decayed = [], []
+    for name, parameter in model.named_parameters():
+        exempt = parameter.ndim < 2 or ("tok_embeddings" in name and not config.decay_embeddings)
+        (not_decayed if exempt else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    stored = next(model.parameters()).dtype
+    state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
+    if compiled or config.stochastic_rounding or state_dtype != stored:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return AdamW(
+            groups,
+            names,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            state_dtype=state_dtype,
+            stochastic_rounding=config.stochastic_rounding,
+            compiled=compiled or next(model.parameters()).is_cuda,  # on a GPU always, because it would be 72 kernels
+        )
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+
+
+class ShardOffset(NamedTuple):
     """Where a shard lies in its parameter."""
 
     local_width: int
@@ -29,7 +67,7 @@ class Place(NamedTuple):
     """Number of the shard's first element in the whole parameter."""
 
 
-class Constants(NamedTuple):
+class Hyperparameters(NamedTuple):
     """What stays the same during the run."""
 
     beta1: float
@@ -39,7 +77,7 @@ class Constants(NamedTuple):
     """Whether values are rounded at random."""
 
 
-class Scalars(NamedTuple):
+class StepScalars(NamedTuple):
     """What a step gives to all elements of a tensor. Each is a tensor on the CPU, so that a new value causes no new
     compilation and no transfer."""
 
@@ -79,7 +117,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
-        self._places = {parameter: _place(parameter) for parameter in names}
+        self._offsets = {parameter: _shard_offset(parameter) for parameter in names}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
@@ -96,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                 step = state["step"].add_(1)
-                scalars = Scalars(
+                scalars = StepScalars(
                     decay=1 - lr * group["weight_decay"],
                     rate=lr / (1 - beta1**step),
                     correction=(1 - beta2**step).rsqrt(),
@@ -104,10 +142,11 @@ class AdamW(torch.optim.Optimizer):
                 )
                 tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                constants, place = Constants(beta1, beta2, group["eps"], self._stochastic), self._places[parameter]
+                constants = Hyperparameters(beta1, beta2, group["eps"], self._stochastic)
+                offset = self._offsets[parameter]
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
-                    self._update(*parts, scalars, constants, place, start)
+                    self._update(*parts, scalars, constants, offset, start)
 
 
 def _update(
@@ -115,9 +154,9 @@ def _update(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    scalars: Scalars,
-    constants: Constants,
-    place: Place,
+    scalars: StepScalars,
+    constants: Hyperparameters,
+    offset: ShardOffset,
     start: int,
 ) -> None:
     """Update a part of a flat shard in place, from the element `start` of the shard on."""
@@ -130,9 +169,9 @@ def _update(
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
-        if place.local_width != place.width:  # if they are equal, the divisions are left out, because they take long
-            index = index // place.local_width * place.width + index % place.local_width
-        bits = _mix(_mix(index + place.first & BITS) ^ key)
+        if offset.local_width != offset.width:  # if they are equal, the divisions are left out, because they take long
+            index = index // offset.local_width * offset.width + index % offset.local_width
+        bits = _mix(_mix(index + offset.first & BITS) ^ key)
     parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
     exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
     exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
@@ -160,12 +199,12 @@ def local_shard(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_tensor", tensor)
 
 
-def _place(parameter: Tensor) -> Place:
+def _shard_offset(parameter: Tensor) -> ShardOffset:
     """Where this rank's shard lies in `parameter`."""
     if not isinstance(parameter, DTensor):
-        return Place(parameter.shape[-1], parameter.shape[-1], 0)
+        return ShardOffset(parameter.shape[-1], parameter.shape[-1], 0)
     (shard,) = parameter.__create_chunk_list__()
     shape, offset = shard.sizes, shard.offsets
     width = parameter.shape[-1]
     first = offset[0] if len(shape) == 1 else offset[0] * width + offset[1]
-    return Place(max(1, shape[-1]), width, first)
+    return ShardOffset(max(1, shape[-1]), width, first)

@@ -6,7 +6,7 @@ tokens of the global batch. One process is a world of size one and takes the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from titanlite.config.schema import JobConfig, Training
+from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
-from titanlite.parallel.spare_copies import spare_copies, why_not
+from titanlite.parallel.spare_copies import spare_copies
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[str], None]) -> None:
+def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
 
     A tied embedding stays in the root group, together with the norm. It stays gathered from the look-up to the output
@@ -71,24 +71,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig, log: Callable[[st
         # Otherwise a factor of 1 means PREMUL_SUM, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
     if mesh.size() == 1 and not training.enable_cpu_offload:
-        _compute_on_shards(sharded, mesh, training, policy, log)
+        spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
     _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
-
-
-def _compute_on_shards(
-    sharded: Sequence[FSDPModule],
-    mesh: DeviceMesh,
-    training: Training,
-    policy: MixedPrecisionPolicy,
-    log: Callable[[str], None],
-) -> None:
-    """Let a single rank compute on its shards. If this version of torch does not allow that, say why."""
-    if problem := why_not(mesh, getattr(torch, training.dtype), policy):
-        log(f"FSDP2 of torch {torch.__version__} makes copies that a single rank does not need: {problem}")
-    else:
-        spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:

@@ -12,13 +12,13 @@ import torch
 
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.float8 import convert_to_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.init_weights import materialize
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import join_stages, own_stages
+from titanlite.parallel.recompute import apply_activation_checkpointing
 from titanlite.parallel.tensor import apply_tensor_parallel, enable_async_tensor_parallel
 
 
@@ -73,4 +73,4 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     if compiled and not around:
         for block in model.layers.values():
             block.compile(fullgraph=True)  # one graph serves all blocks, because code and shapes are the same
-    apply_fsdp(model, mesh.fsdp, job, log)
+    apply_fsdp(model, mesh.fsdp, job)

@@ -19,7 +19,7 @@ from titanlite.data.batch import blank_microbatch
 from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import GIB, handed_down
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.memory_check import check_memory
+from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import setup_logging

@@ -6,30 +6,14 @@ passes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.data.batch import Microbatch
 from titanlite.data.heldout import ValidationSet
-
-
-@dataclass(frozen=True)
-class Score:
-    """The result of a validation, over all valid tokens of its rows."""
-
-    loss: float
-    """Mean cross entropy, in nats per token."""
-    perplexity: float
-    """exp(loss)."""
-    bits_per_byte: float
-    """Cross entropy in bits per byte of text, which is comparable between tokenizers."""
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte {self.bits_per_byte:.4f}"
+from titanlite.score import Score, make_score
 
 
 def evaluate(
@@ -49,10 +33,3 @@ def evaluate(
     dist.all_reduce(loss, group=loss_group)
     dist.all_reduce(counts, group=data_group)
     return make_score(loss.item(), *counts.tolist())
-
-
-def make_score(total: float, tokens: float, num_bytes: float) -> Score:
-    """The score of `total` nats over so many tokens, which stand for so many bytes."""
-    mean = total / tokens
-    perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
-    return Score(mean, perplexity, total / num_bytes / math.log(2))

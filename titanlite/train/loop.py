@@ -48,7 +48,7 @@ from titanlite.observe.metrics import MetricsRecorder
 from titanlite.observe.profiler import Profiler
 from titanlite.optim.norms import ParameterNorms
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.memory_check import check_memory
+from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.report.run_files import RunFiles
@@ -57,6 +57,7 @@ from titanlite.runtime.hang_report import HangWatch, all_hosts, set_timeout
 from titanlite.runtime.logging import say_end, setup_logging
 from titanlite.runtime.signals import Requests, Signals, end_at_once
 from titanlite.runtime.world import process_group
+from titanlite.score import Score
 from titanlite.train.build import (
     describe,
     environment_of,
@@ -65,7 +66,7 @@ from titanlite.train.build import (
     say_start,
     start_metrics,
 )
-from titanlite.train.evaluate import Score, evaluate
+from titanlite.train.evaluate import evaluate
 from titanlite.train.out_of_memory import explained, is_out_of_memory
 from titanlite.train.places import check_countable, counted
 from titanlite.train.samples import Sampler

@@ -25,7 +25,7 @@ from titanlite.observe.flops import state_bytes
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.step_profile import StepProfile
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.memory_check import check_memory
+from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.events import Event

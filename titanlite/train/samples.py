@@ -21,8 +21,8 @@ from titanlite.config.run import Run
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.optim.loss import fp32_logits
+from titanlite.parallel.forward_backward import ForwardBackward
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.step import Step
 
 _LENGTH_UNIT = 64  # rows are padded to a multiple of this
 
@@ -30,9 +30,11 @@ _LENGTH_UNIT = 64  # rows are padded to a multiple of this
 class Sampler:
     """Completes the prompts of a run. All ranks create one, and call it together."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, mesh: Mesh, step: Step, device: torch.device) -> None:
+    def __init__(
+        self, run: Run, tokenizer: Tokenizer, mesh: Mesh, forward_backward: ForwardBackward, device: torch.device
+    ) -> None:
         self._config, self._run, self._tokenizer = run.job.samples, run, tokenizer
-        self._mesh, self._step, self._device = mesh, step, device
+        self._mesh, self._forward_backward, self._device = mesh, forward_backward, device
         self._prompts = [encode_prompt(text, tokenizer, run.job.training.seq_len) for text in self._config.prompts]
 
     def complete(self, alive: Callable[[], None] = lambda: None) -> list[Completion]:
@@ -79,7 +81,7 @@ class Sampler:
             kept.append(self._at_labels(hidden, weight, labels))
             return torch.zeros_like(scale)
 
-        self._step.evaluate(microbatches, keep)
+        self._forward_backward.evaluate(microbatches, keep)
         shape = len(microbatches) * size, self._run.arch.vocab_size
         logits = torch.full(shape, -torch.inf, device=self._device)
         if kept:  # a pipeline adds microbatches at the end, because its schedule needs a number of them

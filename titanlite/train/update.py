@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,22 +16,20 @@ from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
 from titanlite.config.run import Run
+from titanlite.optim.adamw import build_optimizer
 from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.optim.norms import ParameterNorms
-from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.float8 import precompute_scales
+from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
-from titanlite.parallel.step import LossFunction, Microbatch, build_step
-from titanlite.parallel.tensor import vocab_parallel
 
 
 class Updated(NamedTuple):
     """What an optimizer step tells, on the device.
 
     Attributes:
-        loss: This rank's share of the loss: see `Step.__call__`.
+        loss: This rank's share of the loss: see `ForwardBackward.__call__`.
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Tokens of the global batch that have a label.
         forward_backward_seconds, optimizer_seconds: The host's time. The device may still compute.
@@ -51,7 +48,7 @@ class Update:
     def __init__(self, run: Run, mesh: Mesh, sharded: ShardedModel, device: torch.device) -> None:
         self._job, self._mesh, self._device = run.job, mesh, device
         self.model = sharded.whole
-        self.forward_backward = build_step(sharded, mesh, loss_function(run, mesh), run, device)
+        self.forward_backward = build_forward_backward(sharded, mesh, run, device)
         self.optimizer = build_optimizer(self.model, self._job.optimizer, run.compiles("optimizer"))
         self._compiles_clip = run.compiles("clip")
 
@@ -87,9 +84,3 @@ class Update:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
         if self._job.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_scales(self.model)
-
-
-def loss_function(run: Run, mesh: Mesh) -> LossFunction:
-    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
-    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
-    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)

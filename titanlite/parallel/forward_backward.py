@@ -7,7 +7,9 @@ number), however rows, positions, vocabulary and blocks are spread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,36 +17,38 @@ from torch.profiler import record_function
 
 from titanlite.config.run import Run
 from titanlite.model.attention import document_mask
+from titanlite.optim.loss import linear_cross_entropy_sum
 from titanlite.parallel.context import context_mask, own_chunks
 from titanlite.parallel.fsdp import free_gathered, set_gradient_sync
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
 from titanlite.parallel.pipeline import build_schedule, forward_only
+from titanlite.parallel.tensor import vocab_parallel
 
 # (hidden states (B, T, C), output matrix (V, C), labels (B, T), scale) -> scale times the sum of cross entropy
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Microbatch(Protocol):
-    """Some rows; each tensor is (B, T). Ids and positions are there if a row has documents that must not see each
-    other."""
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows of one forward pass. The tensors are on the device."""
 
-    @property
-    def input_ids(self) -> Tensor: ...
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def document_ids(self) -> Tensor | None: ...
-    @property
-    def positions(self) -> Tensor | None: ...
+    input_ids: Tensor
+    """(B, T) int64."""
+    labels: Tensor
+    """(B, T) int64: the token after each input; -100 where none is to be predicted."""
+    document_ids: Tensor | None = None
+    """(B, T) int32 with dataset.document_mask: 0, 1, 2, ... in each row. A token attends to tokens of the same id."""
+    positions: Tensor | None = None
+    """(B, T) int64 with dataset.document_mask: restarts at 0 with each document, or piece of one, in a row."""
 
 
-class Step:
+class ForwardBackward:
     """Without a pipeline: one microbatch after the other. Gradients are reduced with the last microbatch, or with
     each."""
 
-    def __init__(self, model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run, device: torch.device) -> None:
-        self._model, self._mesh, self._loss_fn = model.whole, mesh, loss_fn
+    def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
+        self._model, self._mesh, self._loss_fn = model.whole, mesh, _loss_function(run, mesh)
         self._reduce_each = run.job.parallelism.fsdp_reduce == "microbatch"
         self._denominator = torch.ones((), device=device)
         for stage in (model.whole, *model.stages.values()):
@@ -90,7 +94,7 @@ class Step:
         return torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
-        tokens, rest = own_part([microbatch], self._mesh)
+        tokens, rest = local_inputs([microbatch], self._mesh)
         return self._model(tokens, **rest)
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -98,18 +102,11 @@ class Step:
             return self._loss_fn(hidden, weight, labels, self._denominator.float().reciprocal())
 
 
-class PipelineStep(Step):
+class PipelineForwardBackward(ForwardBackward):
     """With a pipeline: the schedule decides when each microbatch runs. Only the last stage has a loss."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        mesh: Mesh,
-        loss_fn: LossFunction,
-        run: Run,
-        device: torch.device,
-    ) -> None:
-        super().__init__(model, mesh, loss_fn, run, device)
+    def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
+        super().__init__(model, mesh, run, device)
         self._microbatches = run.microbatches
         self._has_first = model.whole.tok_embeddings is not None
         self._has_last = model.whole.norm is not None
@@ -130,7 +127,7 @@ class PipelineStep(Step):
         return total
 
     def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:
-        tokens, rest = own_part(microbatches, self._mesh)
+        tokens, rest = local_inputs(microbatches, self._mesh)
         if missing:
             rest["labels"] = rest["labels"].clone()
             rest["labels"][-missing * len(tokens) // len(microbatches) :] = -100
@@ -143,14 +140,18 @@ class PipelineStep(Step):
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
 
 
-def build_step(model: ShardedModel, mesh: Mesh, loss_fn: LossFunction, run: Run, device: torch.device) -> Step:
-    """The step that fits the layout."""
-    if mesh.pipeline is None:
-        return Step(model, mesh, loss_fn, run, device)
-    return PipelineStep(model, mesh, loss_fn, run, device)
+def build_forward_backward(model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> ForwardBackward:
+    """The one that fits the layout."""
+    return (ForwardBackward if mesh.pipeline is None else PipelineForwardBackward)(model, mesh, run, device)
 
 
-def own_part(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
+def _loss_function(run: Run, mesh: Mesh) -> LossFunction:
+    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
+    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
+    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
+
+
+def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
     """These microbatches as one: tokens (B, T), labels, and positions and mask if the model needs them.
 
     Under context parallelism, T is this rank's part of the row, and its positions are not consecutive.

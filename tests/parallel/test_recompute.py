@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpointing
+from titanlite.parallel.recompute import apply_activation_checkpointing
 
 BLOCKS, LINEARS = 4, 7  # q, k, v, o, gate, up, down; nobody needs the result of the last one again
 ARCH = Architecture(32, BLOCKS, 2, 1, 64, vocab_size=48)

@@ -33,12 +33,10 @@ from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.windows import TextWindows, open_files, window_batches
 from titanlite.load_run import world_size
+from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.parallel.step import build_step
 from titanlite.runtime.world import process_group
-from titanlite.train.evaluate import make_score
-from titanlite.train.update import loss_function
 
 _SAY_EVERY = 30.0  # seconds
 
@@ -64,6 +62,21 @@ class Eval(Options):
     """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a validation, over all valid tokens of its rows."""
+
+    loss: float
+    """Mean cross entropy, in nats per token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float
+    """Cross entropy in bits per byte of text, which is comparable between tokenizers."""
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}  perplexity {self.perplexity:,.2f}  bits/byte {self.bits_per_byte:.4f}"
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,13 @@ def evaluate_text(
     return TextScore(str(folder), **score, **counts, window=length, stride=step)
 
 
+def make_score(total: float, tokens: float, num_bytes: float) -> Score:
+    """The score of `total` nats over so many tokens, which stand for so many bytes."""
+    mean = total / tokens
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
+    return Score(mean, perplexity, total / num_bytes / math.log(2))
+
+
 def _run_for(saved: JobConfig, options: Eval, parallelism: Parallelism, world_size: int) -> Run:
     """The run that scores: the saved model on these ranks, without what only training needs.
 
@@ -180,7 +200,7 @@ def _score(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], 
     with process_group(run.job) as device:
         mesh = build_mesh(run.degrees, device.type)
         sharded = build_model(run, mesh, device, log)
-        step = build_step(sharded, mesh, loss_function(run, mesh), run, device)
+        forward_backward = build_forward_backward(sharded, mesh, run, device)
         ranks = Ranks(run.job.checkpoint.timeout_seconds)
 
         def load(step_folder: Path) -> Path:
@@ -199,7 +219,7 @@ def _score(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], 
             unit=sequence_divisor(run.degrees),
             fixed_length=None if mesh.pipeline is None else training.seq_len,  # a pipeline has declared its shapes
         ):
-            total += step.evaluate(batches).double()
+            total += forward_backward.evaluate(batches).double()
             if time.monotonic() - said > _SAY_EVERY:
                 said = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")
