@@ -347,7 +347,7 @@ class LRScheduler(Section):
     """Steps in which the rate rises linearly from 0 to its peak. Left out: 200, or a tenth of training.steps if that is
     less."""
     decay_ratio: Fraction | None = None
-    """Share of all steps that decay takes; it is at the end of the run. Left out: decay starts right after warmup."""
+    """Share of all steps that decay takes; it is at the end of the run. Left out: all steps after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
