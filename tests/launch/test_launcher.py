@@ -255,7 +255,7 @@ def test_signals_that_came_before_a_worker_could_take_them_are_not_lost():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal of a dead parent is Linux's")
 def test_a_worker_whose_launcher_died_before_it_could_look_ends_at_once():
-    worker = "import os; os.environ['TITANLITE_LAUNCHER'] = '1234567'; from titanlite.runtime import process"
+    worker = "import os; os.environ['TITANLITE_PARENT'] = '1234567'; from titanlite.runtime import process"
     command = [sys.executable, "-c", f"{worker}; process.begin(); print('alone')"]
     ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (143, b"")

@@ -1,15 +1,13 @@
 """Background processes that read and tokenize ahead of the trainer.
 
-Invariant: a worker ends when the socket to its trainer is closed, so that it never outlives its trainer. An error in a
-worker, or its death, is raised in the trainer. Nothing here imports torch, so that a worker starts in a fraction of a
-second.
+Invariant: a worker never outlives its trainer. An error in a worker, or its death, is raised in the trainer. Nothing
+here imports torch, so that a worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 import queue
 import signal
@@ -20,13 +18,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.data.documents import Encoder
 from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.runtime.process import serve_parent, start_python
 
 
 class WorkerError(RuntimeError):
@@ -92,21 +90,17 @@ class WorkerProcess:
 
     def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        root = str(Path(__file__).parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with theirs:
-            descriptors = [theirs.fileno()]
-            self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
+            number = theirs.fileno()
+            command = ["-m", module, str(number)]
+            self._process = start_python(command, variables, pass_fds=[number], stdin=subprocess.DEVNULL)
         self.connection = Connection(ours.detach())
 
     @staticmethod
     def serve(main: Callable[[Connection], None]) -> None:
         """Call `main` with the other end of the socket, in the new process. Returns when the starter is gone."""
-        # Ctrl-C reaches the whole process group, and a scheduler's signal each process. Only the trainer obeys them.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
+        serve_parent()
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))
         logging.getLogger("titanlite").addHandler(handler)

@@ -89,7 +89,7 @@ def launch(argv: Sequence[str]) -> int:
         least,
     )
     saved = Saved(lambda: is_saved(run), lambda: how_to_go_on(run, argv))
-    return run_workers(["-P", "-m", "titanlite", "train", *argv], world, saved)
+    return run_workers(["-m", "titanlite", "train", *argv], world, saved)
 
 
 def launch_command(words: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def launch_command(words: Sequence[str]) -> int:
 
     workers, gpus = _workers()
     _set_variables(workers, gpus, 0)
-    return run_workers(["-P", "-m", "titanlite", *words], World(workers))
+    return run_workers(["-m", "titanlite", *words], World(workers))
 
 
 def _workers() -> tuple[int, int]:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from titanlite.config.errors import ERROR_FOLDER, UserError
 from titanlite.launch.verdict import End
-from titanlite.runtime.process import LAUNCHER, LISTENER
+from titanlite.runtime.process import LISTENER, start_python
 
 POLL_SECONDS = 0.1  # between two checks of the workers
 
@@ -56,16 +55,16 @@ class Workers:
         self._processes, self._seen, self.codes, self.killed = {}, {}, {}, set()
         for file in self._folder.glob("*.json"):
             file.unlink()
-        common = {**os.environ, **environment, ERROR_FOLDER: str(self._folder), LAUNCHER: str(os.getpid())}
+        common = {**environment, ERROR_FOLDER: str(self._folder)}
         for local_rank, rank in enumerate(ranks):
             own, descriptors = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}, [self._lock]
             if rank == 0 and listener is not None:
                 own[LISTENER] = str(listener)
                 descriptors.append(listener)
             try:
-                self._processes[rank] = subprocess.Popen(
-                    [sys.executable, "-u", *self._command],
-                    env=common | own,
+                self._processes[rank] = start_python(
+                    ["-u", *self._command],
+                    common | own,
                     stdout=None
                     if rank in self._shown_ranks
                     else subprocess.DEVNULL,  # not a pipe, so that a terminal stays a terminal

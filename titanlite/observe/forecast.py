@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
-from titanlite.runtime.process import LAUNCHER
+from titanlite.runtime.process import start_python
 
 PLAN_SECONDS = 300  # after which a start does not wait for its plan any longer
 PLAN = "TITANLITE_PLAN"  # environment variable with the forecast of this run, as JSON
@@ -175,26 +174,23 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
     Raises:
         UserError: the plan could not be made. The message says why in a line.
     """
-    command = [sys.executable, "-P", "-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}"]
-    # It ends with this process. It needs no GPU, and this process may have filled it.
-    alone = {LAUNCHER: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK} | alone
+    command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}", *options, *argv]
+    # It needs no GPU, and this process may have filled it.
+    alone = {**dict.fromkeys(_OF_A_RANK), "CUDA_VISIBLE_DEVICES": ""}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        ended = subprocess.run(
-            [*command, *options, *argv],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PLAN_SECONDS,
-            check=False,
-        )
+        with start_python(command, alone, text=True, **pipes) as child:
+            try:
+                out, err = child.communicate(timeout=PLAN_SECONDS)
+            except BaseException:
+                child.kill()
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"The plan could not be made: {error}") from None
-    if ended.returncode != 0:
-        reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    if child.returncode != 0:
+        reason = (err.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise UserError(f"The plan could not be made: {reason}")
-    return Forecast.model_validate_json(ended.stdout)
+    return Forecast.model_validate_json(out)
 
 
 # What a launcher tells a rank, which the planner must not take for its own.

@@ -1,7 +1,8 @@
 """The start of a process, before large modules are imported, and its end.
 
-Invariant: a signal that arrives early ends the process at once and without a message, because there is nothing to save
-yet. A worker never outlives its launcher, whenever that dies.
+Invariant: a Python process of titanlite is started by `start_python` alone. So no file of the current folder is
+imported, and no process outlives the one that started it, whenever and however that dies. A signal that arrives early
+ends a process at once and without a message, because there is nothing to save yet.
 """
 
 from __future__ import annotations
@@ -14,28 +15,68 @@ from types import FrameType
 
 TYPE_CHECKING = False  # as in typing, which is not imported because that would take half of the time until `begin`
 if TYPE_CHECKING:
-    from typing import NoReturn
+    import subprocess
+    from collections.abc import Mapping, Sequence
+    from typing import Any, NoReturn
 
 # Set by the launcher for its workers:
-LAUNCHER = "TITANLITE_LAUNCHER"  # its process id
 STORE = "TITANLITE_STORE"  # where the ranks meet: a file, or an address and a port
 LISTENER = "TITANLITE_LISTENER"  # for the first worker only: the descriptor of the socket that listens there
 
 # SIGHUP: the terminal is gone. SIGUSR1: the usual warning of Slurm before it kills.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PARENT = "TITANLITE_PARENT"  # environment variable of a child: the process id of its parent
+
+
+def start_python(
+    words: Sequence[str], variables: Mapping[str, str | None] | None = None, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start Python with `words`, such as -m and a module of titanlite, which must call `begin` or `serve_parent` first.
+
+    The process finds this titanlite, whatever is installed. It starts with all signals blocked, so that none interrupts
+    Python's own start with a traceback.
+
+    Args:
+        variables: changes of the environment; None leaves a variable out.
+        options: of subprocess.Popen.
+
+    Raises:
+        OSError: the system refuses another process.
+    """
+    import subprocess  # here, because it would take half of the time until `begin`
+
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    given = {**os.environ, "PYTHONPATH": path, **(variables or {}), _PARENT: str(os.getpid())}
+    environment = {name: value for name, value in given.items() if value is not None}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        return subprocess.Popen([sys.executable, "-P", *words], env=environment, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def begin() -> None:
-    """Install the signal handlers, and bind a worker to its launcher. Call it first.
-
-    A launcher starts its workers with all signals blocked, so that no signal interrupts Python's own start with a
-    traceback. Signals that arrived since then are delivered here.
-    """
+    """Install the signal handlers, and bind this process to the one that started it. Call it first."""
     signal.signal(signal.SIGINT, _interrupted)  # otherwise a background job of a shell would ignore it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it means "save and go on", and there is nothing to save yet
-    if launcher := os.environ.get(LAUNCHER):
-        _stop_with_parent(int(launcher))
+    with contextlib.suppress(OSError):  # the folder was removed
+        if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # python -m titanlite
+            del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"  # for what libraries start, such as processes of multiprocessing
+    _end_with_parent(signal.SIGTERM)  # it saves and stops
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+def serve_parent() -> None:
+    """Let only the end of the parent end this process, even in a busy loop. Call it first.
+
+    Ctrl-C reaches the whole process group, and a scheduler's signal each process. Only the parent obeys them.
+    """
+    for number in (*STOP_SIGNALS, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
@@ -51,15 +92,17 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _stop_with_parent(parent: int) -> None:
-    """Let Linux send SIGTERM to this process when the process `parent` dies, even by SIGKILL. Then it saves and
-    stops."""
+def _end_with_parent(number: signal.Signals) -> None:
+    """Let Linux send the signal `number` to a child when the thread that started it ends, even by SIGKILL."""
+    parent = os.environ.pop(_PARENT, None)  # it is not the parent of the processes that this one starts
+    if parent is None:
+        return
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != parent:  # the parent died before the call, so no signal will come
-        os._exit(128 + signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != int(parent):  # the parent died before the call, so no signal will come
+        os._exit(128 + number)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,71 @@
+"""What lies around does nothing: modules in the current folder, and shared folders that another user made."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import SMALL
+
+ROOT = Path(__file__).resolve().parents[1]
+TITANLITE = str(Path(sys.executable).with_name("titanlite"))
+HOSTILE = """
+titanlite, numpy, torch, torchao, tokenizers, tiktoken, pydantic, tyro, rich, tomli, xxhash,
+datasets, safetensors, sitecustomize, usercustomize, traceback, json, logging, queue, socket, pickle, random, tempfile,
+subprocess, multiprocessing, asyncio, typing_extensions, _pickle, triton
+"""
+API = """
+import titanlite
+job = titanlite.load_job(["--job.config_file", "../job.toml", "--job.dump_folder", "../api"])
+with titanlite.Trainer(job) as trainer:
+    trainer.train()
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A current folder in which many modules lie that say so when they are imported."""
+    folder = tmp_path_factory.mktemp("runs") / "here"
+    for name in HOSTILE.replace(",", " ").split():
+        file = folder / f"{name}.py" if name != "titanlite" else folder / name / "__init__.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"open({str(folder / 'EXECUTED')!r}, 'a').write({name!r} + ' ')\n")
+    (folder.parent / "job.toml").write_text(SMALL)
+    (folder.parent / "api.py").write_text(API)
+    (folder.parent / "text.txt").write_text("A few words.\n" * 50)
+    return folder
+
+
+JOB = ["--job.config_file", "../job.toml", "--training.steps", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("strangers")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [str(ROOT / "run_train.sh"), *JOB, "--job.dump_folder", "../run"],
+        [TITANLITE, "train", *JOB, "--job.dump_folder", "../alone"],
+        [TITANLITE, "plan", *JOB, "--gpu", "H100"],
+        [TITANLITE, "profile", *JOB, "--steps", "1", "--warmup", "0", "--job.dump_folder", "../profile"],
+        [TITANLITE, "prepare", *JOB, "--out", "../shards"],
+        [TITANLITE, "generate", "--checkpoint", "../run", "--prompt", "A", "--max-new-tokens", "2"],
+        [TITANLITE, "eval", "--checkpoint", "../run", "--data", "../text.txt"],
+        [sys.executable, "../api.py"],
+    ],
+    ids=lambda words: Path(words[0]).name if len(words) < 3 or words[0] != TITANLITE else words[1],
+)
+def test_no_module_of_the_current_folder_is_executed(words: list[str], hostile_folder: Path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        words,
+        cwd=hostile_folder,
+        env={**environment, "NGPU": "2" if "run_train" in words[0] else "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not (hostile_folder / "EXECUTED").exists(), (hostile_folder / "EXECUTED").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
