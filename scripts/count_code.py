@@ -1,10 +1,17 @@
-"""Count the package's lines of code: without blank lines, comments and docstrings. `python scripts/count_code.py`"""
+"""Count the package's lines of code (without blank lines, comments and docstrings) and all lines of its tests.
+
+`python scripts/count_code.py [FOLDER]`. The two limits only go down; `tests/test_architecture.py` holds them.
+"""
 
 import ast
 import sys
 import tokenize
 from pathlib import Path
 
+MOST_PACKAGE_LINES = 17_715
+MOST_TEST_LINES = 22_602
+
+ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -21,9 +28,19 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+def package_lines() -> int:
+    """Lines of code of the package."""
+    return sum(map(code_lines, (ROOT / "titanlite").rglob("*.py")))
+
+
+def test_lines() -> int:
+    """All lines of the tests."""
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+
+
 def main() -> None:
     """Print the number of each folder, and of all."""
-    root = Path(__file__).resolve().parents[1] / (sys.argv[1] if len(sys.argv) > 1 else "titanlite")
+    root = ROOT / (sys.argv[1] if len(sys.argv) > 1 else "titanlite")
     total = 0
     for folder in sorted({path.parent for path in root.rglob("*.py")}):
         count = sum(map(code_lines, folder.glob("*.py")))
