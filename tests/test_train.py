@@ -33,7 +33,7 @@ from titanlite.config.load import load_job
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
-from titanlite.report.recorded import read_run
+from titanlite.report.page import page_data
 from titanlite.report.run_files import RunFiles
 from titanlite.train import loop
 
@@ -170,7 +170,8 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     output = run(job_file, tmp_path / "stopped", "--training.steps", str(last + 2))
     assert f"Resumed after step {last}" in output
     assert sorted(logged(tmp_path / "stopped")) == list(range(1, last + 3))
-    happened = [(event.kind, event.step, event.undone) for event in read_run(tmp_path / "stopped").events]
+    (told,) = page_data([tmp_path / "stopped"])["runs"]
+    happened = [(event["kind"], event["step"], event["undone"]) for event in told["events"]]
     assert [kind for kind, _, _ in happened if kind not in ("save", "data")] == ["start", "stop", "start", "finish"]
     assert ("save", last, False) in happened
     assert happened[-1] == ("finish", last + 2, False)
@@ -301,9 +302,11 @@ def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, 
     assert "Training starts after step 5; changed since the start before:" in said
     assert "machine: ranks 1 -> 2" in said
     assert said.count("training.steps: 5 -> 12") == 1  # by the checkpoint's comparison
-    first, second = read_run(tmp_path / "mixed").starts
-    assert (first.changed, first.ranks, second.ranks, second.step) == (None, 1, 2, 5)
-    assert second.changed == ("machine: ranks 1 -> 2", "job: training.steps: 5 -> 12")
+    events = map(json.loads, (tmp_path / "mixed" / "events.jsonl").read_text().splitlines())
+    first, second = (event for event in events if event["event"] == "start")
+    assert [start["record"]["machine"]["ranks"] for start in (first, second)] == [1, 2]
+    assert (first["changed"], second["step"]) == (None, 5)
+    assert second["changed"] == ["machine: ranks 1 -> 2", "job: training.steps: 5 -> 12"]
     run(job_file, tmp_path / "stable", "--lr_scheduler.decay_ratio", "0")
     for a, b in (("one", "two"), ("stable", "mixed")):
         for step, entry in logged(tmp_path / a).items():

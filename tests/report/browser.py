@@ -1,6 +1,5 @@
 """A headless Chromium, driven through its pipe, so that no port is opened and no package is needed."""
 
-import base64
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ class Page:
         errors: Exceptions of its scripts, and what it wrote to the console.
     """
 
-    def __init__(self, file: Path, profile: Path, dark: bool = False) -> None:
+    def __init__(self, file: Path, profile: Path) -> None:
         assert CHROMIUM is not None
         theirs, self._to = os.pipe()
         self._from, other = os.pipe()
@@ -39,9 +38,7 @@ class Page:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.resize(1400, 1000)
+        self.call("Emulation.setDeviceMetricsOverride", width=1400, height=1000, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=f"file://{file.resolve()}")
         self.wait("Page.loadEventFired")
 
@@ -81,14 +78,6 @@ class Page:
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
         held = 0 if kind == "mouseReleased" else 1
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=held, clickCount=clicks)
-
-    def resize(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def screenshot(self, file: Path, height: int, width: int = 1400) -> None:
-        self.resize(width, height)
-        self.value("new Promise((done) => setTimeout(done, 500))")
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:

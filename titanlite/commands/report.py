@@ -11,18 +11,15 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import check_regular, write_whole
+from titanlite.config.files import read_file, write_whole
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.report.page import make_page
-from titanlite.report.recorded import read_run
-
-_BEGIN = b"<!doctype html>"
 
 
 class Report(Options):
     """Write one HTML page about one or several runs, which needs no network and can be sent to others.
 
-    It has the curves, events, checkpoints, configuration, environment and data of each run, and what differs.
+    It has the curves, events, checkpoints, samples, configuration and environment of each run, and what differs.
     """
 
     dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(min_length=1, max_length=50)]
@@ -34,15 +31,8 @@ class Report(Options):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to a folder, or the page cannot be written."""
     options = parse(Report, argv, "report")
-    if os.path.lexists(options.out) and not _is_page(options.out):
+    if os.path.lexists(options.out) and not read_file(options.out, 1 << 26).lower().startswith(b"<!doctype html>"):
         raise UserError(f"--out {options.out}: is there already, and is no page of a report. Name another file.")
-    page = make_page([read_run(folder) for folder in options.dirs]).encode()
+    page = make_page(options.dirs).encode()
     write_whole(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.1f} MB. Open it in a browser.")
-
-
-def _is_page(path: Path) -> bool:
-    """Whether a file is HTML. Raises UserError: it is no file."""
-    check_regular(path)
-    with path.open("rb") as file:
-        return file.read(len(_BEGIN)).lower() == _BEGIN

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Annotated
 
 import tyro
@@ -32,45 +33,37 @@ def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to the folder."""
     options = parse(Watch, argv, "watch")
     files = RunFiles(options.dir)
-    if is_live_terminal():
-        _watch_live(files, options.interval)
-    else:
-        _watch_plainly(files, options.interval)
+    with ExitStack() as stack:
+        show = _live(files, stack) if is_live_terminal() else _PlainLines()
+        while True:
+            status = files.read()
+            show(status)
+            if status.state not in ("running", "stale"):
+                break
+            time.sleep(options.interval)
 
 
-def _goes_on(status: RunStatus) -> bool:
-    return status.state in ("running", "stale")
-
-
-def _watch_live(files: RunFiles, interval: float) -> None:
+def _live(files: RunFiles, stack: ExitStack) -> Callable[[RunStatus], None]:
+    """Draws the view of a terminal anew; it shows the status object that `files` returns each time."""
     from rich.live import Live
 
-    with Live(View(files.read()), console=terminal_console(), auto_refresh=False) as live:
-        live.refresh()
-        while _goes_on(files.read()):
-            live.refresh()
-            time.sleep(interval)
-        live.refresh()
+    live = stack.enter_context(Live(View(files.read()), console=terminal_console(), auto_refresh=False))
+    return lambda _status: live.refresh()
 
 
-def _watch_plainly(files: RunFiles, interval: float) -> None:
-    """A line for each change."""
-    said, told = "", 0.0
-    named: set[str] = set()  # problems
-    while True:
-        status = files.read()
+class _PlainLines:
+    """Prints a line for each change: events, numbers, and what cannot be read."""
+
+    def __init__(self) -> None:
+        self._last_event, self._said = 0.0, set[str]()
+
+    def __call__(self, status: RunStatus) -> None:
         for at, text in status.events:
-            if at > told:
-                told = at
-                clock, first_line = time.localtime(at), text.partition("\n")[0]
-                print(f"{time.strftime('%Y-%m-%d %H:%M:%S', clock)}  {one_line(first_line)}")
-        if (line := plain_line(status)) != said:
-            print(line)
-            said = line
-        for problem in status.problems:
-            if problem not in named:
-                print(one_line(problem))
-        named.update(status.problems)
-        if not _goes_on(status):
-            break
-        time.sleep(interval)
+            if at > self._last_event:
+                self._last_event, clock = at, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+                print(f"{clock}  {one_line(text.partition(chr(10))[0])}")
+        lines = {plain_line(status): None, **dict.fromkeys(map(one_line, status.problems))}
+        for line in lines:
+            if line not in self._said:
+                print(line)
+        self._said = set(lines)

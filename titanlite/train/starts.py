@@ -20,7 +20,7 @@ from titanlite.config.files import FileModel
 from titanlite.config.load import PACKAGE
 from titanlite.config.schema import JobConfig
 from titanlite.data.sources.base import Source
-from titanlite.report.json_lines import read_objects
+from titanlite.report.json_lines import JsonLines
 
 GIT_SECONDS = 5.0
 _MOST_LINES, _MOST_HOSTS = 40, 8  # that a person is shown of a difference
@@ -99,7 +99,7 @@ class Start(FileModel):
 
 def start_before(events: Path) -> Start | None:
     """The record of the last start in events.jsonl; None if there is none, as in those of version 0.1."""
-    starts = [event for event in read_objects(events, []) if event.get("event") == "start"]
+    starts = [event for event in JsonLines(events).new() if event.get("event") == "start"]
     try:
         return Start.model_validate(starts[-1]["record"]) if starts else None
     except (KeyError, ValidationError):

@@ -1,5 +1,5 @@
 "use strict";
-// The charts of the page. Whatever comes from a run's files is drawn or set as text, never as HTML.
+// Draws the page from its data. Whatever comes from a run's files is drawn or set as text, never as HTML.
 const D = JSON.parse(document.getElementById("data").textContent);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (run) => css("--c" + (D.runs.indexOf(run) % 10));
@@ -19,10 +19,72 @@ const number = (v) => {
   return Number(v.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 5 });
 };
 
+// Tables in tables as one, with keys such as "section.key".
+const flat = (value, prefix = "") => Object.assign({}, ...Object.entries(value).map(([key, inner]) =>
+  inner !== null && typeof inner === "object" && !Array.isArray(inner) ? flat(inner, `${prefix}${key}.`) : { [prefix + key]: inner }));
+
+// Where a step lies on an axis of a run: between the logged steps beside it.
+function place(run, axis, step) {
+  const steps = run.curves.x.step || [], values = run.curves.x[axis] || [];
+  if (axis === "step" || !values.length) return step;
+  const after = steps.findIndex((s) => s >= step);
+  if (after < 0) return values[values.length - 1];
+  const [s0, v0] = after ? [steps[after - 1], values[after - 1]] : [0, 0];
+  return v0 + (values[after] - v0) * (steps[after] > s0 ? (step - s0) / (steps[after] - s0) : 1);
+}
+
+// What the last start was planned to take. A plan is said before its start.
+function planned(events) {
+  let found = {}, coming = {};
+  for (const event of events) {
+    if (event.kind === "start") [found, coming] = [coming, {}];
+    else if (["stop", "guard", "failure", "hang", "finish"].includes(event.kind)) coming = {};
+    else if (event.planned) coming = Object.fromEntries(Object.entries(event.planned).filter(([, v]) => typeof v === "number"));
+  }
+  return found;
+}
+
+for (const run of D.runs) {
+  [run.config, run.environment, run.planned] = [flat(run.config), flat(run.environment), planned(run.events)];
+  const columns = { kind: [], text: [], undone: [] };
+  for (const key in columns) columns[key] = run.events.map((event) => event[key]);
+  for (const axis of ["step", "tokens", "hours"]) {
+    columns[axis] = run.events.map((event) => place(run, axis, event.step));
+    if (axis !== "step" && run.curves.x[axis] && run.validations.x.step)
+      run.validations.x[axis] = run.validations.x.step.map((step) => place(run, axis, step));
+  }
+  run.listed = run.events;
+  run.events = columns;
+}
+
+// One chart for each curve that any run has, in TensorBoard's order: those of titanlite first, the loss widest.
+function chartSpecs() {
+  const keys = new Set(D.runs.flatMap((run) => Object.keys(run.curves.y)));
+  const validated = new Set(D.runs.flatMap((run) => Object.keys(run.validations.y)));
+  const about = "What happened, and when. Pale: trained again after a return to an earlier step.";
+  const specs = [["1_loss/zz", { kind: "events", key: "", title: "Events", wide: true, about }]];
+  for (const key of keys) {
+    const [tag, about] = D.tags[key] || [`9_more/${key}`, ""];
+    const both = key === "loss" && validated.delete("loss");
+    specs.push([tag, { key, about: both ? `${about} Dashed: validation.` : about, wide: key === "loss", validation: both ? "loss" : "" }]);
+  }
+  for (const key of validated) {
+    const [tag, about] = D.validation_tags[key] || [`9_more/validation ${key}`, ""];
+    specs.push([tag, { key: "", validation: key, about }]);
+  }
+  specs.sort(([a], [b]) => (a < b ? -1 : 1));
+  const clean = (text) => text.replace(/^[0-9_]+/, "").replaceAll("_", " ");
+  return specs.map(([tag, spec], id) => {
+    const group = clean(tag.split("/")[0]), name = clean(tag.slice(tag.indexOf("/") + 1));
+    return { id, title: name.startsWith(group) || group === "more" ? name : `${group}: ${name}`, ...spec };
+  });
+}
+D.charts = chartSpecs();
+
 const COLORS = { save: "--muted", plan: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn", profile: "--c4" }; // others: --bad
 const kindColor = (kind) => css(COLORS[kind] || (kind === "finish" ? "--good" : "--bad"));
-const QUIET = ["save", "validation", "data", "plan", "profile", "finish"]; // they have no line in the charts, only a mark among the events
-const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))].filter((kind) => kind !== "data");
+const QUIET = ["save", "validation", "plan", "profile", "finish"]; // they have no line in the charts, only a mark among the events
+const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))];
 
 const state = { axis: "step", smoothing: 0, events: true, log: false, cut: false, zoom: null, hidden: new Set() };
 const shown = () => D.runs.filter((run) => !state.hidden.has(run));
@@ -94,7 +156,7 @@ function drawEvents(plot) {
   for (const run of shown()) {
     const e = run.events, drawn = new Set();
     (e[state.axis] || []).forEach((x, i) => {
-      if (e.undone[i] || QUIET.includes(e.kind[i]) || (e.kind[i] === "start" && e.step[i] === 0)) return;
+      if (e.undone[i] || QUIET.includes(e.kind[i]) || (e.kind[i] === "start" && run.listed[i].step === 0)) return;
       const at = Math.round(plot.valToPos(x, "x", true));
       if (drawn.has(at)) return; // a failure, the restart and the start after it
       drawn.add(at);
@@ -219,7 +281,7 @@ function makeEvents(spec, box, readout) {
     ctx.save();
     for (const run of shown()) {
       (run.events[state.axis] || []).forEach((x, i) => {
-        if (run.events.kind[i] === "data" || x < plot.scales.x.min || x > plot.scales.x.max) return;
+        if (x < plot.scales.x.min || x > plot.scales.x.max) return;
         ctx.globalAlpha = run.events.undone[i] ? 0.25 : 1;
         ctx.fillStyle = D.runs.length > 1 ? color(run) : kindColor(run.events.kind[i]);
         ctx.beginPath();
@@ -233,11 +295,10 @@ function makeEvents(spec, box, readout) {
     let nearest = 12, text = "";
     for (const run of shown()) {
       (run.events[state.axis] || []).forEach((x, i) => {
-        if (run.events.kind[i] === "data") return;
         const away = Math.hypot(plot.valToPos(x, "x") - plot.cursor.left, plot.valToPos(row(run.events.kind[i]), "y") - plot.cursor.top);
         if (away < nearest) {
           nearest = away;
-          text = `${D.runs.length > 1 ? run.name + ": " : ""}step ${number(run.events.step[i])}: ${run.events.text[i]}`;
+          text = `${D.runs.length > 1 ? run.name + ": " : ""}step ${number(run.listed[i].step)}: ${run.events.text[i]}`;
         }
       });
     }
@@ -265,7 +326,111 @@ function make() {
   setZoom(state.zoom);
 }
 
+// A table; a cell is a text, or a function that fills it. Columns in `numeric` are numbers.
+function table(parent, head, rows, { numeric = [], kind = "" } = {}) {
+  const made = node("table", parent);
+  const top = node("tr", made);
+  head.forEach((text, i) => node("th", top, numeric.includes(i) ? "number" : "", text));
+  for (const row of rows) {
+    const line = node("tr", made, row.undone ? "undone" : "");
+    row.forEach((cell, i) => {
+      const box = node("td", line, numeric.includes(i) ? "number" : kind === "value" && i === 0 ? "key" : kind);
+      if (typeof cell === "function") cell(box);
+      else box.textContent = cell;
+    });
+  }
+}
+
+function section(title) {
+  node("h2", byId("sections"), "", title);
+  return node("div", byId("sections"), "card scroll");
+}
+
+const clock = (seconds) => (seconds === null ? "-" : new Date(seconds * 1000).toLocaleString("sv"));
+const count = (v) => (v === null || v === undefined ? "-" : Math.round(v).toLocaleString("en"));
+
+function overview() {
+  document.title = document.querySelector("h1").textContent = D.runs.map((run) => run.name).join(", ");
+  byId("written").textContent = `Written ${clock(D.written)} by titanlite ${D.version}, from the files of the runs.`;
+  const head = ["run", "state", "step", "tokens", "hours", "loss", "lowest validation loss", "tokens/s", "ranks"];
+  const rows = D.runs.map((run, i) => {
+    const validated = run.validations.y.loss ? (run.validations.y.loss.min || run.validations.y.loss.mean).filter((v) => v !== null) : [];
+    return [
+      (box) => {
+        node("span", box, "dot").style.background = `var(--c${i % 10})`;
+        node("span", box, "", run.name);
+        node("div", box, "muted", run.config["job.description"] || "");
+      },
+      (box) => {
+        node("span", box, `state ${run.state}`, run.state);
+        node("span", box, "muted", ` ${clock(run.last_word)}`);
+        node("div", box, "", run.reason);
+      },
+      count(run.step) + (run.total_steps === null ? "" : ` of ${count(run.total_steps)}`),
+      count(run.numbers.tokens),
+      number((run.curves.x.hours || []).at(-1)),
+      number(run.numbers.loss),
+      number(validated.length ? Math.min(...validated) : null),
+      count(run.numbers.tps),
+      run.environment.world_size ?? "-",
+    ];
+  });
+  table(byId("overview"), head, rows, { numeric: [2, 3, 4, 5, 6, 7, 8] });
+  for (const run of D.runs) for (const problem of run.problems) node("p", byId("overview"), "problem", `${run.name}: ${problem}`);
+}
+
+// A section with one table for each run that has rows.
+function perRun(title, head, rowsOf, style) {
+  const runs = D.runs.filter((run) => rowsOf(run).length);
+  const box = runs.length ? section(title) : null;
+  for (const run of runs) {
+    node("p", box, "", run.name);
+    table(box, head, rowsOf(run), style);
+  }
+}
+
+// The keys whose values differ between the columns, and all keys, folded.
+function compared(title, names, columns) {
+  const keys = [...new Set(columns.flatMap((column) => Object.keys(column)))].sort();
+  const rows = keys.map((key) => [key, ...columns.map((column) => (key in column ? JSON.stringify(column[key]) : "-"))]);
+  const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
+  const box = section(title);
+  if (names.length > 1) {
+    node("p", box, "", differing.length ? "What differs:" : "Nothing differs.");
+    table(box, ["key", ...names], differing, { kind: "value" });
+  }
+  const all = node("details", box);
+  node("summary", all, "", "All keys");
+  table(all, ["key", ...names], rows, { kind: "value" });
+}
+
+function sections() {
+  const box = section("Events"), head = ["time", "event", "step", "log"], style = { numeric: [0, 2], kind: "text" };
+  const isQuiet = (event) => ["save", "validation"].includes(event.kind);
+  const row = (event) => Object.assign([clock(event.time), event.kind, count(event.step), event.text], { undone: event.undone });
+  for (const run of D.runs) {
+    const events = [...run.listed].reverse();
+    node("p", box, "", run.name + (run.older_events ? `, without the ${count(run.older_events)} oldest` : ""));
+    table(box, head, events.filter((event) => !isQuiet(event)).map(row), style);
+    const more = node("details", box);
+    node("summary", more, "", "Saves and validations");
+    table(more, head, events.filter(isQuiet).map(row), style);
+  }
+  perRun("Data, as the last start saw it", ["log"], (run) => (run.data ? [[run.data]] : []), { kind: "text" });
+  const size = (found) => (found.bytes === undefined ? "damaged" : `${(found.bytes / 1e9).toFixed(3)} GB`);
+  perRun("Checkpoints", ["step", "size", "", "folder"], (run) =>
+    run.checkpoints.map((found) => [count(found.step), size(found), found.weights_only ? "weights only" : "", found.folder]), { numeric: [0, 1] });
+  const keys = ["step", "prompt", "completion"];
+  perRun("Samples", keys, (run) => [...run.samples].reverse().map((sample) => keys.map((key) => String(sample[key] ?? "-"))), { numeric: [0], kind: "text" });
+  const names = D.runs.map((run) => run.name);
+  if (D.runs.length === 1) compared("Configuration", [...names, "default"], [D.runs[0].config, flat(D.defaults)]);
+  else compared("Configuration", names, D.runs.map((run) => run.config));
+  compared("Environment and layout", names, D.runs.map((run) => run.environment));
+}
+
 function start() {
+  overview();
+  sections();
   const grid = byId("charts");
   for (const spec of D.charts) {
     const box = node("section", grid, "card chart" + (spec.wide ? " wide" : ""));
