@@ -393,11 +393,11 @@ def first_that_fits(
 
 def run_torchtitan(part: Part, work: Work, cache: Path) -> dict[str, Any]:
     """What torchtitan's log says of the same work."""
-    import tomli_w
+    import tomlkit
 
     folder = Path(tempfile.mkdtemp(dir=part.folder))
     job = folder / "job.toml"
-    job.write_text(tomli_w.dumps(torchtitan_job(work, folder, part.text)))
+    job.write_text(tomlkit.dumps(torchtitan_job(work, folder, part.text)))
     # Without torchrun, which asks for the host's name where there may be no network.
     world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", job]

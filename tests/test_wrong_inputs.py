@@ -801,15 +801,15 @@ MIGRATIONS = [
     old_job("not TOML", "steps : 5", "old.toml: not valid TOML"),
     old_job("UTF-16", JOB.encode("utf-16"), "UTF-8"),
     old_job("Latin-1", b'[job]\ndescription = "\xe9"', "UTF-8"),
-    old_job("NUL bytes", b"\0" * 100, "line 1 has control characters"),
-    old_job("control characters", b"# \x1b[2J", "line 1 has control characters"),
+    old_job("NUL bytes", b"\0" * 100, "not valid TOML"),
+    old_job("control characters", b"# \x1b[2J", "not valid TOML"),
     old_job("a file of 1 MB", b"#" * (1 << 20), "larger than"),
     old_job("lists 2,000 deep", "[training]\nsteps = " + "[" * 2000 + "]" * 2000, "not valid TOML"),
     old_job("tables 400 deep", "[" + ".".join("a" * 400) + "]\nb = 1", "old.toml: "),
     old_job("another model", '[model]\nname = "llama4"', 'model.name = "llama4" | Llamas only'),
     old_job("a wrong type", "[training]\nsteps = 5.5", "training.steps = 5.5 | a whole number"),
     old_job("escapes", '[model]\nflavor = "\\u001b[2J"', "\\u001b[2J"),
-    old_job("ours", '[dataset]\nsource = "c4"', "[dataset] is a section of titanlite's"),
+    old_job("ours", '[dataset]\nsource = "c4"', "a job file of titanlite's already"),
     job(
         "torchtitan's", '[model]\nname = "llama3"\nflavor = "8B"', "bad.toml looks like | `titanlite migrate bad.toml`"
     ),

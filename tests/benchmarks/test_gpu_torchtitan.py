@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
+import tomlkit
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +37,7 @@ def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
     work = gpu.COMPARED[case]
     ours = load_job(gpu.titanlite_options(work, tmp_path, tmp_path, own=False))
     file = tmp_path / "job.toml"
-    file.write_text(tomli_w.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
+    file.write_text(tomlkit.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
     __import__("gpu_torchtitan")
     return ours, ConfigManager().parse_args(["--job.config_file", str(file)])
 
@@ -109,7 +109,7 @@ class Matmuls(TorchDispatchMode):
 def test_activation_checkpointing_recomputes_the_same_matmuls(mode: str, tmp_path: Path):
     work = replace(gpu.WORKS["8b bf16 compiled"], activation_checkpoint=mode)
     file = tmp_path / "job.toml"
-    file.write_text(tomli_w.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
+    file.write_text(tomlkit.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
     theirs = ConfigManager().parse_args(["--job.config_file", str(file)]).activation_checkpoint
     arch = Architecture(64, 2, 2, 1, 128, vocab_size=96)
     args = TransformerModelArgs(

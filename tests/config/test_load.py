@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tomli
-import tomli_w
+import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -374,7 +374,7 @@ key_names = st.sampled_from([*{key.split(".")[1] for key in KEYS}, "setps"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
     with contextlib.suppress(UserError):
-        load(tomli_w.dumps(content))
+        load(tomlkit.dumps(content))
 
 
 # ------------------------------------------------------------------------------------------------------- dropped keys
@@ -390,10 +390,10 @@ def test_a_key_that_was_dropped_is_read_at_its_default_only():
     for section, key, value in dropped_keys():
         assert key not in SECTIONS[section].model_fields
         old.setdefault(section, {})[key] = value
-    assert load(tomli_w.dumps(old)) == load("")
+    assert load(tomlkit.dumps(old)) == load("")
     assert JobConfig.model_validate(old) == JobConfig()
     old["validation"]["sources"] = [{"source": "c4", "max_epochs": 0}]
-    assert load(tomli_w.dumps(old)).validation.sources == (ValidationSource(source="c4"),)
+    assert load(tomlkit.dumps(old)).validation.sources == (ValidationSource(source="c4"),)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_the_written_configuration_reloads_to_an_equal_object(values: dict[str, 
     for key, value in values.items():
         section, name = key.split(".")
         content.setdefault(section, {})[name] = value
-    job = load(tomli_w.dumps(content))
+    job = load(tomlkit.dumps(content))
     Path("copy.toml").write_text(dump_config(job), encoding="utf-8")
     assert load_job(["--job.config_file", "copy.toml"]) == job
 

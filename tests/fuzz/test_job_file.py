@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tomli
-import tomli_w
+import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.keys import KEYS, SECTIONS
@@ -56,7 +56,7 @@ def change_structure(raw: bytes, rng: random.Random) -> bytes:
             job[rng.choice([section[:-1], section.upper(), key, "x.y"])] = job.pop(section)
         else:
             job[section] = copy.deepcopy(rng.choice(VALUES))
-    return tomli_w.dumps(job).encode("utf-8", "surrogatepass")
+    return tomlkit.dumps(job).encode("utf-8", "surrogatepass")
 
 
 def judge(raw: bytes, ranks: int) -> bool:

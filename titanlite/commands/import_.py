@@ -20,7 +20,7 @@ from titanlite.config.files import make_folder
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse
-from titanlite.config.torchtitan import Version
+from titanlite.torchtitan.tables import Version
 
 _SAID = ("flavor", "n_heads", "rope_theta", "rope_scaling_factor", "norm_eps", "max_seq_len")
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
@@ -69,9 +69,8 @@ def main(argv: Sequence[str]) -> None:
     from titanlite.checkpoint.huggingface import HuggingFaceReader
     from titanlite.checkpoint.import_weights import import_weights
     from titanlite.checkpoint.meta_llama import MetaReader
-    from titanlite.checkpoint.torchtitan import TorchtitanReader
     from titanlite.model.formats import parameter_shapes
-    from titanlite.model.torchtitan import Said
+    from titanlite.torchtitan.weights import Said, TorchtitanReader
 
     origin = options.torchtitan or options.meta or options.hf
     assert origin is not None

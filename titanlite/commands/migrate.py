@@ -12,9 +12,9 @@ import tyro
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file, write_whole
-from titanlite.config.migrate import Migration, migrate
 from titanlite.config.options import OptionPath, Options, parse
-from titanlite.config.torchtitan import Version
+from titanlite.torchtitan.migrate import Migration, migrate
+from titanlite.torchtitan.tables import Version
 
 _MOST_BYTES = 1 << 16  # torchtitan's own have 2,000
 

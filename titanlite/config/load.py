@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-import tomli_w
+import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
 from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
 from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, unknown
 from titanlite.config.schema import JobConfig
-from titanlite.config.torchtitan import looks_like_torchtitan
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -154,9 +153,22 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
 
+# Keys of torchtitan's that are not ours, and of which each of its job files has some.
+_OF_TORCHTITAN = frozenset(
+    """
+    model.name model.hf_assets_path model.tokenizer_path model.converters training.dataset training.batch_size
+    training.compile metrics.save_tb_folder profiling.save_traces_folder job.print_args checkpoint.enable_checkpoint
+    checkpoint.last_save_model_weights_only lr_scheduler.lr_min validation.enable quantize.linear debug.seed
+    """.split()  # noqa: SIM905
+)
+
+
 def _advice(path: Path | None, raw: dict[str, Any]) -> str:
-    """The advice about a file that is another program's. Empty if it is ours."""
-    if not looks_like_torchtitan(raw):
+    """The advice about a file that is torchtitan's. Empty if it is ours."""
+    keys = {f"{section}.{key}" for section, table in raw.items() if isinstance(table, dict) for key in table}
+    model = raw.get("model")
+    flavor = model.get("flavor") if isinstance(model, dict) else None
+    if not keys & _OF_TORCHTITAN and flavor not in ("8B", "70B", "405B"):
         return ""
     return f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it."
 
@@ -270,7 +282,7 @@ def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[
 
 def dump_config(job: JobConfig) -> str:
     """The job as TOML. A file with this text gives an equal `JobConfig` when it is loaded."""
-    return tomli_w.dumps(job.model_dump(exclude_none=True))
+    return tomlkit.dumps(job.model_dump(exclude_none=True))
 
 
 def resolve_path(path: str) -> Path:

@@ -163,14 +163,21 @@ def stages_run(context: Context) -> Iterator[str]:
             yield block(context.origin("dataset.stages"), found, f"{text}: a stage would never run.")
 
 
-@rule("training.steps", "lr_scheduler.warmup_steps")
-def warmup_ends(context: Context) -> Iterator[str]:
-    steps, warmup = context.job.training.steps, context.job.lr_scheduler.warmup_steps
+@rule("training.steps", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps")
+def schedule_fits(context: Context) -> Iterator[str]:
+    steps, warmup, total = (
+        context.job.training.steps,
+        context.job.lr_scheduler.warmup_steps,
+        context.job.lr_scheduler.total_steps,
+    )
+    if total is not None and total < steps:
+        text = f"must be at least training.steps = {steps}, because no rate is known after the schedule."
+        yield context.wrong("lr_scheduler.total_steps", text)
     # A user who sets fewer steps on the command line wants to see the first steps of the run, with the rates of the
     # file.
     cut_short = context.origins.get("training.steps") == COMMAND_LINE
     cut_short = cut_short and context.origins.get("lr_scheduler.warmup_steps") != COMMAND_LINE
-    if warmup is not None and warmup > steps and not cut_short:
+    if warmup is not None and warmup > (total or steps) and not cut_short:
         text = f"must be at most training.steps = {steps}, because otherwise the peak rate is never reached."
         yield context.wrong(
             "lr_scheduler.warmup_steps", text, f"Usual is {max(1, steps // 50)} to {max(1, steps // 10)}."

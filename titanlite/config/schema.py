@@ -346,6 +346,8 @@ class LRScheduler(Section):
     warmup_steps: NonNegativeInt | None = None
     """Steps in which the rate rises linearly from 0 to its peak. Left out: 200, or a tenth of training.steps if that is
     less."""
+    total_steps: Steps | None = None
+    """Steps of the whole schedule, where training.steps are only its first ones. Left out: training.steps."""
     decay_ratio: Fraction | None = None
     """Share of all steps that decay takes; it is at the end of the run. Left out: all steps after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"

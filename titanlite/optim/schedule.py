@@ -10,12 +10,13 @@ import math
 from titanlite.config import schema
 
 
-def learning_rate(step: int, peak: float, config: schema.LRScheduler, total_steps: int) -> float:
-    """The rate of optimizer step `step`, counted from 1.
+def learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
+    """The rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
 
     The first step after warmup has the peak rate. Decay ends at `peak * min_lr_factor` one step after the last step, so
     that no step has a rate of zero.
     """
+    total_steps = config.total_steps or steps
     warmup_steps = min(200, total_steps // 10) if config.warmup_steps is None else config.warmup_steps
     if step <= warmup_steps:
         return peak * (step / warmup_steps)

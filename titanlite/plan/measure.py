@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tomli_w
+import tomlkit
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,7 +187,7 @@ def measure(out: Path, log: Callable[[str], None], samples: Sequence[Sample] = (
     today = datetime.date.today().isoformat()
     update["measured"] = f"measured {today}, torch {torch.__version__}, {platform.machine()}"
     result = base.model_copy(update=update)
-    write_whole(out, tomli_w.dumps(result.model_dump(exclude_defaults=True)).encode())
+    write_whole(out, tomlkit.dumps(result.model_dump(exclude_defaults=True)).encode())
     return result
 
 

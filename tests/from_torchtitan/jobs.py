@@ -164,61 +164,85 @@ def changed(text: str, **values: str) -> str:
     return text
 
 
-SIZE_70B = {"lr": "1.5e-4", "local_batch_size": "8", "tensor_parallel_degree": "8", "mode": '"full"'}
-SIZE_405B = SIZE_70B | {
+SIZE_405B = {
+    "flavor": '"405B"',
     "lr": "8e-5",
     "warmup_steps": "600",
     "local_batch_size": "2",
     "steps": "3000",
-    "parallelism__enable_async_tensor_parallel": "true",
+    "tensor_parallel_degree": "8",
     "enable_fsdp_float8_all_gather": "true",
     "precompute_float8_dynamic_scale_for_fsdp": "true",
+    "mode": '"full"',
 }
-LARGE_01 = {
-    "tokenizer_path": '"./assets/tokenizer/original/tokenizer.model"',
-    "seq_len": "8192",
-    "steps": "1000",
-    "warmup_steps": "200",
-    "decay_ratio": "",
-    "dataset": '"c4"',
-    "local_batch_size": "1",
-}
+BEFORE_01 = """\
+[job]
+dump_folder = "./outputs"
+use_for_integration_test = true
+
+[metrics]
+enable_color_printing = true
+
+[model]
+name = "llama3"
+flavor = "70B"
+norm_type = "rmsnorm"
+tokenizer_path = "./torchtitan/datasets/tokenizer/original/tokenizer.model"
+
+[optimizer]
+name = "AdamW"
+lr = 1.5e-4
+fused = true
+
+[training]
+batch_size = 8
+seq_len = 8192
+warmup_steps = 200  # lr scheduler warm up, normally 20% of the train steps
+steps = 1000
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = 2
+tensor_parallel_degree = 2 # 8-way TP
+compile = true
+dataset = "c4"
+
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = "layers.40"
+pipeline_parallel_schedule = "interleaved_1f1b"
+pipeline_parallel_microbatches = 4
+enable_async_tensor_parallel = true
+
+[checkpoint]
+enable_checkpoint = false
+interval_type = "steps"
+model_weights_only = false
+
+[activation_checkpoint]
+mode = 'full'
+
+[float8]
+enable_float8_linear = true
+enable_fsdp_float8_all_gather = true
+"""
 
 JOBS = {
     "0.2 8b": OF_02,
     "0.2 8b_varlen": changed(OF_02, flavor='"8B_varlen"', debug__seed="42"),
-    "0.2 70b": changed(OF_02, flavor='"70B"', hf_assets_path='"./assets/hf/Llama-3.1-70B"', **SIZE_70B),
     "0.2 405b": changed(
-        changed(OF_02, components="").replace("enable=false", 'enable=true\ncomponents = ["model", "loss"]'),
-        flavor='"405B"',
-        hf_assets_path='"./assets/hf/Llama-3.1-405B"',
-        model__converters='["quantize.linear.float8"]',
-        **SIZE_405B,
-    ),
-    "0.2 debug_model": changed(
-        OF_02,
-        flavor='"debugmodel"',
-        hf_assets_path='"./tests/assets/tokenizer"',
-        lr="8e-4",
-        warmup_steps="2",
-        lr_scheduler__decay_ratio="0.8",
-        local_batch_size="8",
-        seq_len="2048",
-        steps="10",
-        dataset='"c4_test"',
-        selective_ac_option='"2"',
-        last_save_model_only="false",
-    ),
-    "0.1 8b": changed(OF_01, flavor='"8B"', selective_ac_option="'op'", **LARGE_01),
-    "0.1 70b": changed(OF_01, flavor='"70B"', **{**LARGE_01, **SIZE_70B}),
-    "0.1 405b": changed(
-        changed(OF_01, enable_async_tensor_parallel=""),
-        flavor='"405B"',
-        model__converters='["float8"]',
-        compile="true",
-        **{**LARGE_01, **SIZE_405B},
+        OF_02.replace("enable=false", "enable=true"), model__converters='["quantize.linear.float8"]', **SIZE_405B
     ),
     "0.1 debug_model": OF_01,
+    "0.1 405b": changed(
+        OF_01,
+        model__converters='["float8"]',
+        compile="true",
+        seq_len="8192",
+        decay_ratio="",
+        dataset='"c4"',
+        enable_async_tensor_parallel="true",
+        **SIZE_405B,
+    ),
+    "before 70b": BEFORE_01,
 }
 
 KEYS_01 = """

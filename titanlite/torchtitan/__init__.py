@@ -1,0 +1,1 @@
+"""What a user of torchtitan brings along: job files (`migrate`) and checkpoints (`weights`)."""
