@@ -30,7 +30,7 @@ from titanlite.config.flavors import Architecture
 from titanlite.load_run import load_run
 from titanlite.observe.flops import num_params
 from titanlite.runtime.world import process_group
-from titanlite.train import update
+from titanlite.train import step
 from titanlite.train.loop import Trainer
 
 WARM_UP, TIMED, TRACED = 4, 6, 2  # steps
@@ -119,9 +119,9 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
 
     assert trainer.model.loss is not None
     trainer.model.loss = wrapped(trainer.model.loss, "loss and its gradients", before="forward")
-    step = wrapped(trainer.update.forward_backward, "backward", before="batch")
-    trainer.update.forward_backward = step  # pyright: ignore[reportAttributeAccessIssue]
-    update.clip_grad_norm_ = wrapped(update.clip_grad_norm_, "clipping")
+    backward = wrapped(trainer.train_step.forward_backward, "backward", before="batch")
+    trainer.train_step.forward_backward = backward  # pyright: ignore[reportAttributeAccessIssue]
+    step.clip_grad_norm_ = wrapped(step.clip_grad_norm_, "clipping")
     trainer.optimizer.step = wrapped(trainer.optimizer.step, "optimizer")
     trainer.step = wrapped(trainer.step, "rest", before="")
 

@@ -44,7 +44,7 @@ from titanlite.plan.forecast import forecast, traces_of
 from titanlite.plan.measure import measure, this_cpu
 from titanlite.plan.trace import trace_run
 from titanlite.runtime.world import process_group
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 MIB = 2**20
 PAGE = Path(__file__).with_suffix(".md")
@@ -215,16 +215,16 @@ def _rank(rank: int, ranks: int, port: int, sections: Sections, counted: bool, t
         return found
 
 
-def _step(run: Run, device: torch.device) -> Callable[[], Update]:
+def _step(run: Run, device: torch.device) -> Callable[[], TrainStep]:
     """The run's step over random rows, as a function without arguments."""
     mesh = build_mesh(run.degrees, device.type)
-    update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
+    update = TrainStep(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
     shape = training.local_batch_size, training.seq_len
     rows = [_rows(shape, run) for _ in range(run.microbatches)]
     tokens = run.global_batch_size * training.seq_len
 
-    def step() -> Update:
+    def step() -> TrainStep:
         update(rows, tokens, 1e-4)
         return update
 

@@ -35,7 +35,7 @@ def without_recompiling(self: Trainer) -> LoggedStep | None:
 
 
 def without_reading(self: Trainer) -> LoggedStep | None:
-    if self.metrics.is_log_step(self.steps_done + 1):
+    if self.meter.is_log_step(self.steps_done + 1):
         return plain_step(self)
     with NoReads(), patch.object(Tensor, "cpu", refuse), patch.object(Tensor, "tolist", refuse):
         return plain_step(self)

@@ -32,6 +32,7 @@ from titanlite.config.errors import GuardError
 from titanlite.config.load import load_job
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.hooks.live_view import LiveRun
 from titanlite.load_run import load_run
 from titanlite.report.page import page_data
 from titanlite.report.run_files import RunFiles
@@ -395,7 +396,7 @@ def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Pa
     assert f"To go on after it: NGPU={ranks} titanlite launch --job.config_file" in reason.splitlines()[-1]
     assert (out / "train.log").read_text().endswith(as_logged(reason))
     words = ("train", "--job.config_file", job_file, "--job.dump_folder", out)
-    said = start_titanlite(*words, before=break_validation).ends_with(1)
+    said = start_titanlite(*words, before=break_the_end).ends_with(1)
     assert "ZeroDivisionError: division by zero\nThe last good step is 12" in said
     assert (out / "train.log").read_text().endswith(as_logged(said[said.index("Traceback") :]))
 
@@ -441,8 +442,8 @@ def test_a_run_with_more_rows_than_the_tokenizer_needs_is_resumed_by_the_key_tha
     assert sorted(logged(tmp_path / "out")) == [1, 2, 3, 4]
 
 
-def break_validation() -> None:
-    loop.Trainer.validate = lambda trainer: 1 / 0  # type: ignore[assignment, return-value]
+def break_the_end() -> None:
+    LiveRun.ended = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
 
 def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
@@ -477,7 +478,7 @@ def test_a_guard_lets_the_save_under_way_end(monkeypatch: pytest.MonkeyPatch) ->
     """With an async mode it writes an older and good state; ending at once would cut it off."""
     trainer = Mock()
     trainer.train.side_effect = GuardError("Step 7: loss is nan.")
-    monkeypatch.setattr(loop, "Trainer", lambda job, device: trainer)
+    monkeypatch.setattr(loop, "Trainer", lambda *_: trainer)
     monkeypatch.setattr(loop, "process_group", nullcontext)
     with pytest.raises(GuardError, match="Step 7"):
         loop.train(Run(JobConfig()))

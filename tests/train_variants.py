@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch_config
@@ -165,7 +165,7 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
         stack.enter_context(planted(mistake))
         stack.enter_context(patch.object(loop, "build_mesh", lay_out))
         stack.enter_context(patch.object(loop, "Loader", fixed_rows))
-        stack.enter_context(patch.object(loop, "setup_logging", lambda *_: Mock(info=notes.append)))
+        stack.enter_context(patch.object(loop.Trainer, "log", lambda _, line: notes.append(line)))
         folder = stack.enter_context(TemporaryDirectory())
         job = JobConfig.model_validate(merge(job.model_dump(), {"job": {"dump_folder": folder}}))
         trainer = stack.enter_context(loop.Trainer(Run(job, dist.get_world_size()), torch.device("cpu")))
@@ -186,7 +186,7 @@ def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
 
     trainer.optimizer.register_step_pre_hook(see_gradient)
     logged = [trainer.step() for _ in range(job.training.steps)]
-    evaluated = trainer.update.forward_backward.evaluate(rows.microbatches)
+    evaluated = trainer.forward_backward.evaluate(rows.microbatches)
     dist.all_reduce(evaluated, group=trainer.mesh.loss_group)
     weights, parameter = all_weights(model), next(model.parameters())
     return {
@@ -194,12 +194,6 @@ def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
         "notes": notes,
         "losses": [step.loss for step in logged if step is not None],
         "norms": [step.grad_norm for step in logged if step is not None],
-        "cast_values": trainer.casts.total()[..., 3].tolist() if trainer.casts is not None else None,
-        "casts": [
-            {"amax": step.float8_amax, "overflow": step.float8_overflow, "underflow": step.float8_underflow}
-            for step in logged
-            if step is not None
-        ],
         "evaluated": (evaluated / rows.num_labels).item(),
         "dtypes": {
             "parameter": str(parameter.dtype),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from titanlite.config.schema import JobConfig
     from titanlite.data.loader import Loader
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.hooks.profiler import StepProfile
     from titanlite.model.llama import Llama
-    from titanlite.observe.step_profile import StepProfile
     from titanlite.score import TextScore, evaluate_text
     from titanlite.train.loop import Trainer
     from titanlite.train.profile_steps import profile_steps
@@ -56,7 +56,7 @@ _HOMES = {
     "titanlite.data.tokenizer": ("load_tokenizer",),
     "titanlite.config.flavors": ("FLAVORS", "Architecture"),
     "titanlite.model.llama": ("Llama",),
-    "titanlite.observe.step_profile": ("StepProfile",),
+    "titanlite.hooks.profiler": ("StepProfile",),
     "titanlite.train.loop": ("Trainer",),
     "titanlite.train.profile_steps": ("profile_steps",),
     "titanlite.score": ("TextScore", "evaluate_text"),

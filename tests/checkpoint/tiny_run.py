@@ -22,7 +22,7 @@ from titanlite.config.run import Run
 from titanlite.data.batch import Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 ROWS, TOKENS, VOCABULARY, RATE = 4, 16, 64, 1e-2
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
@@ -62,7 +62,7 @@ class TinyRun:
         job = merge(JOB, {"training": {"local_batch_size": ROWS // world, "seed": seed}}, sections)
         run = Run(schema.JobConfig.model_validate(job), world)
         self.mesh = build_mesh(run.degrees, device)
-        self.update = Update(run, self.mesh, build_model(run, self.mesh, self.device, lambda _: None), self.device)
+        self.update = TrainStep(run, self.mesh, build_model(run, self.mesh, self.device, lambda _: None), self.device)
         self.model, self.optimizer = self.update.model, self.update.optimizer
 
     def manager(

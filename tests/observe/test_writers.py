@@ -7,15 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from ranks import run_process
 from small_runs import SMALL
 
 from titanlite.config.errors import UserError
-from titanlite.config.run import Run
-from titanlite.config.schema import Checkpoint, Job, JobConfig, Metrics, Samples
-from titanlite.observe.metrics import MetricsRecorder
-from titanlite.observe.writers import RunStart, open_writers
 
 # The example of CONTRIBUTING.md.
 OWN_WRITER = '''
@@ -105,93 +100,60 @@ def test_contributing_shows_this_writer():
     assert "loss_table:LossTable" in text
 
 
-class FakeRun:
-    """A run of W&B on its server, as a client sees it. It stands in for the server, which a test has not."""
+def log_to_wandb(job_file: str, out: str) -> list[dict[int, dict]]:
+    """Three starts of a run: 4 steps, 6 steps, and 5 again from step 2. What a server has of each of W&B's runs."""
+    from titanlite import Trainer, load_job
 
-    def __init__(self, have: dict[int, dict], **arguments):
-        self.have, self.arguments = have, arguments
-        self.starting_step = max(have, default=-1) + 1
-
-    def log(self, values: dict, step: int) -> None:
-        assert step >= self.starting_step, "W&B leaves out a step that it has"
-        self.have.setdefault(step, {}).update(values)
-
-    def finish(self) -> None:
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, dict]]:
-    """Id of a run -> step -> values."""
     runs: dict[str, dict[int, dict]] = {}
-    fake = SimpleNamespace(
-        init=lambda **arguments: FakeRun(runs.setdefault(arguments["id"], {}), **arguments),
-        Settings=lambda **_: None,
-        Table=lambda columns, data: data,
-        Error=RuntimeError,
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return runs
+
+    class FakeRun:
+        """A run of W&B on its server, as a client sees it. It stands in for the server, which a test has not."""
+
+        def __init__(self, id: str, **_: object) -> None:
+            self.have = runs.setdefault(id, {})
+            self.starting_step = max(self.have, default=-1) + 1
+
+        def log(self, values: dict, step: int) -> None:
+            assert step >= self.starting_step, "W&B leaves out a step that it has"
+            self.have.setdefault(step, {}).update(values)
+
+        def finish(self) -> None: ...
+
+    fake = SimpleNamespace(init=FakeRun, Settings=lambda **_: None, Table=lambda _, data: data, Error=RuntimeError)
+    sys.modules["wandb"] = fake  # pyright: ignore
+    words = ["--job.config_file", job_file, "--job.dump_folder", out, "--metrics.enable_wandb"]
+    words += ["--lr_scheduler.decay_ratio", "0", "--checkpoint.interval", "2"]
+    for steps, more in ((4, []), (6, []), (5, ["--checkpoint.load_step", "2"])):
+        with Trainer(load_job([*words, "--training.steps", str(steps), *more])) as trainer:
+            trainer.train()
+    return list(runs.values())
 
 
-def start(folder: Path, step: int, steps: range, load_step: int = -1) -> None:
-    """A start of a run that logs `steps` and ends without a word; loss 8 - step / 10."""
-    for path in folder.glob("*.jsonl"):  # as the output folder does it
-        kept = [line for line in path.read_text().splitlines(True) if json.loads(line)["step"] <= step]
-        path.write_text("".join(kept))
-    job = JobConfig(
-        job=Job(dump_folder=str(folder)),
-        metrics=Metrics(log_freq=1, enable_wandb=True, enable_tensorboard=False),
-        checkpoint=Checkpoint(load_step=load_step),
-        samples=Samples(freq=1, prompts=("x",)),
-    )
-    writers = open_writers(RunStart(Run(job), step, {"run": "abc"}), rank=0)
-    recorder = MetricsRecorder(Run(job), writers, torch.device("cpu"), None, step)
-    for number in steps:
-        recorder.record(torch.tensor(1.0), 10, {})
-        recorder.log(
-            number, 0.1, torch.tensor([8 - number / 10, 8.0], dtype=torch.float64), source_tokens={"a": number}
-        )
-    recorder.sampled(steps[-1], [{"prompt": "x", "completion": "y"}])
+@pytest.mark.slow
+def test_wandb_has_the_steps_of_all_starts_and_a_run_of_its_own_for_one_that_went_back(tmp_path: Path):
+    pytest.importorskip("wandb")
+    (tmp_path / "small.toml").write_text(SMALL)
+    first, second = run_process(log_to_wandb, str(tmp_path / "small.toml"), str(tmp_path / "out"))
+    last = {line["step"]: line["loss"] for line in map(json.loads, (tmp_path / "out/metrics.jsonl").open())}
+    aside = {line["step"]: line["loss"] for line in map(json.loads, (tmp_path / "out/metrics.jsonl.superseded").open())}
+    assert {step: values["loss/train"] for step, values in first.items()} == {**last, **aside}
+    assert {step: values["loss/train"] for step, values in second.items()} == {s: last[s] for s in (3, 4, 5)}
+    assert list(first) == [1, 2, 3, 4, 5, 6]
+    assert first[1]["speed/tokens_per_second"] > 0
 
 
-def test_a_resumed_run_gives_wandb_what_it_lacks_and_nothing_twice(tmp_path: Path, server: dict[str, dict[int, dict]]):
-    start(tmp_path, 0, range(1, 9))
-    assert list(server) == ["abc"]
-    for step in (4, 5, 6, 7, 8):  # what it had in memory when the run was killed
-        del server["abc"][step]
-    start(tmp_path, 5, range(6, 12))
-    assert list(server) == ["abc"]
-    assert {step: values["loss/train"] for step, values in server["abc"].items()} == {
-        step: 8 - step / 10 for step in range(1, 12)
-    }
-    assert all(values["progress/source_tokens/a"] == step for step, values in server["abc"].items())
-    assert server["abc"][11]["samples"] == [["x", "y"]]
-    assert all("_timestamp" in values for values in server["abc"].values())
-
-
-def test_a_run_that_goes_back_to_train_otherwise_has_its_steps_in_a_run_of_its_own(
-    tmp_path: Path, server: dict[str, dict[int, dict]]
-):
-    start(tmp_path, 0, range(1, 9))
-    start(tmp_path, 3, range(4, 6), load_step=3)
-    start(tmp_path, 5, range(6, 8), load_step=3)  # the next start resumes from what was saved since
-    first, second = server
-    assert first == "abc"
-    assert list(server[first]) == list(range(1, 9))
-    assert second.startswith("abc-")
-    assert list(server[second]) == list(range(1, 8))
-
-
-def refused_by_wandb(folder: str) -> list[str]:
+def refused_by_wandb(job_file: str, folder: str) -> list[str]:
     import os
+
+    from titanlite import Trainer, load_job
 
     said = []
     for mode in ("sideways", "online"):
         os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": folder, "NETRC": f"{folder}/none"}
         os.environ["WANDB_MODE"] = mode
+        words = ["--job.config_file", job_file, "--job.dump_folder", f"{folder}/out", "--metrics.enable_wandb"]
         try:
-            start(Path(folder), 0, range(1, 2))
+            Trainer(load_job(words))
         except UserError as error:
             said.append(str(error))
     return said
@@ -200,18 +162,10 @@ def refused_by_wandb(folder: str) -> list[str]:
 @pytest.mark.slow
 def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tmp_path: Path):
     pytest.importorskip("wandb")
-    odd, no_key = run_process(refused_by_wandb, str(tmp_path))
-    for said in (odd, no_key):
+    (tmp_path / "small.toml").write_text(SMALL)
+    for said in run_process(refused_by_wandb, str(tmp_path / "small.toml"), str(tmp_path)):
         assert "metrics.enable_wandb: Weights & Biases cannot begin" in said
-        assert "WANDB_MODE=offline" in said
-    assert "WANDB_MODE: Input should be 'online', 'offline'" in odd
-
-
-def test_wandb_goes_on_with_an_empty_id_which_a_full_disk_left(tmp_path: Path, server: dict[str, dict[int, dict]]):
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "id").touch()
-    start(tmp_path, 0, range(1, 3))
-    assert list(server) == ["abc"]
+        assert "WANDB_MODE" in said
 
 
 def test_a_writer_that_nothing_offers_is_refused_with_those_that_there_are(own_package: Path, tmp_path: Path):
@@ -240,7 +194,9 @@ def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
 def test_a_writer_that_two_packages_offer_is_refused(own_package: Path, tmp_path: Path):
     offer(own_package, "other_table", "[titanlite.writers]\nloss_table = other_table:LossTable\n")
     said = titanlite_check(tmp_path, "--metrics.writers", "loss_table")
-    assert 'several packages offer a writer "loss_table": loss_table, other_table.' in " ".join(said.split())
+    assert 'several packages offer a writer "loss_table": loss_table:LossTable, other_table:LossTable.' in " ".join(
+        said.split()
+    )
 
 
 def titanlite_check(tmp_path: Path, *words: str) -> str:

@@ -11,7 +11,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 
 class Traffic(TorchDispatchMode):
@@ -37,7 +37,7 @@ def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         run = Run(job, dist.get_world_size())
         mesh = build_mesh(run.degrees, "cpu")
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
-        update = Update(run, mesh, sharded, torch.device("cpu"))
+        update = TrainStep(run, mesh, sharded, torch.device("cpu"))
         update.precompute_scales()
         rows = global_batch(job, sharded.whole.arch.vocab_size, False)
         with Traffic() as traffic:

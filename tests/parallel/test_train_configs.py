@@ -24,7 +24,7 @@ from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD = {  # ranks that the file's first lines speak of
@@ -78,7 +78,9 @@ def first_step(name: str, world: int, rank: int) -> tuple[int, list[str], float]
     with fake, unanimous:
         training = run.job.training
         rows = blank_microbatch(training.local_batch_size, training.seq_len, run.job.dataset.document_mask, device)
-        done = Update(run, mesh, sharded, device)([rows] * run.microbatches, rows.labels.numel(), run.job.optimizer.lr)
+        done = TrainStep(run, mesh, sharded, device)(
+            [rows] * run.microbatches, rows.labels.numel(), run.job.optimizer.lr
+        )
         assert done.grad_norm.shape == ()
         held = sum(p.to_local().numel() for p in sharded.whole.parameters())  # pyright: ignore
         return held, [name for name, _ in sharded.whole.named_parameters()], time.process_time()

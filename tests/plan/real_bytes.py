@@ -11,7 +11,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.trace import count_step
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 Bytes = dict[str, int]
 
@@ -30,7 +30,7 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         run = tiny_run(overrides, dist.get_world_size())
         mesh = build_mesh(run.degrees, "cpu")
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
-        update = Update(run, mesh, sharded, torch.device("cpu"))
+        update = TrainStep(run, mesh, sharded, torch.device("cpu"))
         counts = [count_step(run, sharded, update).peak() for _ in range(1 if dist.get_world_size() == 1 else 3)]
         place, kinds = min(counts, key=lambda peak: peak[1].sum())
         counted[name] = {"moment": place, "kinds": kinds.tolist(), "peak": int(kinds.sum())}

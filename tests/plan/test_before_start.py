@@ -154,9 +154,9 @@ def test_out_of_memory_is_said_in_words(job_file: Path, tmp_path: Path):
 def _run_out() -> None:
     import torch
 
-    from titanlite.train import update
+    from titanlite.train import step
 
     def clip(*_: object) -> torch.Tensor:
         return torch.empty(2**50, dtype=torch.uint8)
 
-    update.clip_grad_norm_ = clip
+    step.clip_grad_norm_ = clip

@@ -13,7 +13,6 @@ from pydantic import Field, NonNegativeInt
 
 from titanlite.config.options import OptionPath, Options, parse_beside_job
 from titanlite.load_run import load_run, world_size
-from titanlite.runtime.logging import note
 
 
 class Profile(Options):
@@ -44,20 +43,13 @@ def main(argv: Sequence[str]) -> int:
 
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
 
-    def log(line: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            note(line)
-
-    profiles = profile_steps(run, options.steps, options.warmup, options.out, log)
+    profiles = profile_steps(run, options.steps, options.warmup, options.out)
     if os.environ.get("RANK", "0") != "0":
         return 0
     if options.as_json:
         print(json.dumps({"profiles": [asdict(profile) for profile in profiles]}))
         return 0
     for profile in profiles:
-        print(profile.table(most=20))
-        if profile.idle is not None:
-            print(f"The GPU is idle for {profile.idle:.1%} of a step.")
-    folder = (options.out or run.dump_folder) / "profile"
-    print("Open in https://ui.perfetto.dev: " + ", ".join(str(folder / profile.trace) for profile in profiles))
+        print(f"rank {profile.rank}\n{profile.table}")
+    print("Open in https://ui.perfetto.dev: " + ", ".join(profile.trace for profile in profiles))
     return 0

@@ -182,21 +182,6 @@ class LoggedStep:
             "weights.",
         ),
     ] = field(default_factory=dict)
-    float8_amax: Annotated[
-        dict[str, float],
-        Curve("9_float8_amax", "Largest absolute value that became FP8 in this step, in a group of layers."),
-    ] = field(default_factory=dict)
-    float8_overflow: Annotated[
-        dict[str, int],
-        Curve("9_float8_overflow", "How many values of this step were too large for FP8, or not finite."),
-    ] = field(default_factory=dict)
-    float8_underflow: Annotated[
-        dict[str, float],
-        Curve(
-            "9_float8_underflow",
-            "Share (0 to 1) of the values of this step that were not zero and became zero in FP8.",
-        ),
-    ] = field(default_factory=dict)
     distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Name of a number with several parts -> part -> what it consists of, for histograms. It is not in the line."""
 

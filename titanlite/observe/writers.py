@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: one small interface, and the writers of the log and of the JSON files.
+"""Where the numbers of a run go: one small interface, and the writers of the log, JSON files, TensorBoard and W&B.
 
 Invariant: a writer gets what was measured, once for each logged step, validation and set of samples. It never reads a
 tensor, and it changes nothing that other parts see.
@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlite.config.errors import UserError, one_line
+from titanlite.config.load import dump_config
 from titanlite.config.mistakes import shown
 from titanlite.config.run import Run
-from titanlite.observe.logged_step import LoggedStep, StepLine
+from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, Curve, LoggedStep, StepLine, points
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LOGGER = logging.getLogger("titanlite")
 JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
@@ -78,17 +85,14 @@ class Console(Writer):
     on_every_rank = True
 
     def logged(self, entry: LoggedStep) -> None:
-        LOGGER.info(StepLine(self.line(entry)))
-
-    def line(self, entry: LoggedStep) -> str:
-        """The numbers that a person looks at."""
         steps = str(self.start.run.job.training.steps)
         mfu = "" if entry.mfu is None else f"mfu {entry.mfu:.1%}  "
-        return (
+        line = (
             f"step {entry.step:>{len(steps)}}/{steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
             f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  "
             f"eta {timedelta(seconds=round(entry.time_left))}"
         )
+        LOGGER.info(StepLine(line))
 
 
 class JsonLines(Writer):
@@ -120,6 +124,147 @@ class JsonLines(Writer):
             file.close()
 
 
+# TensorBoard's tab "Custom scalars": title of a chart -> its curves, by their names in metrics.jsonl.
+_CHARTS = {
+    "loss": ("loss", "loss_max"),
+    "seconds of a step": ("step_time", *TIME_PARTS),
+    "memory, GiB": ("memory", "memory_peak", "memory_active"),
+    "tokens of each source": ("source_tokens",),
+    "gradient norm of groups": ("grad_norms",),
+}
+
+
+class TensorBoard(Writer):
+    """Event files in the folder tb: curves with their units, validations, samples, job file and environment as text.
+
+    A resumed run has each step once, because TensorBoard hides what an earlier start wrote after the step of the
+    checkpoint. Each call ends with its events in the file, so that a killed run keeps them.
+    """
+
+    def __init__(self, start: RunStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().__init__(start)
+        purge = start.step + 1 if start.step else 0  # a run that resumes from step 0 validates again
+        self._board: SummaryWriter | None = SummaryWriter(str(start.folder / "tb"), purge_step=purge)
+        environment = dict(start.environment)
+        texts = {"job": dump_config(start.run.job), "environment": json.dumps(environment, indent=2)}
+        texts["layout"] = json.dumps(environment.get("layout"), indent=2)
+        layout = {title: ["Multiline", [CURVES[name].tag for name in names]] for title, names in _CHARTS.items()}
+        layout["loss"][1].append(VALIDATION_CURVES["loss"].tag)
+        self._write(lambda board: _add_texts(board, texts, start.step))
+        self._write(lambda board: board.add_custom_scalars({"titanlite": layout}))
+
+    def logged(self, entry: LoggedStep) -> None:
+        self._write(lambda board: _add_points(board, points(asdict(entry)), entry.step))
+        for name, parts in entry.distributions.items():
+            for part, values in parts.items():
+                tag, finite = CURVES[name].of(part).tag, [value for value in values if math.isfinite(value)]
+                if finite:
+                    self._write(lambda board, t=tag, f=finite: board.add_histogram(t, _array(f), entry.step))
+
+    def validated(self, step: int, score: Mapping[str, float]) -> None:
+        found = [(VALIDATION_CURVES[name], value) for name, value in score.items()]
+        self._write(lambda board: _add_points(board, found, step))
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        texts = {f"samples/{i}": f"{sample['prompt']}{sample['completion']}" for i, sample in enumerate(samples)}
+        self._write(lambda board: _add_texts(board, texts, step))
+
+    def close(self) -> None:
+        self._write(lambda board: board.close())
+
+    def _write(self, write: Callable[[SummaryWriter], None]) -> None:
+        """Let `write` add events, and wait until they are in the file."""
+        if self._board is not None:
+            board, self._board = self._board, None
+            write(board)
+            board.flush()
+            self._board = board  # stays None after a failure, because its thread is dead
+
+
+def _array(values: list[float]) -> Any:
+    import numpy as np
+
+    return np.array(values)
+
+
+def _add_points(board: SummaryWriter, found: Iterable[tuple[Curve, float]], step: int) -> None:
+    """Add points of curves with their descriptions, which `SummaryWriter.add_scalar` cannot write."""
+    from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
+    from tensorboard.plugins.scalar.metadata import create_summary_metadata
+
+    assert board.file_writer is not None
+    for curve, value in found:
+        metadata = create_summary_metadata(curve.tag, curve.description)
+        metadata.data_class = DATA_CLASS_SCALAR  # otherwise TensorBoard ignores the rest of the metadata
+        point = Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)
+        board.file_writer.add_summary(Summary(value=[point]), step)
+
+
+def _add_texts(board: SummaryWriter, texts: Mapping[str, str], step: int) -> None:
+    for name, text in texts.items():
+        board.add_text(name, textwrap.indent(text, "    "), step)  # four spaces: it is shown as it is written
+
+
+class WeightsAndBiases(Writer):
+    """A run of W&B (the extra `wandb`), the same one for all starts. What it keeps on disk is in the folder wandb.
+
+    A step that W&B has cannot be replaced: those that come again after a resume are left out, and after
+    checkpoint.load_step a new run begins in the same group. W&B's own variables say where the numbers go:
+    WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, WANDB_API_KEY.
+
+    Raises:
+        UserError: W&B refuses to begin, for example because there is no API key.
+    """
+
+    def __init__(self, start: RunStart) -> None:
+        import wandb
+
+        super().__init__(start)
+        identity, job = start.environment["run"], start.run.job
+        went_back = start.step > 0 and job.checkpoint.load_step == start.step
+        try:
+            self._run = wandb.init(
+                dir=start.folder,
+                project=os.environ.get("WANDB_PROJECT", "titanlite"),
+                name=os.environ.get("WANDB_NAME", start.folder.resolve().name),
+                group=os.environ.get("WANDB_RUN_GROUP", identity),
+                notes=job.job.description or None,
+                config={**job.model_dump(mode="json"), "environment": dict(start.environment)},
+                allow_val_change=True,
+                id=f"{identity}-{os.urandom(3).hex()}" if went_back else identity,
+                resume="allow",
+                settings=wandb.Settings(console="off"),  # train.log has it
+            )
+        except (wandb.Error, ValueError) as error:  # ValueError: a variable WANDB_... that it does not understand
+            raise UserError(
+                f"metrics.enable_wandb: Weights & Biases cannot begin: {one_line(str(error)).rstrip('.')}. Correct "
+                "that (`wandb login` asks for a key), set WANDB_MODE=offline to write to the output folder only, or "
+                "leave metrics.enable_wandb out."
+            ) from None
+
+    def logged(self, entry: LoggedStep) -> None:
+        self._send(entry.step, points(asdict(entry)))
+
+    def validated(self, step: int, score: Mapping[str, float]) -> None:
+        self._send(step, ((VALIDATION_CURVES[name], value) for name, value in score.items()))
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        texts: list[Any] = [[sample["prompt"], sample["completion"]] for sample in samples]
+        self._run.log({"samples": wandb.Table(["prompt", "completion"], texts)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _send(self, step: int, found: Iterable[tuple[Curve, float]]) -> None:
+        if step >= self._run.starting_step:
+            # The tags without the numbers that sort TensorBoard's.
+            self._run.log({re.sub(r"(^|/)\d+_", r"\1", curve.tag): value for curve, value in found}, step=step)
+
+
 def load_writer(name: str) -> type[Writer]:
     """A writer of an installed package: an entry point of the group titanlite.writers, a class on `Writer`.
 
@@ -128,12 +273,10 @@ def load_writer(name: str) -> type[Writer]:
     """
     offered = entry_points(group="titanlite.writers")
     found = {entry.value: entry for entry in offered if entry.name == name}
-    if not found:
-        others = ", ".join(dict.fromkeys(entry.name for entry in offered)) or "none"
-        raise UserError(f"no installed package offers a writer {shown(name)}. There are: {others}.")
-    if len(found) > 1:
-        packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found.values()))
-        raise UserError(f"several packages offer a writer {shown(name)}: {packages}. Uninstall all but one.")
+    if len(found) != 1:
+        names = ", ".join(dict.fromkeys(entry.name for entry in offered)) or "none"
+        what = f"several packages offer a writer {shown(name)}: {', '.join(sorted(found))}. Uninstall all but one."
+        raise UserError(what if found else f"no installed package offers a writer {shown(name)}. There are: {names}.")
     (entry,) = found.values()
     try:
         kind = entry.load()
@@ -153,18 +296,10 @@ def open_writers(start: RunStart, rank: int) -> list[Writer]:
     Raises:
         UserError: One cannot begin, for example because of the permissions of its files.
     """
-    kinds: list[type[Writer]] = [JsonLines]
     metrics = start.run.job.metrics
-    if metrics.enable_tensorboard and rank == 0:
-        from titanlite.observe.tensorboard import TensorBoard
-
-        kinds.append(TensorBoard)
-    if metrics.enable_wandb and rank == 0:
-        from titanlite.observe.weights_and_biases import WeightsAndBiases
-
-        kinds.append(WeightsAndBiases)
-    kinds += [load_writer(name) for name in metrics.writers]
-    return [_open(kind, start) for kind in (*kinds, Console) if rank == 0 or kind.on_every_rank]
+    own = {JsonLines: True, TensorBoard: metrics.enable_tensorboard, WeightsAndBiases: metrics.enable_wandb}
+    kinds = [kind for kind, asked in own.items() if asked] + [load_writer(name) for name in metrics.writers] + [Console]
+    return [_open(kind, start) for kind in kinds if rank == 0 or kind.on_every_rank]
 
 
 def _open(kind: type[Writer], start: RunStart) -> Writer:

@@ -34,7 +34,7 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.plan.measure_collectives import in_processes, link, timed_collectives, wait
 from titanlite.plan.trace import fake_world
 from titanlite.runtime.world import process_group
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 GIB = 2**30
 SECONDS = 0.2  # in which a step is repeated, without and with a clock
@@ -320,7 +320,7 @@ def _medians(measured: Iterable[Mapping[Kernel, float]]) -> dict[Kernel, float]:
 def _warm_step(run: Run, device: torch.device) -> Callable[[], float]:
     """A function that does a step of `run` and returns its seconds."""
     mesh = build_mesh(run.degrees, device.type)
-    update = Update(run, mesh, build_model(run, mesh, device, lambda _: None), device)
+    update = TrainStep(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     training = run.job.training
     rows = [blank_microbatch(training.local_batch_size, training.seq_len, run.job.dataset.document_mask, device)]
     tokens = training.local_batch_size * training.seq_len

@@ -38,7 +38,7 @@ from titanlite.plan.counts import RankTrace, Traffic, Work
 from titanlite.plan.microbatches import FEWEST, is_run, run_microbatches, times
 from titanlite.plan.timeline import Timeline, extended, timeline
 from titanlite.train.places import followed, mark_optimizer_state
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 DEVICE = torch.device("cpu")  # of the fake tensors: any other needs a build of torch for it
 
@@ -190,12 +190,12 @@ def _trace(run: Run, rank: int) -> _Counted:
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         groups, fake = _groups(mesh), FakeTensorMode()
         _allocate(sharded, fake)
-        update = Update(run, mesh, sharded, DEVICE)
+        update = TrainStep(run, mesh, sharded, DEVICE)
         with fake:
             return _Counted(count_step(run, sharded, update), groups, tuple(sharded.stages))
 
 
-def count_step(run: Run, sharded: ShardedModel, update: Update) -> Timeline:
+def count_step(run: Run, sharded: ShardedModel, update: TrainStep) -> Timeline:
     """Do two steps over empty rows, and count the second. The first one allocates what lasts, for which the last
     microbatch is enough.
 

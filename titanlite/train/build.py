@@ -1,82 +1,63 @@
-"""Builds the parts of a trainer that belong to no other room: folder and log, checkpoints and metrics.
+"""The hooks of a run, in their order, and what is said of it before it starts.
 
-Invariant: a part takes what it needs from the run and from parts that were built before it. Nothing here trains.
+Invariant: `standard_hooks` is the one place that says which hooks there are and in which order they are called.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import secrets
-import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
-from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import LOCK_PATIENCE, CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.rank_agreement import Ranks
-from titanlite.checkpoint.resume import Resumer
-from titanlite.checkpoint.save import Saver
-from titanlite.config.errors import ERROR_FOLDER
 from titanlite.config.flavors import unused_rows
 from titanlite.config.run import Run
-from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_export import write_tokenizer
+from titanlite.hooks.checkpoints import Checkpoints
+from titanlite.hooks.garbage import GarbageCollection
+from titanlite.hooks.guards import NonFiniteGuard
+from titanlite.hooks.hang_report import HangReport
+from titanlite.hooks.hook import Hook, Training
+from titanlite.hooks.live_view import LiveRun
+from titanlite.hooks.norms import Norms
+from titanlite.hooks.planned import PlanCheck
+from titanlite.hooks.profiler import Profiler
+from titanlite.hooks.records import Records
+from titanlite.hooks.samples import Samples
+from titanlite.hooks.stop_signals import StopSignals
+from titanlite.hooks.validation import Validation
 from titanlite.observe.flops import num_params
-from titanlite.observe.gpus import peak_flops
-from titanlite.observe.metrics import MetricsRecorder
-from titanlite.observe.outputs import OutputFolder, describe_environment
-from titanlite.observe.writers import RunStart, open_writers
-from titanlite.runtime.events import EVENTS_FILE, Event
-from titanlite.runtime.logging import LOG_FILE, setup_logging
-from titanlite.train.starts import Start, describe_code, start_before, told
-
-Log = Callable[[str], None]
+from titanlite.runtime.events import Event
+from titanlite.runtime.logging import setup_logging
 
 
-def open_folder(run: Run, log: Log, opened: ExitStack) -> tuple[str, OutputFolder | None]:
-    """Lock the output folder until `opened` closes, and then write the log there.
-
-    The log is opened after the lock, so that it never goes into the folder of another run.
-
-    Returns:
-        A new identity for the run, the same on all ranks, and on rank 0 the folder.
-
-    Raises:
-        UserError: Another run is using the folder, or it cannot be written to.
-    """
-    folder, seconds = run.dump_folder, run.job.comm.init_timeout_seconds
-
-    def lock() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (held := step_folders.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), log)) is not None:
-            opened.callback(os.close, held)
-        return secrets.token_hex(8)
-
-    ranks = Ranks(seconds)
-    identity = ranks.on_rank0(lock)
-    ranks.close()
-    if dist.get_rank() != 0:
-        return identity, None
-    outputs = OutputFolder(folder, log)
-    setup_logging(0, folder / LOG_FILE)
-    if error_folder := os.environ.get(ERROR_FOLDER):  # so that the launcher can add to train.log why a worker ended
-        Path(error_folder, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
-    return identity, outputs
+def standard_hooks(training: Training) -> list[Hook]:
+    """What each run has, as far as its job asks for it, in the order in which the loop calls it."""
+    setup_logging(training.rank, None)
+    job = training.run.job
+    watch = HangReport(training)  # first, because a hang in the build is reported, too
+    records = Records(training)  # locks the folder, and opens the log in it
+    checkpoints = Checkpoints() if job.checkpoint.enable else None
+    validation = Validation() if job.validation.freq else None
+    # A save comes first, so that nothing is lost meanwhile. With keep_best the checkpoint holds the validation's loss.
+    saves = [validation, checkpoints] if job.checkpoint.keep_best else [checkpoints, validation]
+    hooks = [
+        watch,
+        StopSignals(),
+        GarbageCollection(job.training.gc_freq),
+        Profiler(job.profiling, training.run.dump_folder, training.rank, training.device),
+        Norms(job.metrics.details) if job.metrics.details else None,
+        records,
+        PlanCheck(training) if job.job.plan else None,
+        NonFiniteGuard(),  # after the records, so that the line of the damage is written
+        *saves,
+        Samples(watch.alive) if job.samples.freq else None,
+        LiveRun(training.run, training.rank),
+    ]
+    return [hook for hook in hooks if hook is not None]
 
 
-def describe(
-    run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, validation: ValidationSet | None
-) -> Iterator[str]:
+def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
     """The first lines of the log: the model, the data and the devices."""
     job, training = run.job, run.job.training
     tokens = training.steps * run.global_batch_size * training.seq_len
@@ -87,67 +68,5 @@ def describe(
     )
     if unused := unused_rows(run.arch, tokenizer.vocab_size):
         yield unused
-    if dist.get_rank() == 0:
+    if rank == 0:
         yield Event("Data:\n" + loader.table(training.steps), "data")
-    if validation is not None:
-        yield f"Validation on {validation.describe()}"
-
-
-def open_checkpoints(
-    run: Run, live: LiveState, tokenizer: Tokenizer, loader: Loader, log: Log, opened: ExitStack
-) -> tuple[Saver, Resumer]:
-    """What saves the run, and what resumes it. Their folder is the run's until `opened` closes."""
-    folder = CheckpointFolder(run.job.checkpoint, run.checkpoint_folder, log)
-    opened.callback(folder.close)
-    job = run.job.model_dump(mode="json")
-
-    def write_tokenizer_files(out: Path) -> dict[str, int | None]:
-        return write_tokenizer(run.tokenizer_path, out, run.arch.max_seq_len)
-
-    saver = Saver(folder, live, job=job, write_tokenizer=write_tokenizer_files)
-    opened.callback(saver.close)
-    resumer = Resumer(folder, live, job=job, same_tokenizer=tokenizer.is_known_as, compare_data=loader.compare)
-    return saver, resumer
-
-
-def environment_of(run: Run, device: torch.device, identity: str) -> dict[str, Any]:
-    """The content of environment.json. Only rank 0, which writes it, looks at the code."""
-    cpu = platform.processor() or platform.machine()
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    code = describe_code() if dist.get_rank() == 0 else {}
-    return describe_environment(device_name, identity, asdict(run.degrees), code)
-
-
-def say_start(outputs: OutputFolder, step: int | None, record: Start, said: list[str]) -> None:
-    """On rank 0: log that training starts, and what differs from the start before.
-
-    Args:
-        step: Last step of the checkpoint that the run resumed from; None if it begins anew.
-        said: Differences that the log has said already.
-    """
-    before = start_before(outputs.folder / EVENTS_FILE)
-    changed = None if before is None else record.differences(before)
-    text = f"Training starts {f'after step {step}' if step else 'anew'}" + (
-        "" if changed is None else told(changed, said)
-    )
-    details = {"host": socket.gethostname(), "process": os.getpid(), "record": record.model_dump(mode="json")}
-    if changed is not None:
-        details["changed"] = [f"{part}: {line}" for part, line in changed]
-    outputs.log(Event(text, "start", step or 0, **details))
-
-
-def start_metrics(
-    run: Run, device: torch.device, environment: Mapping[str, Any], state: dict[str, Any] | None
-) -> MetricsRecorder:
-    """Open the run's metrics at the current step.
-
-    Args:
-        environment: What `environment_of` returns.
-        state: The state of the checkpoint that the run resumed from, if any.
-
-    Raises:
-        UserError: A writer of metrics cannot begin.
-    """
-    step, tokens = (0, 0) if state is None else (state["step"], state["tokens"])
-    writers = open_writers(RunStart(run, step, environment), dist.get_rank())
-    return MetricsRecorder(run, writers, device, peak_flops(environment["device"]), step, tokens)

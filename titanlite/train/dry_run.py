@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.world import process_group
-from titanlite.train.build import Log
 from titanlite.train.out_of_memory import explained, is_out_of_memory
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 
 def dry_run(run: Run, argv: Sequence[str] = ()) -> None:
@@ -47,11 +46,11 @@ def dry_run(run: Run, argv: Sequence[str] = ()) -> None:
             raise UserError(str(explained(error, run, argv, device, "in the dry run"))) from None
 
 
-def _steps(run: Run, device: torch.device, log: Log) -> None:
+def _steps(run: Run, device: torch.device, log: Callable[[str], None]) -> None:
     check_memory(run, state_bytes(run), device)
     started = time.perf_counter()
     mesh = build_mesh(run.degrees, device.type)
-    update = Update(run, mesh, build_model(run, mesh, device, log), device)
+    update = TrainStep(run, mesh, build_model(run, mesh, device, log), device)
     update.precompute_scales()
     training = run.job.training
     rows = [

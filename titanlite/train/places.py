@@ -19,11 +19,11 @@ from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.observe.counter import Counter, Place
 from titanlite.parallel.parallelize import ShardedModel
-from titanlite.train.update import Update
+from titanlite.train.step import TrainStep
 
 
 @contextmanager
-def followed(counter: Counter, sharded: ShardedModel, update: Update, reduced: str = "gradients") -> Iterator[None]:
+def followed(counter: Counter, sharded: ShardedModel, update: TrainStep, reduced: str = "gradients") -> Iterator[None]:
     """Let `counter` know what the steps within do. `reduced` is the kind of memory of gradients that are reduced."""
     with ExitStack() as hooks:
         for number, stage in sharded.stages.items():
@@ -68,7 +68,7 @@ def check_countable(run: Run, device: torch.device) -> None:
 
 
 @contextmanager
-def counted(sharded: ShardedModel, update: Update) -> Iterator[Counter]:
+def counted(sharded: ShardedModel, update: TrainStep) -> Iterator[Counter]:
     """Count a step of a run. Raises at the end what failed in the counting."""
     counter = _LiveCounter()
     with counter.watching(), followed(counter, sharded, update):
@@ -81,7 +81,7 @@ def counted(sharded: ShardedModel, update: Update) -> Iterator[Counter]:
         raise counter.failure
 
 
-def mark_optimizer_state(counter: Counter, update: Update, kind: str = "optimizer state") -> None:
+def mark_optimizer_state(counter: Counter, update: TrainStep, kind: str = "optimizer state") -> None:
     """Say which tensors the optimizer keeps, and of which kind of memory they are."""
     for state in update.optimizer.state.values():
         counter.mark(state.values(), kind)

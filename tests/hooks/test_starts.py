@@ -14,9 +14,9 @@ import pytest
 from titanlite.config.load import PACKAGE
 from titanlite.config.schema import JobConfig, Model, Optimizer
 from titanlite.data.sources.base import Source
+from titanlite.hooks import starts
+from titanlite.hooks.starts import Start, describe_code, start_before, told
 from titanlite.observe.outputs import PACKAGES
-from titanlite.train import starts
-from titanlite.train.starts import Start, describe_code, start_before, told
 
 ENVIRONMENT: dict[str, Any] = {
     "code": {"files": "f1", "commit": "a" * 40, "state": "clean"},

@@ -8,41 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
 from titanlite.config.run import Run
+from titanlite.hooks.hook import Hook, StepResult
 from titanlite.optim.adamw import build_optimizer
 from titanlite.optim.clip import clip_grad_norm_
-from titanlite.optim.norms import ParameterNorms
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import ShardedModel
 
 
-class Updated(NamedTuple):
-    """What an optimizer step tells, on the device.
-
-    Attributes:
-        loss: This rank's share of the loss: see `ForwardBackward.__call__`.
-        grad_norm: Norm of the whole gradient before clipping.
-        num_valid_tokens: Tokens of the global batch that have a label.
-        forward_backward_seconds, optimizer_seconds: The host's time. The device may still compute.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_valid_tokens: Tensor
-    forward_backward_seconds: float
-    optimizer_seconds: float
-
-
-class Update:
+class TrainStep:
     """Forward and backward passes, clipping and the optimizer, over a model that is built and sharded."""
 
     def __init__(self, run: Run, mesh: Mesh, sharded: ShardedModel, device: torch.device) -> None:
@@ -53,12 +34,17 @@ class Update:
         self._compiles_clip = run.compiles("clip")
 
     def __call__(
-        self, microbatches: Sequence[Microbatch], num_valid_tokens: int, lr: float, norms: ParameterNorms | None = None
-    ) -> Updated:
+        self,
+        microbatches: Sequence[Microbatch],
+        num_valid_tokens: int,
+        lr: float,
+        hooks: Sequence[Hook] = (),
+        step: int = 0,
+    ) -> StepResult:
         """Do one optimizer step at the learning rate `lr` over this rank's rows, which have `num_valid_tokens`.
 
         Args:
-            norms: takes those of this step.
+            hooks: See gradients and update. They know the step by its number.
         """
         began = time.perf_counter()
         total = torch.full((), num_valid_tokens, dtype=torch.int64, device=self._device)
@@ -66,19 +52,21 @@ class Update:
         total = collectives.all_reduce(total, "sum", self._mesh.data_group)
         loss = self.forward_backward(microbatches, total)
         computed = time.perf_counter()
-        if norms is not None:
-            norms.add_gradients()
+        for hook in hooks:
+            hook.gradients(step)
         with record_function("clipping"):
             grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        for hook in hooks:
+            hook.before_update(step, grad_norm)
         with record_function("optimizer"):
             self.optimizer.step()
-            if norms is not None:
-                norms.add_updates()
+            for hook in hooks:
+                hook.updated(step)
             self.optimizer.zero_grad()
             self.precompute_scales()
-        return Updated(loss, grad_norm, total, computed - began, time.perf_counter() - computed)
+        return StepResult(loss, grad_norm, total, computed - began, time.perf_counter() - computed)
 
     def precompute_scales(self) -> None:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""

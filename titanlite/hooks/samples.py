@@ -9,6 +9,7 @@ There is no key-value cache, because no layout has one: each token costs a forwa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -17,33 +18,45 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.completion import Completion, TextStream, choose, encode_prompt
 from titanlite.config.degrees import sequence_divisor
-from titanlite.config.run import Run
 from titanlite.data.batch import IGNORED, Microbatch
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.optim.loss import fp32_logits
-from titanlite.parallel.forward_backward import ForwardBackward
-from titanlite.parallel.mesh import Mesh
 
 _LENGTH_UNIT = 64  # rows are padded to a multiple of this
 
 
-class Sampler:
-    """Completes the prompts of a run. All ranks create one, and call it together."""
+class Samples(Hook):
+    """Completes the prompts every samples.freq steps.
 
-    def __init__(
-        self, run: Run, tokenizer: Tokenizer, mesh: Mesh, forward_backward: ForwardBackward, device: torch.device
-    ) -> None:
-        self._config, self._run, self._tokenizer = run.job.samples, run, tokenizer
-        self._mesh, self._forward_backward, self._device = mesh, forward_backward, device
-        self._prompts = [encode_prompt(text, tokenizer, run.job.training.seq_len) for text in self._config.prompts]
+    Args:
+        alive: Is called after each token, because all of them can take longer than a step may.
+    """
 
-    def complete(self, alive: Callable[[], None] = lambda: None) -> list[Completion]:
+    def __init__(self, alive: Callable[[], None]) -> None:
+        self._alive = alive
+
+    def built(self, training: Training) -> None:
+        self._training, self._run, self._tokenizer = training, training.run, training.tokenizer
+        self._config, self._mesh, self._device = training.run.job.samples, training.mesh, training.device
+        seq_len = training.run.job.training.seq_len
+        self._prompts = [encode_prompt(text, training.tokenizer, seq_len) for text in self._config.prompts]
+
+    def started(self, step: int) -> None:
+        self._done = step  # the last one that needs no samples any more
+
+    def act(self, step: int, asked: Request) -> None:
+        if step == self._done or step % self._config.freq:
+            return
+        self._done = step
+        completions = self.complete()
+        for hook in self._training.hooks:
+            hook.sampled(step, [asdict(completion) for completion in completions])
+        for completion in completions:
+            self._training.log(f"sample after step {step}: {completion.prompt}{completion.completion}")
+
+    def complete(self) -> list[Completion]:
         """The completions, in the order of the prompts. There are none if the logits are not finite, because a guard
-        stops such a run.
-
-        Args:
-            alive: Is called after each token.
-        """
+        stops such a run."""
         config, rows = self._config, [list(prompt) for prompt in self._prompts]
         streams, texts = [TextStream(self._tokenizer, row[-1:]) for row in rows], ["" for _ in rows]
         generators = [torch.Generator().manual_seed(config.seed) for _ in rows]
@@ -62,7 +75,7 @@ class Sampler:
                 else:
                     rows[i].append(token)
                     texts[i] += streams[i].push(token)
-            alive()
+            self._alive()
         return [
             Completion(prompt, text + stream.rest(), stream.tokens, stream.end)
             for prompt, text, stream in zip(config.prompts, texts, streams, strict=True)
@@ -81,7 +94,7 @@ class Sampler:
             kept.append(self._at_labels(hidden, weight, labels))
             return torch.zeros_like(scale)
 
-        self._forward_backward.evaluate(microbatches, keep)
+        self._training.forward_backward.evaluate(microbatches, keep)
         shape = len(microbatches) * size, self._run.arch.vocab_size
         logits = torch.full(shape, -torch.inf, device=self._device)
         if kept:  # a pipeline adds microbatches at the end, because its schedule needs a number of them

@@ -1,0 +1,76 @@
+"""The view of a run below its log lines, on a terminal that can move its cursor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import asdict
+
+from titanlite.config.run import Run
+from titanlite.hooks.hook import Hook, StepResult
+from titanlite.observe.live import RunStatus, State, View
+from titanlite.observe.logged_step import LoggedStep, StepLine
+from titanlite.runtime.events import Event
+from titanlite.runtime.logging import LOGGER_NAME, is_live_terminal, terminal_console
+
+_PERIOD = 1.0  # seconds between two drawings, because a step must not wait for them
+
+
+class LiveRun(Hook):
+    """Shows the numbers of logged steps itself, so their lines go to train.log only. On rank 0 of a terminal."""
+
+    _live = None
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+
+    def train_begins(self, step: int) -> None:
+        if self._rank != 0 or not is_live_terminal():
+            return
+        from rich.live import Live
+        from rich.logging import RichHandler
+
+        run, self._drawn = self._run, 0.0
+        self._status = RunStatus(run.job.job.description or str(run.dump_folder), run.job.training.steps, step=step)
+        with (run.dump_folder / "metrics.jsonl").open(encoding="utf-8") as earlier:
+            for line in earlier:
+                self._status.logged(json.loads(line))
+        handlers = logging.getLogger(LOGGER_NAME).handlers
+        self._handlers = [handler for handler in handlers if isinstance(handler, RichHandler)]
+        for handler in self._handlers:
+            handler.addFilter(self._takes)
+        self._live = Live(View(self._status), console=terminal_console(), auto_refresh=False)
+        self._live.start()
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        if self._live is not None:
+            self._status.step = step
+            if (now := time.monotonic()) - self._drawn >= _PERIOD:
+                self._drawn = now
+                self._live.refresh()
+
+    def logged(self, entry: LoggedStep) -> None:
+        if self._live is not None:
+            self._status.logged(asdict(entry))
+
+    def ended(self, step: int, stopped: str) -> None:
+        self._end("stopped" if stopped else "finished")
+
+    def failed(self, error: BaseException) -> None:
+        self._end("crashed")
+
+    def _end(self, state: State) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            self._status.state = state
+            live.refresh()
+            live.stop()
+            for handler in self._handlers:
+                handler.removeFilter(self._takes)
+
+    def _takes(self, record: logging.LogRecord) -> bool:
+        """Whether the terminal gets a log line."""
+        if isinstance(record.msg, Event):
+            self._status.events.append((record.created, record.msg))
+        return not isinstance(record.msg, StepLine)

@@ -1,0 +1,156 @@
+"""torch.profiler in a run, on a schedule: traces for Perfetto, tables for the log, what is in memory.
+
+Invariant: profiling changes no number of a run, and a profile that fails ends no run: that is said, and training goes
+on.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from titanlite.config.schema import Profiling
+from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.observe.outputs import PROFILES
+from titanlite.runtime.events import Event
+from titanlite.runtime.logging import LOGGER_NAME
+
+_MOST_ALLOCATIONS = 100_000  # of the history of a GPU's memory, the newest ones
+_LOGGER = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Some profiled steps of a rank.
+
+    Attributes:
+        last_step: The last of them.
+        trace: File of the trace, for Perfetto.
+        table: torch's table of the operators that took the most time.
+        operators: Name -> seconds of all these steps without what the operator calls. On a GPU: of its kernels.
+    """
+
+    rank: int
+    last_step: int
+    trace: str
+    table: str
+    operators: dict[str, float]
+
+
+class Profiler(Hook):
+    """Profiles steps of this rank.
+
+    Args:
+        folder: Output folder of the run.
+
+    Attributes:
+        profiles: Those of this start.
+    """
+
+    def __init__(self, settings: Profiling, folder: Path, rank: int, device: torch.device) -> None:
+        self._settings, self._folder, self._rank, self._device = settings, folder / PROFILES, rank, device
+        self._on_gpu = device.type == "cuda"
+        chosen = not settings.profiler_ranks or rank in settings.profiler_ranks
+        snapshots = settings.enable_memory_snapshot
+        self._traces = chosen and (settings.enable_profiling or (snapshots and not self._on_gpu))
+        self._snapshots = snapshots and self._on_gpu
+        self._snapshots_steps = self._snapshots and chosen
+        self._tracer: profile | None = None
+        self.profiles: list[StepProfile] = []
+
+    def built(self, training: Training) -> None:
+        training.opened.callback(self._stop)
+
+    def started(self, step: int) -> None:
+        self._first, self._cycles = step, 0
+        with _going_on():
+            if self._snapshots:
+                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            if self._traces:
+                self._tracer = profile(
+                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * self._on_gpu)],
+                    schedule=lambda count: self._action(self._first + count + 1),
+                    on_trace_ready=self._write,
+                    record_shapes=True,
+                    profile_memory=self._settings.enable_memory_snapshot and not self._on_gpu,
+                )
+                with warnings.catch_warnings():  # that earlier cycles are forgotten, as they should be
+                    warnings.simplefilter("ignore")
+                    self._tracer.start()
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        ends = self._action(step) is ProfilerAction.RECORD_AND_SAVE
+        if self._tracer is not None:
+            with _going_on():
+                self._tracer.step()
+        self._cycles += ends
+        if ends and self._snapshots_steps:
+            self._write_snapshot(f"step-{step:08d}-rank-{self._rank}")
+
+    def _stop(self) -> None:
+        if self._tracer is not None:
+            with _going_on():
+                self._tracer.on_trace_ready = None  # what is not complete is dropped
+                self._tracer.stop()
+
+    def failed(self, error: BaseException) -> None:
+        if self._snapshots and isinstance(error, torch.OutOfMemoryError):
+            self._write_snapshot(f"out-of-memory-rank-{self._rank}")
+
+    def _action(self, step: int) -> ProfilerAction:
+        """What the profiler does in this step. Cycles end at the multiples of profile_freq."""
+        settings, left = self._settings, -step % self._settings.profile_freq
+        whole = settings.profiler_warmup + settings.profiler_active
+        begins = step + left - whole >= self._first  # a cycle that begins before the first step is left out
+        if left >= whole or not begins or (settings.profiler_repeat and self._cycles >= settings.profiler_repeat):
+            return ProfilerAction.NONE
+        if left >= settings.profiler_active:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD if left else ProfilerAction.RECORD_AND_SAVE
+
+    def _write(self, tracer: profile) -> None:
+        """Write the trace of the steps that have just been profiled, and log their table."""
+        step = self._first + tracer.step_num
+        path = self._new_file(f"step-{step:08d}-rank-{self._rank}", ".trace.json.gz")
+        unfinished = path.with_name(f".{path.name}")
+        tracer.export_chrome_trace(str(unfinished))
+        unfinished.replace(path)
+        averages, time = tracer.key_averages(), f"self_{self._device.type}_time_total"
+        attribute = "self_device_time_total" if self._on_gpu else time
+        seconds = {event.key: getattr(event, attribute) / 1e6 for event in averages}
+        dearest = sorted(seconds, key=lambda name: -seconds[name])[:30]
+        table = averages.table(sort_by=time, row_limit=10, max_name_column_width=50)
+        self.profiles.append(StepProfile(self._rank, step, str(path), table, {name: seconds[name] for name in dearest}))
+        self._say(f"Profiled to step {step} on rank {self._rank}: trace in {path}", step)
+        _LOGGER.info(table)
+
+    def _write_snapshot(self, stem: str) -> None:
+        with _going_on():
+            path = self._new_file(stem, ".memory.pickle")
+            torch.cuda.memory._dump_snapshot(str(path))
+            self._say(f"What is in the GPU's memory on rank {self._rank}: {path}", None)
+
+    def _say(self, line: str, step: int | None) -> None:
+        _LOGGER.info(Event(line, "profile", step) if self._rank == 0 else line)
+
+    def _new_file(self, stem: str, ending: str) -> Path:
+        """A name in the folder, which is made. It has a number if an earlier start has written the same."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        names = (f"{stem}{number}{ending}" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+        return next(path for name in names if not (path := self._folder / name).exists())
+
+
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Let no failure of a profile end the run."""
+    try:
+        yield
+    except Exception as error:
+        _LOGGER.error(f"Training goes on, but a profile failed: {error}")

@@ -1,0 +1,51 @@
+"""The loss on data that is never trained on.
+
+Invariant: every validation scores the same rows, whatever the layout is. All ranks do the same number of forward
+passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from titanlite.data.heldout import ValidationSet
+from titanlite.hooks.hook import Hook, Request, Training
+from titanlite.runtime.events import Event
+from titanlite.score import Score, make_score
+
+
+class Validation(Hook):
+    """Asks for a validation every validation.freq steps, and does those that are asked for.
+
+    Attributes:
+        score: The newest one.
+    """
+
+    score: Score | None = None
+
+    def built(self, training: Training) -> None:
+        self._training, run = training, training.run
+        self._rows = ValidationSet(run, training.tokenizer, training.mesh.data_rank, training.device)
+        self._freq = run.job.validation.freq
+        training.log(f"Validation on {self._rows.describe()}")
+
+    def wants(self, step: int) -> Request:
+        return Request(validate=step % self._freq == 0)
+
+    def act(self, step: int, asked: Request) -> None:
+        if asked.validate:
+            self.score = score = self._evaluate()
+            for hook in self._training.hooks:
+                hook.validated(step, asdict(score))
+            self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
+
+    def _evaluate(self) -> Score:
+        """Score the model. It waits for the device."""
+        mesh = self._training.mesh
+        loss = self._training.forward_backward.evaluate(list(self._rows.batches())).double()
+        counts = loss.new_tensor([self._rows.num_tokens, self._rows.num_bytes])
+        dist.all_reduce(loss, group=mesh.loss_group)
+        dist.all_reduce(counts, group=mesh.data_group)
+        return make_score(loss.item(), *counts.tolist())
