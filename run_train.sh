@@ -12,4 +12,4 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 "$here/scripts/setup.sh" .
 export TITANLITE_COMMAND="$0" # for the last lines of a run that ends early
-exec "$here/.venv/bin/python" -P -m titanlite.launch "$@"
+exec "$here/.venv/bin/python" -P -m titanlite launch "$@"

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for ranks in 1 2 4; do
-    NGPU=$ranks .venv/bin/python -P -m titanlite.launch --job.dump_folder "$folder/$ranks" --model.flavor 150m \
+    NGPU=$ranks .venv/bin/python -P -m titanlite launch --job.dump_folder "$folder/$ranks" --model.flavor 150m \
         --training.steps 2 --training.seq_len 128 --training.local_batch_size 1 --training.global_batch_size 4 \
         --training.mixed_precision_param float32 --metrics.log_freq 1 --metrics.no-enable_tensorboard \
         --checkpoint.no-enable >"$folder/$ranks.log" 2>&1 || { cat "$folder/$ranks.log" && exit 1; }

@@ -44,7 +44,7 @@ enable_tensorboard = false
 
 def start(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> "subprocess.Popen[str]":
     """`titanlite launch`, as a user starts it."""
-    command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file)]
+    command = [sys.executable, "-m", "titanlite", "launch", "--job.config_file", str(job_file)]
     return subprocess.Popen(
         [*command, "--job.dump_folder", str(folder), *options],
         stdout=subprocess.PIPE,

@@ -239,7 +239,7 @@ def test_a_terminal_that_goes_away_costs_no_save(
 ) -> None:
     ours, theirs = pty.openpty()
     out, steps = tmp_path / "out", 50 if number is None else 5000
-    command = [sys.executable, "-m", "titanlite.launch", "--job.config_file", str(job_file), "--job.dump_folder"]
+    command = [sys.executable, "-m", "titanlite", "launch", "--job.config_file", str(job_file), "--job.dump_folder"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would hand on that it is ignored
     process = subprocess.Popen(
         [*command, str(out), "--training.steps", str(steps)], stdin=theirs, stdout=theirs, stderr=theirs

@@ -23,7 +23,6 @@ from commands.test_generate import save_run
 from titanlite import cli
 from titanlite.config.load import PACKAGE
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.launch import launcher
 
 TOKENIZER = PACKAGE / "assets/tokenizer/tokenizer.model"
 JOB = "[training]\nsteps = 10\nseq_len = 64\n"
@@ -850,7 +849,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise AssertionError("the run was started")
 
     monkeypatch.setattr("titanlite.train.loop.train", started)
-    monkeypatch.setattr("titanlite.launch.agent.run_workers", started)
+    monkeypatch.setattr("titanlite.launch.ranks.run_ranks", started)
     return tmp_path
 
 
@@ -873,7 +872,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def answer(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     words = shlex.split(command)
-    code = launcher.main(words[1:]) if words[:1] == ["launch"] else cli.main(words)
+    code = cli.main(words)
     out, err = capsys.readouterr()
     return code, out + err
 

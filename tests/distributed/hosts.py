@@ -78,7 +78,7 @@ def launch(folder: Path, job: str, log: Path, prefix: Sequence[str] = (), **vari
     """A launcher with the text of a job file; the run's output folder is `folder`/out."""
     file = folder / "job.toml"
     file.write_text(job)
-    command = [*prefix, sys.executable, "-m", "titanlite.launch", "--job.config_file", str(file)]
+    command = [*prefix, sys.executable, "-m", "titanlite", "launch", "--job.config_file", str(file)]
     with log.open("w") as out:
         return subprocess.Popen(
             [*command, "--job.dump_folder", str(folder / "out")],

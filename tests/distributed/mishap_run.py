@@ -1,8 +1,8 @@
-"""A worker to which something happens: `mishap_run.py MISHAP [--section.key value ...]`, run by titanlite's agent.
+"""A worker to which something happens: `mishap_run.py MISHAP [--section.key value ...]`, run by titanlite's launcher.
 
 killed: rank 1 gets SIGKILL in step 13 of the first attempt. hang1, hang5: rank 1 never delivers its batch of that
 step. hang_save: rank 1 never writes its part of a checkpoint.
-`mishap_run.py launch RANKS RESTARTS MISHAP ...` starts the agent with such workers.
+`mishap_run.py launch RANKS RESTARTS MISHAP ...` starts the launcher with such workers.
 """
 
 import os
@@ -32,10 +32,10 @@ def stuck_or_killed(loader: Loader) -> Any:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        from titanlite.launch.agent import World, run_workers
+        from titanlite.launch.ranks import World, run_ranks
 
-        ranks, restarts, *rest = sys.argv[2:]
-        sys.exit(run_workers([__file__, *rest], World(int(ranks), max_restarts=int(restarts))))
+        count, restarts, *rest = sys.argv[2:]
+        sys.exit(run_ranks([__file__, *rest], World(range(int(count)), int(count), max_restarts=int(restarts))))
     from titanlite.cli import run_quietly, train
     from titanlite.runtime import process
 

@@ -68,7 +68,7 @@ def training(
         assert process.wait(timeout=120) == 75, log.read_text()
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "disabled"), (2, "disabled"), (2, "process")])
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "disabled"), (2, "disabled"), (2, "async")])
 def test_a_run_on_one_machine_opens_no_port_that_another_can_reach(ranks: int, mode: str, tmp_path: Path) -> None:
     cluster = {"MASTER_ADDR": socket.gethostname(), "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
     with training(tmp_path, ranks, mode=mode, **cluster) as run:  # as set for runs on many machines

@@ -21,8 +21,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from titanlite.runtime.network import address_towards
-
 SHARE = 0.8  # of the time-out, so that the file exists before the first rank gives up
 
 
@@ -32,10 +30,9 @@ def record_collectives() -> None:
 
 
 def all_hosts() -> list[str]:
-    """Name and address of every rank's machine. All ranks call it together."""
-    address = address_towards(os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1")))
+    """Name of every rank's machine. All ranks call it together."""
     hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, f"{socket.gethostname()}, {address}")
+    dist.all_gather_object(hosts, socket.gethostname())
     return hosts
 
 
@@ -90,21 +87,23 @@ class HangWatch:
             "step": self._step + 1,
             "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
             "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
-            "collectives": last_collectives(),
+            "collectives": last_collectives() if dist.is_initialized() else {},
         }
 
 
-def last_collectives() -> dict[str, tuple[int, str]]:
-    """Process group -> number and name of the last collective that this rank started there, from the flight recorder.
+def last_collectives() -> dict[str, tuple[int, str, bool]]:
+    """Process group -> the last collective that this rank started there: its number, its name, whether it is done.
 
-    The group of the latest collective comes last.
+    The group of the latest collective comes last. torch's flight recorder has gloo's in one table, NCCL's in another.
     """
-    if not dist.is_initialized():
-        return {}
-    entries = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))["entries"]  # pyright: ignore
-    last: dict[str, tuple[int, str]] = {}
-    for entry in entries:
-        group = entry["process_group"][0]
+    recorder: Any = _distributed_c10d
+    tables = [recorder._dump_fr_trace_json(True, False)]
+    if dist.is_nccl_available():
+        tables.append(recorder._dump_nccl_trace_json(True, False))
+    entries = [entry for table in tables for entry in json.loads(table).get("entries", [])]
+    last: dict[str, tuple[int, str, bool]] = {}
+    for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
+        group = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"
         last.pop(group, None)  # so that the group of the very last one comes last
-        last[group] = (entry["collective_seq_id"], entry["profiling_name"])
+        last[group] = (entry["collective_seq_id"], entry["profiling_name"], entry["retired"])
     return last

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
-# Set by the launcher for its workers:
-STORE = "TITANLITE_STORE"  # where the ranks meet: a file, or an address and a port
-LISTENER = "TITANLITE_LISTENER"  # for the first worker only: the descriptor of the socket that listens there
+STORE = "TITANLITE_STORE"  # environment variable that the launcher sets: the file in which its ranks meet
 
 # SIGHUP: the terminal is gone. SIGUSR1: the usual warning of Slurm before it kills.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -34,27 +32,36 @@ def start_python(
 ) -> subprocess.Popen[Any]:
     """Start Python with `words`, such as -m and a module of titanlite, which must call `begin` or `serve_parent` first.
 
-    The process finds this titanlite, whatever is installed. It starts with all signals blocked, so that none interrupts
-    Python's own start with a traceback.
+    The process starts with all signals blocked, so that none interrupts Python's own start with a traceback.
 
     Args:
-        variables: changes of the environment; None leaves a variable out.
-        options: of subprocess.Popen.
+        variables: Changes of the environment; None leaves a variable out.
+        options: Of subprocess.Popen.
 
     Raises:
-        OSError: the system refuses another process.
+        OSError: The system refuses another process.
     """
     import subprocess  # here, because it would take half of the time until `begin`
 
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    given = {**os.environ, "PYTHONPATH": path, **(variables or {}), _PARENT: str(os.getpid())}
-    environment = {name: value for name, value in given.items() if value is not None}
+    command, changes = python_command(words, variables)
+    environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        return subprocess.Popen([sys.executable, "-P", *words], env=environment, **options)
+        return subprocess.Popen(command, env=environment, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def python_command(
+    words: Sequence[str], variables: Mapping[str, str | None] | None = None
+) -> tuple[list[str], dict[str, str | None]]:
+    """The command line and the changes of the environment by which a child of this process is to be started.
+
+    It finds this titanlite, whatever is installed, and nothing in the current folder.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return [sys.executable, "-P", *words], {"PYTHONPATH": path, **(variables or {}), _PARENT: str(os.getpid())}
 
 
 def begin() -> None:

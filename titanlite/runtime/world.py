@@ -1,6 +1,7 @@
 """The world of ranks: its start and its end.
 
-Invariant: one process is a world of size one, on the same path as many.
+Invariant: one process is a world of size one, on the same path as many. On one machine no port is opened. A process can
+start one world after the other.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
 from titanlite.runtime.hang_report import record_collectives
-from titanlite.runtime.meeting import meeting_store
+from titanlite.runtime.process import STORE
 
 
 def keep_freed_memory() -> None:
@@ -35,6 +40,31 @@ def keep_freed_memory() -> None:
     mallopt(mmap_threshold, 2**30)
     if torch.get_num_threads() == 1:  # several threads would wait for one another, for a fifth of a step
         mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
+
+
+_worlds = count()
+
+
+@cache
+def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
+    """The store in which the ranks find each other: in `file`, or as another launcher such as torchrun says.
+
+    Raises:
+        UserError: there are several ranks, but no launcher has said where they meet.
+    """
+    if world_size == 1:
+        return HashStore()
+    if file is not None:
+        store = FileStore(file)
+        store.set_timeout(timeout)
+        return store
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"WORLD_SIZE={world_size}, but no {' and no '.join(missing)}: `NGPU={world_size} titanlite launch` or "
+            "torchrun starts a world of several ranks. Unset WORLD_SIZE to train on one."
+        )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
 
 
 @contextmanager
@@ -59,11 +89,9 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     record_collectives()
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meeting_store(rank, world_size, timeout)
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    # The keys of an earlier world of this process stay in the store, so each world has a prefix of its own.
+    store = PrefixStore(f"world-{next(_worlds)}", _rendezvous(world_size, timeout, os.environ.get(STORE)))
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     with backend_order(device):
         yield device
     dist.destroy_process_group()  # not after an error, because it would wait for ranks that wait for this one

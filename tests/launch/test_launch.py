@@ -1,0 +1,412 @@
+"""`titanlite launch`: a wrong job is refused before anything happens, and the end of the ranks is its end: exit codes,
+signals, the root cause of a crash first."""
+
+import json
+import os
+import pty
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titanlite import cli
+
+REPOSITORY = Path(__file__).parents[2]
+LAUNCH = [sys.executable, "-P", "-m", "titanlite", "launch"]
+NUMBERS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "MAX_RESTARTS")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the signal of a dead parent is Linux's")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*NUMBERS, "MASTER_ADDR", "LOG_RANK", "CUDA_VISIBLE_DEVICES", "TITANLITE_COMMAND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def executable(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+
+
+# ------------------------------------------------------------------------------------------------ before the start
+
+
+def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path: Path, cpu_seconds: Callable[..., float]):
+    (tmp_path / "wrong.toml").write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
+
+    def refused() -> None:
+        command = [REPOSITORY / "run_train.sh", "--job.config_file", "wrong.toml", "--optimizer.lr", "x"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert ended.returncode == 2
+        assert "3 mistakes in the job:" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+    refused()  # the first one may install
+    assert cpu_seconds(refused) < 1.4  # 0.4 s on an idle machine; the import of torch alone takes 1.3 s
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
+
+
+NO_NAMES = [" ", "2\n", "\u0662", "\x1b[2J", "\udcff", "n" * 300, "node0;reboot"]
+NO_NUMBERS = [*NO_NAMES, "9" * 400, "-1", "+1", "1e3", "0x2", "1_0", "1.0", "2 "]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *({name: value} for name in NUMBERS for value in NO_NUMBERS),
+        *({"LOG_RANK": value} for value in (*NO_NAMES, "-1", "1", "0,7")),
+        *({"MASTER_ADDR": value, "NNODES": "2"} for value in NO_NAMES),
+        {"NNODES": "2"},
+        {"NODE_RANK": "1"},
+        {"NNODES": "2:1"},
+        {"NGPU": "0"},
+        {"NGPU": "99999"},
+        {"MASTER_PORT": "99999"},
+    ],
+    ids=lambda variables: " ".join(f"{name}={value!r}"[:30] for name, value in variables.items()),
+)
+def test_a_wrong_variable_is_named_in_one_line(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["launch"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(next(iter(variables)))
+    assert said.count("\n") == 1
+    assert len(said) < 300
+    assert said.rstrip().isprintable()
+
+
+def test_the_job_is_checked_for_all_ranks_of_all_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in {"NGPU": "02", "NNODES": "1:3", "MASTER_ADDR": "here", "NODE_RANK": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["launch", "--training.global_batch_size", "8"]) == 2
+    assert "data-parallel degree = 6" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("visible", "refused"), [(None, 3), ("0", 2), ("1,0", 3), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 3)]
+)
+def test_more_processes_than_visible_gpus_are_refused(
+    visible: str | None,
+    refused: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    gpu = "GPU {}: NVIDIA H100 80GB HBM3 (UUID: GPU-{})"
+    executable(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{gpu.format(0, 'a')}'\necho '{gpu.format(1, 'b')}'\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("NGPU", str(refused or 9))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cli.main(["launch", "--training.steps", "0"]) == 2
+    assert (f"this machine has {refused - 1}." in capsys.readouterr().err) == (refused > 0)
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+PROGRAM = """
+import os, sys
+from titanlite.launch.ranks import World, run_ranks
+stop_seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
+world = World(range(2), 2, stop_seconds=stop_seconds, max_restarts=restarts)
+sys.exit(run_ranks(sys.argv[1:], world, lambda: "To go on: outputs/\\x1b]0;mine\\x07"))
+"""
+
+RANK = """
+import json, os, pathlib, resource, shutil, signal, sys, time
+from titanlite.runtime import process
+process.begin()
+from titanlite.cli import run_quietly
+from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
+
+rank, folder = int(os.environ["RANK"]), pathlib.Path(os.environ[ERROR_FOLDER])
+
+def ready(handler=None):
+    if handler is not None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, handler)
+    both = folder / "ready"
+    if rank == 1:
+        both.touch()
+    else:
+        while not both.exists():
+            time.sleep(0.01)
+        print("ready", flush=True)
+
+def guard():
+    raise GuardError("loss is nan at step 5")
+
+def different():
+    raise GuardError(f"rank {rank} has no disk")
+
+def folder_gone():
+    shutil.rmtree(folder, ignore_errors=True)
+    raise GuardError("loss is nan at step 5")
+
+def disk_full():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise GuardError("loss is nan at step 5")
+
+def guard_on_one():
+    if rank == 1:
+        raise GuardError("loss is nan on one rank")
+    time.sleep(0.5)
+    raise RuntimeError("connection reset by peer")
+
+def crash():
+    if rank == 1:
+        raise ValueError("the root cause")
+    while not (folder / "1.json").exists():  # rank 1 may start later
+        time.sleep(0.01)
+    time.sleep(0.2)
+    raise RuntimeError("connection reset by peer")
+
+def hang():
+    if rank == 1:
+        raise ValueError("the root cause")
+    time.sleep(300)
+
+def out_of_memory():
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    raise RuntimeError("connection reset by peer")
+
+def silent():
+    os._exit(7)
+
+def save():
+    got = []
+    ready(lambda number, frame: got.append(number))
+    while not got:
+        time.sleep(0.02)
+    time.sleep(0.3 + rank)  # ranks do not finish at the same time
+    raise StoppedBySignal(f"saved after {len(got)} signal")
+
+def stuck():
+    ready(lambda number, frame: None)
+    time.sleep(300)
+
+def early():
+    ready()
+    time.sleep(300)
+
+def orphan():
+    ready(lambda number, frame: (open(f"saved{rank}", "w").close(), sys.exit()))
+    time.sleep(300)
+
+def shown():
+    print(f"out {rank} {sys.stdout.isatty()} {os.environ['WORLD_SIZE']}", flush=True)
+    print(f"err {rank}", file=sys.stderr, flush=True)
+
+def hostile():
+    (folder / "train.log").write_text("run.log")
+    hang = {"rank": 0, "host": "here", "hosts": ["here"], "step": 7, "line": "x", "inside": "y", "collectives": {}}
+    (folder / "0.hang.json").write_text(json.dumps(hang))
+    record = {"message": "a tensor\\x1b[2J named\\r\\u202e", "closing": "", "time": 0.0}
+    (folder / "1.json").write_text(json.dumps(record))
+    os._exit(9 if rank else 0)
+
+sys.exit(run_quietly(globals()[sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[list[str]]:
+    before = signal.signal(signal.SIGHUP, lambda *_: None)  # tests under nohup would hand on that it is ignored
+    (tmp_path / "rank.py").write_text(RANK)
+    yield [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "rank.py")]
+    signal.signal(signal.SIGHUP, before)
+
+
+KILLED = "without a save: ranks 0, 1 had to be killed."
+TRACE = "Rank 1 failed first: it ended with exit code 1.\nTraceback"
+THEN = "Then rank 0 failed: RuntimeError: connection reset by peer\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "begin", "end"),
+    [
+        ("guard", 3, "loss is nan at step 5\n", ""),
+        ("different", 3, "[rank ", "has no disk\n"),
+        ("folder_gone", 3, 2 * "loss is nan at step 5\n", ""),
+        ("disk_full", 3, 2 * "loss is nan at step 5\n", ""),
+        ("guard_on_one", 3, "loss is nan on one rank\n", THEN),
+        ("crash", 1, TRACE, f"ValueError: the root cause\n{THEN}"),
+        ("hang", 1, TRACE, "ValueError: the root cause\nThen rank 0 did not end by itself and was killed.\n"),
+        ("out_of_memory", 137, "Rank 1 failed first: it was killed (SIGKILL).", THEN),
+        ("silent", 7, "Rank ", "failed: it ended with exit code 7.\n"),
+    ],
+)
+def test_the_end_of_the_ranks_is_said_once_root_cause_first(
+    how: str, code: int, begin: str, end: str, command: list[str]
+):
+    started = time.monotonic()
+    ended = subprocess.run([*command, how], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == code
+    assert ended.stderr.startswith(begin)
+    assert ended.stderr.endswith(end or begin)
+    assert ended.stderr.count("Traceback") == (code == 1)
+    assert time.monotonic() - started < 25  # torch's agent waits 30 s for the others
+
+
+def start(command: list[str], how: str) -> "subprocess.Popen[str]":
+    """The launcher, with both ranks at work."""
+    launcher = subprocess.Popen([*command, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    return launcher
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "numbers", "code", "said"),
+    [
+        *(("save", [n], 75, "saved after 1 signal") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        *(
+            ("early", [n], 128 + n, f"Stopped by {n.name} before there was anything to save.")
+            for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ),
+        ("stuck", [signal.SIGTERM], 143, f"Stopped by SIGTERM {KILLED}"),
+        (
+            "stuck",
+            [signal.SIGINT, signal.SIGINT],
+            130,
+            f"Stopped by SIGINT {KILLED}",
+        ),
+    ],
+)
+def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
+    how: str,
+    numbers: list[signal.Signals],
+    code: int,
+    said: str,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("STOP_SECONDS", "60" if how == "save" or len(numbers) > 1 else "2")
+    launcher = start(command, how)
+    for number in numbers:
+        launcher.send_signal(number)
+        time.sleep(0.3)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == code
+    assert err.splitlines() == [
+        "",
+        "Stopping after this step and a save. Ctrl-C again stops at once, without saving.",
+        said,
+    ]
+
+
+@pytest.mark.slow
+@LINUX
+def test_ranks_save_and_stop_when_their_launcher_is_killed(command: list[str], tmp_path: Path):
+    launcher = start(command, "orphan")
+    launcher.kill()
+    launcher.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while not all((tmp_path / f"saved{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_shown_rank_keeps_the_terminal_and_errors_of_all_ranks_are_seen(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # of a container, say
+    main, terminal = pty.openpty()
+    launcher = subprocess.Popen([*command, "shown"], stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert launcher.wait(timeout=60) == 0
+    lines = sorted(os.read(main, 10000).decode().split("\r\n"))
+    os.close(main)
+    assert lines == ["", "err 0", "err 1", "out 0 True 2"]
+
+
+@pytest.mark.slow
+def test_hangs_crashes_and_restarts_are_events_and_cannot_command_a_terminal(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The launcher trusts no rank to have escaped what it quotes, and says names of folders itself."""
+    monkeypatch.setenv("MAX_RESTARTS", "1")
+    ended = subprocess.run([*command, "hostile"], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 9
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
+    for text in (ended.stderr, (tmp_path / "run.log").read_text(), events[-1]["text"]):
+        assert "a tensor\\x1b[2J named\\x0d\\u202e\n" in text
+        assert "To go on: outputs/\\x1b]0;mine\\x07" in text
+        assert text.replace("\n", "").isprintable()
+    first, *others = (tmp_path / "run.log").read_text().splitlines()
+    assert first.startswith("[")  # the time
+    assert all(re.match(r"\[\d{4}-|    ", line) for line in others)  # the next event, or more of this one
+
+
+# ------------------------------------------------------------------------------------------------ the first moments
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_in_the_first_moments_ends_in_silence_or_asks_for_nothing(number: signal.Signals, code: int):
+    """SIGUSR2 means to save and go on, and there is nothing to save yet. Signals that came before are not lost."""
+    program = f"""
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as a launcher does
+signal.raise_signal({int(number)})
+from titanlite.runtime import process
+process.begin()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+@LINUX
+def test_a_process_whose_parent_died_before_it_could_look_ends_at_once():
+    program = "import os; os.environ['TITANLITE_PARENT'] = '1234567'; from titanlite.runtime import process"
+    command = [sys.executable, "-c", f"{program}; process.begin(); print('alone')"]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (143, b"")
+
+
+@pytest.mark.parametrize("command", ["launch", "train"])
+def test_no_late_signal_can_replace_the_exit_code(command: str):
+    """The program does not shut Python down: its handlers would be gone by then."""
+    program = (
+        "import atexit, runpy; atexit.register(print, 'shut down'); runpy.run_module('titanlite', None, '__main__')"
+    )
+    words = [sys.executable, "-c", program, command, "--training.steps", "0"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3), (None, 0, 0)])
+def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path: Path):
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    save = "for i in {1..100}; do sleep 0.1; done" if number else ""
+    ready = "sleep 1; echo ready"  # by when the shell that started it has set its own trap
+    text = f"#!/bin/bash\ntrap 'sleep 0.5; touch saved; exit {ends}' TERM\n{ready}\n{save}\nexit {ends}\n"
+    executable(tmp_path / "run_train.sh", text)
+    environment = {**os.environ, "RANK": "0"}
+    pod = subprocess.Popen([*container["command"], *container["args"]], stdout=subprocess.PIPE, env=environment)
+    assert pod.stdout is not None
+    assert pod.stdout.readline() == b"ready\n"
+    if number:
+        pod.send_signal(number)
+    assert pod.wait(timeout=20) == code
+    assert (tmp_path / "saved").exists() == bool(number)

@@ -1,0 +1,115 @@
+"""scripts/setup.sh, which ./run_train.sh calls first: it installs once, or lends packages where there is no network."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def executable(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IEXEC)
+
+
+PYTHON_OF_VENV = """#!/bin/bash
+# Stands for the Python of .venv: notes what pip is told; pip fails while a file named broken exists.
+[[ "$*" == "-m pip --version" ]] && exit 0
+echo "$*" >>installs
+[[ ! -f broken ]]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("one")
+    executable(tmp_path / ".venv/bin/python", PYTHON_OF_VENV)
+    return tmp_path
+
+
+def set_up(clone: Path, wanted: str = ".") -> tuple[int, int]:
+    """Run setup.sh: its exit code, and how often pip was called so far."""
+    code = subprocess.run([clone / "scripts/setup.sh", wanted], capture_output=True, check=False).returncode
+    installs = clone / "installs"
+    return code, len(installs.read_text().splitlines()) if installs.exists() else 0
+
+
+def test_set_up_installs_once_and_again_when_pyproject_changes(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone) == (0, 1)
+    (clone / "pyproject.toml").write_text("two")
+    assert set_up(clone) == (0, 2)
+    assert set_up(clone) == (0, 2)
+    assert "pip install" in (clone / "installs").read_text()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_of_many_nodes_that_share_the_folder_one_installs(clone: Path):
+    slow = PYTHON_OF_VENV.replace('echo "$*"', 'sleep 0.3; echo "$*"')
+    executable(clone / ".venv/bin/python", slow)
+    nodes = [subprocess.Popen([clone / "scripts/setup.sh", "."], stderr=subprocess.DEVNULL) for _ in range(3)]
+    assert [node.wait(timeout=30) for node in nodes] == [0, 0, 0]
+    assert set_up(clone) == (0, 1)
+
+
+def test_an_interrupted_installation_is_done_again(clone: Path):
+    (clone / "broken").write_text("")
+    assert set_up(clone) == (1, 1)
+    (clone / "broken").unlink()
+    assert set_up(clone) == (0, 2)
+    assert set_up(clone) == (0, 2)
+
+
+def test_the_development_tools_are_installed_once_and_cover_the_rest(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone, ".[dev]") == (0, 2)
+    assert set_up(clone, ".[dev]") == (0, 2)
+    (clone / "pyproject.toml").write_text("two")
+    assert set_up(clone, ".[dev]") == (0, 3)
+    assert set_up(clone, ".") == (0, 3)
+
+
+def test_a_folder_that_was_moved_is_installed_again(clone: Path):
+    assert set_up(clone) == (0, 1)
+    assert set_up(clone.rename(clone.parent / f"{clone.name}-moved")) == (0, 2)
+
+
+def lend(tmp_path: Path, old: str) -> subprocess.CompletedProcess[str]:
+    """Set up without a network by a Python that lacks ensurepip, and has version 0.1 of one package."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("titanlite", "train_configs", "assets"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    metadata = tmp_path / f"packages/{old}-0.1.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {old}\nVersion: 0.1\n")
+    broken = '[[ "$*" == "-m venv --clear .venv" ]] && exit 1'
+    executable(tmp_path / "python", f'#!/bin/bash\n{broken}\nexec "{sys.executable}" "$@"\n')
+    variables = {"PYTHON": str(tmp_path / "python"), "PIP_NO_INDEX": "1", "PYTHONPATH": str(tmp_path / "packages")}
+    command = [tmp_path / "scripts/setup.sh", "."]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables}, check=False)
+
+
+def test_a_python_that_has_all_packages_lends_them_without_a_network(tmp_path: Path):
+    ended = lend(tmp_path, "typing_extensions")  # too old for others, which is theirs to say
+    assert ended.returncode == 0, ended.stderr
+    assert f"Using the packages of {sys.prefix}" in ended.stderr
+    program = "import titanlite.launch, torchao, importlib.metadata; print(importlib.metadata.version('titanlite'))"
+    subprocess.run([tmp_path / ".venv/bin/python", "-P", "-c", program], cwd=tmp_path, check=True)
+    assert not list(tmp_path.glob(".venv/lib/*/site-packages/torch"))
+
+
+def test_what_such_a_python_lacks_is_named(tmp_path: Path):
+    ended = lend(tmp_path, "tyro")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("titanlite needs tyro>=1.0; there is 0.1\n")

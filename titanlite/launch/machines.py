@@ -1,0 +1,142 @@
+"""A run on several machines: torch's elastic agent on each finds the others, and starts them all again after a crash.
+
+The agent starts one process for its machine: `titanlite launch` once more, which starts and watches the ranks there. So
+signals, the time to save, exit codes and reports are those of a run on one machine. The agents meet in a c10d store at
+MASTER_ADDR, which trusts everybody who can reach it: docs/scaling_out.md says what the network must keep out.
+
+Invariant: an end for a known reason is never restarted, because the process of the machine tells the agent that all is
+well, and leaves the exit code in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from titanlite.config.errors import StoppedBySignal, UserError
+from titanlite.launch.exit_report import KNOWN_EXITS, UNSAVED_STOPS
+from titanlite.runtime.process import STOP_SIGNALS, leave, python_command
+
+FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
+MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
+GOODBYE_SECONDS = 30  # that an agent waits for the others after its machine has ended for a known reason
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many take part, and where they meet."""
+
+    least: int
+    most: int
+    address: str
+    port: int
+    number: int | None  # of this one; 0 hosts the store. None: the one that has the address does
+    max_restarts: int
+
+
+def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[], str]) -> int:
+    """Run `titanlite launch WORDS` under torch's agent; returns the exit code of the run on this machine.
+
+    Args:
+        resume_hint: How to continue from the newest checkpoint. Empty if there is none.
+
+    Raises:
+        UserError: The machines did not meet.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
+    child, end = folder / "process", folder / "code"
+    command, environment = python_command(["-m", "titanlite", "launch", *words], {FOLDER: str(folder)})
+    # A store that outlived a restart would have the addresses of the ranks before it.
+    os.environ.update({**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # there is no process now, because the machines have not met
+            return os.kill(int(child.read_text()), number)
+        leave(128 + number)
+
+    for number in (*STOP_SIGNALS, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+    threading.Thread(target=_leave_after, args=(end,), daemon=True).start()
+    logging.disable(logging.ERROR)  # the process says why it ended
+    is_host = {} if machines.number is None else {"is_host": machines.number == 0}
+    config = LaunchConfig(
+        min_nodes=machines.least,
+        max_nodes=machines.most,
+        nproc_per_node=1,
+        run_id="titanlite",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{machines.address}:{machines.port}",
+        rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **is_host},
+        max_restarts=machines.max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except (RendezvousError, RuntimeError) as error:
+        if not end.exists():
+            where = f"{machines.address}:{machines.port}"
+            if child.exists() and (hint := resume_hint()):
+                raise StoppedBySignal(f"Lost: the other machines at {where} ({error}).\n{hint}") from None
+            raise UserError(
+                f"{machines.least} machines did not meet at {where}: {error} MASTER_ADDR must be an address of the "
+                "first machine that the others reach, MASTER_PORT free there, and all values the same on every machine."
+            ) from None
+    return int(end.read_text())
+
+
+def run_part(folder: Path, run: Callable[[], int]) -> int:
+    """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
+    (folder / "process").write_text(str(os.getpid()))
+    (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
+    code = run()
+    if code not in (0, *KNOWN_EXITS, *UNSAVED_STOPS):
+        return code
+    (folder / "code").write_text(str(code))
+    return 0
+
+
+def _leave_after(end: Path) -> None:
+    """Do not wait for machines that are lost after this one has ended: the agent would do so for five minutes."""
+    while not end.exists():
+        time.sleep(0.5)
+    time.sleep(GOODBYE_SECONDS)
+    leave(int(end.read_text()))
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The interface by which this machine reaches `host`. Otherwise gloo takes the address that belongs to the name of
+    this machine, which can be a loopback address. None where it cannot be found out."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR of netdevice(7)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # nothing is sent
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # the interface has no address
+                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
+                    return name
+    return None
