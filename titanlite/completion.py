@@ -19,9 +19,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.find import job_of, use_newest
-from titanlite.checkpoint.load_weights import check_tokenizer, load_checked_weights
+from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.options import OptionPath, Options
 from titanlite.config.run import Run
@@ -206,11 +205,9 @@ def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: 
     The dtype is float32 on a CPU, and that of the training on a GPU.
 
     Raises:
-        Damage: weights are missing, although the checksums are good.
         CheckpointError: the weights are of another model, or the tokenizer has changed since.
     """
     arch = Run(job).arch
-    SafeReader(step_folder).check_model(arch)
     with torch.device("meta"):
         model = Llama(arch)
     if device.type == "cuda":

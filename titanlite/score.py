@@ -20,8 +20,8 @@ import tyro
 from pydantic import Field, PositiveInt
 
 from titanlite.checkpoint.find import known_job, use_newest
-from titanlite.checkpoint.load_weights import check_tokenizer, load_checked_weights
-from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.checkpoint.folder import Ranks
+from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.degrees import degrees, sequence_divisor
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import report

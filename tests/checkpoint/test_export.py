@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 import tomli
 import torch
-from test_index import WAS_HERE, Malicious
 from tiny_run import TinyRun, assert_equal
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.export import CheckpointTensors
-from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.import_weights import import_weights, load_hf_weights
-from titanlite.checkpoint.load_weights import load_model_weights
+from titanlite.checkpoint.huggingface import (
+    CheckpointTensors,
+    HuggingFaceReader,
+    export_hf,
+    import_weights,
+    load_hf_weights,
+)
 from titanlite.checkpoint.meta_llama import MetaReader
+from titanlite.checkpoint.resume import load_model_weights
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
-from titanlite.data.bpe import tiktoken_to_json
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
 
@@ -46,12 +48,29 @@ def build(arch: Architecture, seed: int = 1) -> Llama:
     return model
 
 
+WAS_HERE = "/tmp/titanlite-was-here"
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, (f"touch {WAS_HERE}",)
+
+
+class Held:
+    """The weights of a model in memory, as a checkpoint has them."""
+
+    def __init__(self, model: Llama, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        self.arch, self._tensors = model.arch, tensors or dict(model.named_parameters())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name).dtype
+
+
 def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int = 10**9) -> None:
-    writer = HuggingFaceWriter(out, model.arch, dtype, shard_bytes)
-    tensors = dict(model.named_parameters())
-    for name in writer.names:
-        writer.add(name, tensors[name])
-    writer.publish()
+    export_hf(Held(model), out, dtype, shard_bytes=shard_bytes)
 
 
 def tokens_of(arch: Architecture) -> torch.Tensor:
@@ -125,18 +144,6 @@ def test_a_trained_checkpoint_is_exported_with_its_tokenizer(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.bos_token == "<|begin_of_text|>"
     assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id == 3841
-
-
-def test_the_converted_tokenizer_gives_the_same_ids(tmp_path):
-    from tokenizers import Tokenizer
-
-    from titanlite.data.tokenizer import load_tokenizer
-
-    tiktoken_to_json(TIKTOKEN, tmp_path / "tokenizer.json")
-    theirs, ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(TIKTOKEN)
-    text = Path(__file__).read_text().replace("<|", "") + " Zürich\t\r\n  日本語 🎉 12345 don't <unk>"
-    assert theirs.encode(text).ids == [ours.bos_id, *ours.encode(text)]
-    assert theirs.decode(ours.encode(text)) == text
 
 
 def rewrite_config(folder: Path, **changes: object) -> None:
@@ -304,9 +311,7 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.export import *
 from titanlite.checkpoint.huggingface import *
-from titanlite.checkpoint.import_weights import *
 from titanlite.config.flavors import Architecture
 arch = Architecture(512, 16, 8, 8, 2048, vocab_size=4096)  # 285 MB in fp32, largest tensor 8 MB
 class Zeros:
@@ -317,11 +322,7 @@ out = Path({str(tmp_path)!r})
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
 import_weights(out / "ckpt", Zeros(), "test")
-source = CheckpointTensors(out / "ckpt" / "step-00000000")
-writer = HuggingFaceWriter(out / "hf", arch, "float32")
-for name in writer.names:
-    writer.add(name, source.read(name))
-writer.publish()
+export_hf(CheckpointTensors(out / "ckpt" / "step-00000000"), out / "hf", "float32")
 print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -1,25 +1,19 @@
-"""Invariant 5: a checkpoint exists or it does not."""
+"""Invariant 5: a checkpoint exists or it does not, and what it holds is what was written."""
 
-import io
+import json
 import os
-import pickle
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from titanlite.checkpoint import manifest, step_folders
-from titanlite.config.errors import CheckpointError
+from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.find import saved_job, use_newest, verify
+from titanlite.cli import main
+from titanlite.config.errors import CheckpointError, UserError
 
 INFO = {
     "train_state": {"note": 3},
@@ -29,187 +23,159 @@ INFO = {
     "layout": {"world_size": 1, "meshes": {}},
     "versions": {},
 }
+FILES = {"a.bin": b"weights" * 10, "b.bin": b"more"}
 
 
-def archive(values: bytes) -> bytes:
-    """What torch writes of a tensor of bytes."""
-    buffer = io.BytesIO()
-    torch.save(torch.frombuffer(bytearray(values), dtype=torch.uint8), buffer)
-    return buffer.getvalue()
-
-
-def index_of(files: dict[str, bytes], sizes: dict[str, int]) -> bytes:
-    """DCP's index of a tensor of bytes in each of `files`."""
-    tensors, places = {}, {}
-    for name, content in files.items():
-        size = torch.Size([sizes[name]])
-        chunk = ChunkStorageMetadata(torch.Size([0]), size)
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=torch.uint8), size, [chunk])
-        places[MetadataIndex(name, [0])] = _StorageInfo(name, 0, len(content))
-    return pickle.dumps(Metadata(tensors, storage_data=places), protocol=4)
-
-
-def write_checkpoint(folder: Path, step: int, files: dict[str, bytes] | None = None) -> Path:
-    """A published checkpoint of two small tensors; or of `files` with any bytes, which are no tensors."""
-    values = files or {"a.bin": b"weights" * 100, "b.bin": b"more"}
-    files = files or {name: archive(content) for name, content in values.items()}
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """A published checkpoint with two small files."""
     unfinished = folder / step_folders.unfinished_name(step, "token")
     unfinished.mkdir(parents=True)
-    digests = []
-    for name, content in {
-        **files,
-        ".metadata": index_of(files, {name: len(content) for name, content in values.items()}),
-    }.items():
-        file = step_folders.HashingFile(unfinished / name)
-        for start in range(0, len(content), 7):
-            file.write(content[start : start + 7])
-        file.close()
-        digests.append(file.digest())
-    return step_folders.publish(unfinished, step, digests, INFO)
+    entries = {}
+    for name, content in FILES.items():
+        with step_folders.HashingFile(unfinished / name) as file:
+            for start in range(0, len(content), 7):
+                file.write(content[start : start + 7])
+            assert os.fstat(file.fileno()).st_size == len(content)  # what is synced to the disk is the whole file
+            entries[name] = file.entry()
+    return step_folders.publish(unfinished, step, entries, INFO)
 
 
-def reseal(
-    path: Path,
-    body: dict[str, Any] | None = None,
-    index: bytes | None = None,
-    data: bytes | None = None,
-    name: str = "__0_0.distcp",
-) -> None:
-    """Put another manifest, index or data file into a checkpoint, with all checksums as if it had been written so."""
-    body = body or manifest.read_manifest(path)
-    for file, content in ((".metadata", index), (name, data)):
-        if content is not None:
-            (path / file).write_bytes(content)
-            body["files"][file] = {"size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
-    (path / "manifest.json").write_bytes(manifest.encode_manifest(body))
+def reseal(path: Path, body: dict[str, Any] | None = None, **contents: bytes) -> None:
+    """Put another manifest or other files into a checkpoint, with all checksums as if it had been written so."""
+    body = body or step_folders.read_manifest(path)
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+        body["files"][name] = {"size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+    (path / "manifest.json").write_bytes(step_folders.encode_manifest(body))
 
 
-def test_a_published_checkpoint_is_good_and_keeps_the_callers_value(tmp_path):
+def damage_of(path: Path) -> list[str]:
+    [row] = verify(path)["checkpoints"]
+    assert (row["state"] == "good") == (not row["damage"])
+    return row["damage"]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
+def test_every_flipped_bit_and_every_truncation_is_found_and_named(tmp_path, name):
     path = write_checkpoint(tmp_path, 100)
-    assert path.name == "step-00000100"
-    assert step_folders.verify_folder(path) == []
+    assert damage_of(path) == []
     assert step_folders.read_manifest(path)["info"] == INFO
-    assert step_folders.list_checkpoints(tmp_path) == [path]
-    assert os.listdir(tmp_path) == ["step-00000100"]
-
-
-@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
-def test_a_flipped_bit_anywhere_in_any_file_is_detected(tmp_path, name):
-    path = write_checkpoint(tmp_path, 100, {"a.bin": b"w" * 40, "b.bin": b"x"})
     content = (path / name).read_bytes()
-    for position in range(len(content)):
-        for bit in (position % 8, (position + 5) % 8):
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << bit
-            (path / name).write_bytes(flipped)
-            damage = step_folders.verify_folder(path)
-            assert len(damage) == 1
-            assert damage[0].startswith(name), damage
-    (path / name).write_bytes(content)
-    assert step_folders.verify_folder(path) == []
-
-
-@pytest.mark.parametrize("name", ["a.bin", "b.bin", "manifest.json"])
-def test_every_truncation_and_a_deletion_is_detected(tmp_path, name):
-    path = write_checkpoint(tmp_path, 100, {"a.bin": b"w" * 40, "b.bin": b"x"})
-    content = (path / name).read_bytes()
-    for size in range(len(content)):
-        (path / name).write_bytes(content[:size])
-        assert [line.split(":")[0] for line in step_folders.verify_folder(path)] == [name]
+    flipped = [content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :] for i in range(len(content))]
+    for altered in [*flipped, *(content[:size] for size in range(len(content))), content + b"\0"]:
+        (path / name).write_bytes(altered)
+        assert [line.split(":")[0] for line in damage_of(path)] == [name]
     (path / name).unlink()
-    assert [line.split(":")[0] for line in step_folders.verify_folder(path)] == [name]
+    assert damage_of(path) == [f"{name}: missing"]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "manifest.json"])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "not a regular file"),
+        (lambda path: os.mknod(path, stat.S_IFSOCK), "not a regular file"),
+        (lambda path: path.symlink_to(path), "a symbolic link"),  # to itself
+        (lambda path: path.symlink_to("../elsewhere"), "a symbolic link"),
+    ],
+    ids=["pipe", "folder", "socket", "circle", "link"],
+)
+def test_what_is_no_regular_file_is_damage_and_keeps_nobody_waiting(tmp_path, name, make, found):
+    path = write_checkpoint(tmp_path, 100)
+    (path / name).rename(tmp_path / "elsewhere")
+    make(path / name)
+    assert damage_of(path) == [f"{name}: {found}"]
+
+
+DATA = {"version": 2, "schedule": {"step": 100, "rows": [800]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda body: None, None),
+        (lambda body: body.update(step=99), "belongs to step 99"),
+        (lambda body: body["files"].update({"../a.bin": body["files"]["a.bin"]}), "files outside of the folder"),
+        (lambda body: body["files"].update({"/etc/passwd": body["files"]["a.bin"]}), "files outside of the folder"),
+        (lambda body: body.pop("info"), "altered or truncated"),
+        (lambda body: body["info"].update(train_state=3), "altered or truncated"),
+        (lambda body: DATA["schedule"].update(rows=[900, 10**15]), "a place in the data that no run comes to"),
+        (lambda body: DATA["schedule"].update(rows=[6401]), "a place in the data that no run comes to"),
+        (lambda body: DATA["schedule"].update(step=101), "a place in the data that no run comes to"),
+    ],
+)
+def test_a_manifest_that_no_run_writes_is_damage(tmp_path, monkeypatch, change, found):
+    path = write_checkpoint(tmp_path, 100)
+    body = step_folders.read_manifest(path)
+    monkeypatch.setitem(DATA, "schedule", dict(DATA["schedule"]))
+    body["info"]["train_state"] = {"step": 100, "tokens": 6400, "data": DATA}
+    change(body)
+    reseal(path, body)
+    assert [found is not None and found in line for line in damage_of(path)] == [True] * (found is not None)
+
+
+@pytest.mark.parametrize("raw", [b"", b"null", b"[]", b"{}", b'{"checksum": 1}', b"\xff\xfe", b"[" * 10_000])
+def test_something_else_than_a_manifest_is_damage(tmp_path, raw):
+    path = write_checkpoint(tmp_path, 100)
+    (path / "manifest.json").write_bytes(raw)
+    assert damage_of(path) == [f"manifest.json: altered or truncated ({len(raw)} bytes)"]
 
 
 def test_a_newer_format_is_not_called_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(step_folders, "FORMAT_VERSION", 9)
     path = write_checkpoint(tmp_path, 100)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format 2 is unknown to this version, which reads 1"):
+    with pytest.raises(CheckpointError, match="format 9 is unknown to this version, which reads up to 2"):
         step_folders.verify_folder(path)
 
 
-def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
-    path = write_checkpoint(tmp_path, 100)
-    assert step_folders.verify_folder(path.rename(tmp_path / "step-00000200")) == ["manifest.json: belongs to step 100"]
-
-
-def test_nothing_is_published_over_an_existing_folder(tmp_path):
+def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_path):
     path = write_checkpoint(tmp_path, 100)
     before = (path / "manifest.json").read_bytes()
     with pytest.raises(FileExistsError, match="exists already"):
-        write_checkpoint(tmp_path, 100, {"a.bin": b"other"})
+        write_checkpoint(tmp_path, 100)
     assert (path / "manifest.json").read_bytes() == before
-
-
-def test_what_is_synced_to_the_disk_is_the_whole_file(tmp_path):
-    file = step_folders.HashingFile(tmp_path / "a.bin")
-    file.write(b"less than a buffer")
-    assert os.fstat(file.fileno()).st_size == file.tell() == 18
-
-
-def test_publishing_needs_every_file_in_its_full_size(tmp_path):
-    unfinished = tmp_path / ".tmp-step-00000100-x"
-    unfinished.mkdir()
     with pytest.raises(OSError, match="do all nodes share this folder"):
-        step_folders.publish(unfinished, 100, [step_folders.FileDigest("a.bin", 3, "00")], {})
+        step_folders.publish(path, 200, {"a.bin": {"size": 3, "xxh3_128": "00"}}, {})
 
 
-def test_foreign_unfinished_and_set_aside_folders_are_no_checkpoints(tmp_path):
-    good = write_checkpoint(tmp_path, 7)
-    for name in (".tmp-step-00000009-x", "step-9", "step-00000009.damaged", "step-00000009-old", "notes", "step-abc"):
+def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(tmp_path):
+    expected = [write_checkpoint(tmp_path, step) for step in (7, 99_999_999, 100_000_000)]
+    others = ("step-9", "step-00000009.damaged", "step-00000009-old", "notes", "step-abc")
+    for name in (".tmp-step-00000009-x", *others):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000011").write_text("a file")
-    assert step_folders.list_checkpoints(tmp_path) == [good]
+    assert step_folders.list_checkpoints(tmp_path) == expected
     assert step_folders.list_checkpoints(tmp_path / "absent") == []
-
-
-def test_checkpoints_are_ordered_by_step_beyond_eight_digits(tmp_path):
-    steps = [99_999_999, 100_000_000, 5]
-    for step in steps:
-        write_checkpoint(tmp_path, step)
-    assert [step_folders.step_of(path) for path in step_folders.list_checkpoints(tmp_path)] == sorted(steps)
-
-
-def test_only_leftovers_are_removed_at_start(tmp_path):
-    write_checkpoint(tmp_path, 7)
-    (tmp_path / ".tmp-step-00000009-x").mkdir()
-    (tmp_path / ".tmp-step-00000009-x" / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / "notes").mkdir()
     assert step_folders.remove_unfinished(tmp_path) == ([".tmp-step-00000009-x"], [])
-    assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000007"]
+    assert set(os.listdir(tmp_path)) == {*others, "step-00000011", *(path.name for path in expected)}
 
 
 def test_a_leftover_that_cannot_be_removed_is_named_and_passed_over(tmp_path, monkeypatch):
     for name in (".tmp-step-00000007-x", ".tmp-step-00000009-y"):
         (tmp_path / name).mkdir()
-    rmtree = step_folders.shutil.rmtree
+    rmtree = shutil.rmtree
 
     def busy(path):
         if path.name.endswith("x"):
             raise OSError(16, "Device or resource busy", ".nfs0001")
         rmtree(path)
 
-    monkeypatch.setattr(step_folders.shutil, "rmtree", busy)
+    monkeypatch.setattr(shutil, "rmtree", busy)
     gone, kept = step_folders.remove_unfinished(tmp_path)
     assert gone == [".tmp-step-00000009-y"]
-    assert kept == [
-        "could not remove the unfinished .tmp-step-00000007-x: [Errno 16] Device or resource busy: '.nfs0001'"
-    ]
+    assert kept[0].startswith("could not remove the unfinished .tmp-step-00000007-x: [Errno 16] Device or resource")
 
 
 def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     path = write_checkpoint(tmp_path, 7)
-
-    def killed(path):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(step_folders.shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         step_folders.remove(path)
     monkeypatch.undo()
     assert step_folders.list_checkpoints(tmp_path) == []
     assert len(step_folders.remove_unfinished(tmp_path)[0]) == 1
-    assert os.listdir(tmp_path) == []
 
 
 def test_setting_aside_keeps_every_earlier_one(tmp_path):
@@ -218,18 +184,70 @@ def test_setting_aside_keeps_every_earlier_one(tmp_path):
     assert [path.name for path in step_folders.list_set_aside(tmp_path)] == names
 
 
-@pytest.mark.parametrize("key", ["a.bin", ".metadata"])
-def test_manifest_and_index_name_the_same_files(tmp_path, key):
-    path = write_checkpoint(tmp_path, 100)
-    body = manifest.read_manifest(path)
-    del body["files"][key]
-    reseal(path, body)
-    expected = {
-        "a.bin": f".metadata: a.bin holds {len(archive(b'weights' * 100))} bytes by the index, nothing by the manifest",
-        ".metadata": "manifest.json: does not list .metadata",
+def test_verify_lists_all_of_a_folder_and_what_is_no_checkpoint(tmp_path, capsys):
+    good, bad = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
+    size = sum(file.stat().st_size for file in good.iterdir())
+    assert main(["verify", str(good), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "folder": str(good),
+        "checkpoints": [{"name": good.name, "step": 100, "bytes": size, "state": "good", "damage": []}],
+        "unfinished": [],
+        "set_aside": [],
     }
-    assert step_folders.verify_folder(path) == [expected[key]]
-    body["files"]["a.bin"] = {"size": 3, "xxh3_128": "0" * 32}
-    body["files"]["more.bin"] = {"size": 3, "xxh3_128": "0" * 32}
-    reseal(path, body, index_of({"b.bin": b"more"}, {"b.bin": 4}))
-    assert ".metadata: a.bin holds nothing by the index, 3 bytes by the manifest" in step_folders.verify_folder(path)
+    (bad / "b.bin").write_bytes(b"m0re")
+    (tmp_path / ".tmp-step-00000300-x").mkdir()
+    shutil.copytree(bad, tmp_path / "step-00000050.damaged")
+    assert main(["verify", str(tmp_path)]) == 4
+    out = capsys.readouterr()
+    first = [line.split()[0] for line in out.out.splitlines()]
+    assert first == [good.name, bad.name, "b.bin:", ".tmp-step-00000300-x", "step-00000050.damaged"]
+    assert out.err == "1 of 2 checkpoints damaged or unreadable: step-00000200\n"
+    for wrong, code in (("elsewhere", 2), ("x" * 256, 2), ("empty", 4)):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert main(["verify", str(tmp_path / wrong)]) == code
+
+
+def test_what_a_run_removes_meanwhile_is_left_out_and_what_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    first, second, third = (write_checkpoint(tmp_path, step) for step in (100, 200, 300))
+    opened = os.open
+
+    def refuse(name, *arguments, **keywords):
+        if name == second / "a.bin":
+            raise OSError(116, "Stale file handle")
+        if name == first / "a.bin":
+            step_folders.remove(first)
+        return opened(name, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = [(row["name"], row["state"]) for row in verify(tmp_path)["checkpoints"]]
+    assert found == [(second.name, "unreadable"), (third.name, "good")]
+    assert main(["verify", str(tmp_path)]) == 4
+
+
+def test_a_folder_stands_for_its_newest_good_checkpoint_by_any_of_its_names(tmp_path, monkeypatch):
+    older = write_checkpoint(tmp_path / "saves", 100)
+    newest = write_checkpoint(tmp_path / "final", 200)
+    (tmp_path / "config.toml").write_text('[checkpoint]\nfolder = "saves"\nunknown = 1\n')  # as of another version
+    (tmp_path / "latest").symlink_to(newest)
+    monkeypatch.chdir(newest)
+    for name in ("../../latest", ".", "..", "../..", newest):
+        assert use_newest(Path(name), Path) == newest
+    assert [row["name"] for row in verify(tmp_path)["checkpoints"]] == ["saves/step-00000100", "final/step-00000200"]
+    (newest / "a.bin").unlink()
+    lines: list[str] = []
+    assert use_newest(tmp_path, Path, log=lines.append) == older
+    assert lines == [f"{newest} is damaged: a.bin: missing; taking an older one"]
+
+
+@pytest.mark.parametrize(
+    "config", ["[checkpoint", "checkpoint = 1", "checkpoint.folder = 1", "x = " + "[" * 10**5, None]
+)
+def test_a_configuration_that_says_nothing_of_checkpoints_is_a_mistake(tmp_path, config):
+    path = write_checkpoint(tmp_path / "checkpoint", 100)
+    (tmp_path / "config.toml").write_text(config or "")
+    if config is None:
+        os.truncate(tmp_path / "config.toml", 1 << 40)
+        with pytest.raises(UserError, match=r"is\s+larger\s+than"):
+            saved_job(path)
+    with pytest.raises(UserError, match=r"config\.toml cannot be read"):
+        use_newest(tmp_path, Path)

@@ -273,4 +273,4 @@ def test_wrong_options(trained: Path, files: list[Path], words: list[str], said:
 
 def test_weights_that_are_no_numbers_are_said_so(tmp_path: Path, files: list[Path]) -> None:
     run_ranks(1, save_random_weights, tmp_path, math.nan)
-    assert "output is not finite" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)
+    assert "weights that are not finite" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)

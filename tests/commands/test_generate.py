@@ -315,7 +315,7 @@ def test_job_in_the_manifest_wins_over_the_file(tmp_path, tokenizer, capsys):
 
 def test_a_configuration_of_another_model_is_refused(run):
     (run / "config.toml").write_text(dump_config(JOB).replace("dim = 32", "dim = 64"))
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         command.main(["--checkpoint", str(run)])
 
 

@@ -1,44 +1,23 @@
 """Ends of a run: it is killed, or its disk is full, at a named point of a save, `POINT:RANK`.
 
 The points are reached by wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to
-oneself is what a dying machine looks like: no handler runs and nothing is flushed. With async_mode = "process" the
-points lie in the process that writes, which imports this module as its main one.
+oneself is what a dying machine looks like: no handler runs and nothing is flushed.
 """
 
 import os
+import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.dcp import CommittingWriter
-from titanlite.checkpoint.writer import CheckpointWriter
+from titanlite.checkpoint.save import Saver
 
 
-def trainer() -> int:
-    """The process id of the rank, also in the process that writes for it."""
-    return int(os.environ["TRAINER"])
-
-
-def kill() -> None:
-    os.kill(trainer(), signal.SIGKILL)
+def kill(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def first_time() -> bool:
-    """Whether no process of this rank was here before."""
-    try:
-        Path(os.environ["FOLDER"], f"was-here-{trainer()}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def kill_writer_once(*_: object) -> None:
-    if first_time():
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None):
@@ -69,56 +48,37 @@ def kill_within_removal(path: Path) -> None:
 
 def wrap_removal() -> None:
     """The removal is waited for, because a machine that is busy can reach the next save before it."""
-    wrap(step_folders.shutil, "rmtree", before=kill_within_removal)
-    wrap(CheckpointWriter, "purge", after=lambda writer: writer._purger.submit(int).result())
+    wrap(shutil, "rmtree", before=kill_within_removal)
+    wrap(Saver, "purge", after=lambda saver: saver._purger.submit(int).result())
 
 
-class FullDisk:
-    """A file to which little can be written."""
+def fill_disk_once() -> None:
+    """The first file that grows finds no room."""
+    full: list[str] = []
 
-    def __init__(self, file: Any) -> None:
-        self.file = file
+    def refuse(file: step_folders.HashingFile, _data: object) -> None:
+        if file.tell() > 200_000 and not full:
+            full.append(file.name)
+            file.error = OSError(28, "No space left on device")
+            raise file.error
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def write(self, data: Any) -> int:
-        if self.file.tell() > 200_000:
-            raise OSError(28, "No space left on device")
-        return self.file.write(data)
-
-
-def fill_disk_once(file: step_folders.HashingFile, _path: Path) -> None:
-    if first_time():
-        file._file = FullDisk(file._file)  # type: ignore[assignment]
+    wrap(step_folders.HashingFile, "write", before=refuse)
 
 
 POINTS: dict[str, Callable[[], None]] = {
-    "before_data": lambda: wrap(CommittingWriter, "write_data", before=lambda *_: kill()),
+    "before_data": lambda: wrap(CommittingWriter, "write_data", before=kill),
     "within_file": lambda: wrap(step_folders.HashingFile, "write", before=kill_within_file),
-    "before_manifest": lambda: wrap(step_folders, "write_manifest", before=lambda *_: kill()),
-    "before_rename": lambda: wrap(step_folders, "write_manifest", after=lambda *_: kill()),
-    "after_rename": lambda: wrap(step_folders, "publish", after=lambda *_: kill()),
+    "before_manifest": lambda: wrap(step_folders, "write_manifest", before=kill),
+    "before_rename": lambda: wrap(step_folders, "write_manifest", after=kill),
+    "after_rename": lambda: wrap(step_folders, "publish", after=kill),
     "during_purge": wrap_removal,
-    "full_disk": lambda: wrap(step_folders.HashingFile, "__init__", after=fill_disk_once),
-    "writer_dies": lambda: wrap(CommittingWriter, "write_data", before=kill_writer_once),
+    "full_disk": fill_disk_once,
     "none": lambda: None,
 }
 
 
-def arm(point: str, folder: Path) -> None:
-    """Prepare the calling rank, and the process that writes for it, for what happens at `point` of the run in
-    `folder`."""
-    os.environ |= {"TRAINER": str(os.getpid()), "POINT": point, "FOLDER": str(folder)}
-    sys.modules["__main__"] = sys.modules[__name__]  # what a process that is spawned imports first
-    wrap_point()
-
-
-def wrap_point() -> None:
-    name, _, rank = os.environ["POINT"].partition(":")
+def arm(point: str) -> None:
+    """Prepare the calling rank for what happens at `point`."""
+    name, _, rank = point.partition(":")
     if os.environ["RANK"] == (rank or "0"):
         POINTS[name]()
-
-
-if __name__ == "__mp_main__":
-    wrap_point()

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.export import CheckpointTensors
-from titanlite.checkpoint.load_weights import load_model_weights
+from titanlite.checkpoint.huggingface import CheckpointTensors
+from titanlite.checkpoint.resume import load_model_weights
 from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture

@@ -9,8 +9,7 @@ import pytest
 import torch
 from mutants import ALL, SAMPLE, ends_well, mutant
 
-from titanlite.checkpoint.huggingface import HuggingFaceReader, HuggingFaceWriter
-from titanlite.checkpoint.import_weights import load_hf_weights
+from titanlite.checkpoint.huggingface import HuggingFaceReader, export_hf, load_hf_weights
 from titanlite.checkpoint.meta_llama import MetaReader
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import parameter_shapes
@@ -25,10 +24,8 @@ def good(tmp_path_factory) -> Path:
     model = Llama(dataclasses.replace(ARCH, rope_original_max_seq_len=16))
     model.init_weights(1)
     folder = tmp_path_factory.mktemp("good")
-    writer = HuggingFaceWriter(folder / "hf", model.arch, "float32", shard_bytes=6000)
-    for name in writer.names:
-        writer.add(name, model.get_parameter(name))
-    writer.publish({"bos_token_id": 1, "eos_token_id": 2})
+    model.read = model.get_parameter  # as a checkpoint has them
+    export_hf(model, folder / "hf", "float32", lambda _: {"bos_token_id": 1, "eos_token_id": 2}, shard_bytes=6000)
     (folder / "meta").mkdir()
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     torch.save(tensors | {"rope.freqs": torch.ones(4)}, folder / "meta" / "consolidated.00.pth")

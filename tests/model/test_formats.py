@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from titanlite.checkpoint.huggingface import HuggingFaceReader
-from titanlite.checkpoint.import_weights import load_hf_weights
+from titanlite.checkpoint.huggingface import HuggingFaceReader, load_hf_weights
 from titanlite.config.errors import UserError
 from titanlite.model import formats
 from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config

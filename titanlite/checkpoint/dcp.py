@@ -5,11 +5,14 @@ Invariant: reading a checkpoint runs no code that the checkpoint brings along, a
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,26 +28,37 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.archive import FilePart, stored_entries
-from titanlite.checkpoint.index import Index, Wanted, read_index
-from titanlite.checkpoint.live_tensors import unwrapped
-from titanlite.checkpoint.open_files import open_file, shown, unreadable
-from titanlite.config.errors import CheckpointError, Damage
-from titanlite.config.flavors import Architecture
-from titanlite.model.formats import parameter_shapes
+from titanlite.config.errors import CheckpointError
+from titanlite.config.files import short
+
+INDEX = ".metadata"
+Index = dict[str, TensorStorageMetadata]
+"""The tensors of a checkpoint by name."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+    *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # of other programs
+}
 
 
 class CommittingWriter(FileSystemWriter):
     """Writes one checkpoint: each rank its files, with checksums taken on the way; rank 0 publishes at the end.
 
     Publishing happens in `finish`, which DCP calls on one rank after all ranks have written. So a save is committed
-    the same way from the step loop, a thread or another process.
+    the same way from the step loop and from a thread.
     """
 
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
@@ -54,7 +68,7 @@ class CommittingWriter(FileSystemWriter):
         super().__init__(unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.step = step
         self.info = info
-        self.fs = _HashingFileSystem()
+        self.fs = _CheckpointFiles()
 
     @property
     def unfinished(self) -> Path:
@@ -71,139 +85,120 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = super().write_data(plan, planner).wait() if plan.items else []
-        for digest in self.fs.digests.values():  # digests travel to rank 0 among DCP's own results
-            results.append(WriteResult(MetadataIndex(digest.name), digest.size, cast(Any, digest)))
+        for name, entry in self.fs.written.items():  # travels to rank 0 among DCP's own results
+            results.append(WriteResult(MetadataIndex(name), entry["size"], cast(Any, entry)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        digests, entries = [], []
-        for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, step_folders.FileDigest):
-                digests.append(result.storage_data)
-            else:
-                entries.append(result)
-        super().finish(metadata, [entries])
-        step_folders.publish(self.unfinished, self.step, [*digests, self.fs.digests[".metadata"]], self.info)
+        of_ranks = [result for of_rank in results for result in of_rank]
+        files = {result.index.fqn: result.storage_data for result in of_ranks if isinstance(result.storage_data, dict)}
+        super().finish(metadata, [[result for result in of_ranks if not isinstance(result.storage_data, dict)]])
+        step_folders.publish(self.unfinished, self.step, {**files, INDEX: self.fs.written[INDEX]}, self.info)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # without the path: a checkpoint can be moved
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint. Its index and its tensors are data only: they cannot name a class or a function to call.
+    """Reads a checkpoint whose files are verified, or that another program wrote.
 
     Args:
-        wanted: as in `read_index`.
+        wanted: of another program's checkpoint, the names of the tensors to read. Other entries may be anything.
+
+    Attributes:
+        index: the tensors by name.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+        Damage: there is none.
     """
 
-    def __init__(self, path: Path, wanted: Wanted | None = None) -> None:
+    def __init__(self, path: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
         super().__init__(path)
-        self._wanted = wanted
-        self._index: Index | None = None
-
-    def read_index(self) -> Index:
-        """The tensors by name, read once.
-
-        Raises:
-            Damage: it is no index of whole tensors.
-            CheckpointError: it cannot be read now.
-        """
-        if self._index is None:
-            self._index = read_index(Path(self.path), self._wanted)
-        return self._index
-
-    def check_model(self, arch: Architecture) -> None:
-        """Raises CheckpointError: the weights are not those of a model of `arch`. Needs no such model."""
-        index = self.read_index()
-        misfit = f"{self.path} does not fit its architecture"
-        if arch.n_layers > len(index):  # before a list of all names is made
-            raise CheckpointError(f"{misfit}, which has {arch.n_layers} layers")
-        for name, shape in parameter_shapes(arch).items():
-            if f"model.{name}" not in index or index[f"model.{name}"].size != shape:
-                raise CheckpointError(f"{misfit}, which has {name} of shape {shape}")
+        self.fs = _CheckpointFiles()
+        raw = step_folders.read_file(path / INDEX)
+        try:
+            self._metadata = _parse_index(raw, wanted)
+        except Exception as error:  # bytes that are no index raise any kind of error
+            raise CheckpointError(f"{path / INDEX} cannot be read: {short(reason(error))}") from None
+        self.index = cast(Index, self._metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index as DCP wants it. Raises as `read_index`."""
-        tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        for name, entry in self.read_index().items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-            for chunk in entry.chunks:
-                places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+        return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the chunks of `plan` into the tensors of `planner`.
 
-        Raises:
-            Damage: a file holds other tensors than the index says.
-            CheckpointError: a file cannot be read now.
-        """
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            with open_file(Path(self.path) / name) as file:
-                for item in items:
-                    part = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(self._read_chunk(file, item)[tuple(part)])
-                    planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+class _StandIn:
+    """An object that the index describes: its arguments and its attributes, and nothing that acts."""
 
-    def _read_chunk(self, file: IO[bytes], item: ReadItem) -> Tensor:
-        place, entry = self.storage_data[item.storage_index], self.read_index()[item.storage_index.fqn]
-        offsets = tuple(item.storage_index.offset or ())
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
-        part = FilePart(file, place.offset, place.length)
-        try:
-            stored_entries(part)
-            part.seek(0)
-            tensor = unwrapped(torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True))
-        except Exception as error:  # torch's reader raises any kind of error for damaged bytes
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            if part.error:
-                raise unreadable(Path(self.path) / place.relative_path, part.error) from None
-            if isinstance(error, MemoryError | OSError) or "can't allocate memory" in reason:
-                raise  # this is no damage: another start may have more memory
-            raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: {shown(reason)}") from None
-        expected = (getattr(torch, entry.dtype), sizes)
-        if type(tensor) is not Tensor or (tensor.dtype, tuple(tensor.shape)) != expected or not tensor.is_contiguous():
-            raise Damage(f"{shown(place.relative_path)}: {shown(item.storage_index.fqn)}: not the tensor of the index")
-        return tensor
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_StandIn]:
+        if (module, name) not in _NAMES:
+            raise CheckpointError(f"names {module}.{name}, which has no place in a checkpoint")
+        return type(name, (_StandIn,), {})  # a new one each time, so that nothing outlives the reading
+
+
+def _parse_index(raw: bytes, wanted: Callable[[str], bool]) -> Metadata:
+    """The wanted part of what DCP pickles, as DCP wants it. Raises any kind of error for bytes that are none."""
+    root = _IndexUnpickler(io.BytesIO(raw)).load().state
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, place in root["storage_data"].items():
+        name, at = key.state["fqn"], place.state
+        if wanted(name):
+            if Path(at["relative_path"]).name != at["relative_path"]:
+                raise CheckpointError(f"{at['relative_path']} is no file of this folder")
+            places[MetadataIndex(name, _size(key.state["offset"]))] = _StorageInfo(
+                at["relative_path"], at["offset"], at["length"]
+            )
+    index: Index = {}
+    for name, entry in root["state_dict_metadata"].items():
+        if wanted(name):
+            size, dtype = _size(entry.state["size"]), getattr(torch, entry.state["properties"].state[0].__name__)
+            parts = [part.state for part in entry.state["chunks"]]
+            chunks = [ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+                raise CheckpointError(f"{name}: its parts do not make the whole")
+            index[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    return Metadata(dict(index), storage_data=places, storage_meta=StorageMeta())
+
+
+def _size(value: _StandIn) -> torch.Size:
+    return torch.Size(*value.args)
 
 
 def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Read tensors of a checkpoint, whose files are verified, in place.
+    """Read tensors of a checkpoint in place.
 
     Args:
         group: of the ranks that load together; None: this process alone.
 
     Raises:
-        Damage: on all ranks, if some found that files do not hold these tensors, and no rank has another failure.
-        CheckpointError: on all ranks, if one cannot: memory is short, or storage is away. That is no damage.
+        CheckpointError: on all ranks, if one cannot.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
         with alone():
             dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        if all(isinstance(of_rank, Damage) for of_rank, _ in error.failures.values()):
-            raise Damage(cause(error)) from None
-        raise CheckpointError(f"{reader.path} cannot be loaded: {cause(error)}") from None
+        raise CheckpointError(f"{reader.path} cannot be loaded: {reason(error)}") from None
 
 
-def cause(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The cause of an error in words. DCP nests causes in its own exception, by rank."""
     if isinstance(error, CheckpointException):
-        return "; ".join(sorted({cause(of_rank) for of_rank, _ in error.failures.values()}))
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return "; ".join(sorted({reason(of_rank) for of_rank, _ in error.failures.values()}))
+    if isinstance(error, pickle.UnpicklingError):  # torch adds advice on how to load it all the same
+        return "it holds more than tensors"
+    first = next(iter(str(error).splitlines()), "")
+    return first if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first}"
 
 
 @contextmanager
@@ -214,26 +209,25 @@ def alone() -> Generator[None, None, None]:
         yield
 
 
-class _HashingFileSystem(FileSystem):
-    """DCP's local file system, remembering the digest of each file written."""
+class _CheckpointFiles(FileSystem):
+    """DCP's local file system: only regular files are read, and the checksums of those that are written are kept."""
 
     def __init__(self) -> None:
-        self.digests: dict[str, step_folders.FileDigest] = {}
+        self.written: dict[str, step_folders.Entry] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        assert mode == "wb", mode
-        file = step_folders.HashingFile(Path(path))
-        try:
-            yield file
-        except RuntimeError as error:
-            raise file.error or error from None
-        finally:
-            file.close()
-        self.digests[file.name] = file.digest()
+        if mode == "rb":
+            with step_folders.open_file(Path(path)) as file:
+                yield file
+            return
+        with step_folders.HashingFile(Path(path)) as file:
+            try:
+                yield file
+            except RuntimeError as error:
+                raise file.error or error from None
+            self.written[Path(path).name] = file.entry()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
-        digest = self.digests.pop(Path(path).name)
-        name = Path(new_path).name
-        self.digests[name] = step_folders.FileDigest(name, digest.size, digest.xxh3_128)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)

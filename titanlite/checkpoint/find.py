@@ -1,24 +1,30 @@
-"""Which checkpoints a path stands for, and which job trained them.
+"""Which checkpoints a path stands for, which of them are good, which job trained them, and how a run goes on from them.
 
-Invariant: every command and key that asks for a checkpoint takes the same names, and decides here.
+Invariant: every command and key that asks for a checkpoint takes the same names, and decides here. Nothing on the disk
+is changed, and torch is not needed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tomli
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import read_file
 from titanlite.config.load import MOST_BYTES, load_job
 from titanlite.config.mistakes import WrongJob
+from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+
+COMMAND = (
+    "TITANLITE_COMMAND"  # an environment variable: the launcher's command, after the variables that were set for it
+)
 
 T = TypeVar("T")
 
@@ -80,7 +86,7 @@ def use_newest(
     """What `use` makes of the newest undamaged one of `checkpoints_at(path)`.
 
     Args:
-        use: gets a step folder that is checked. It may find damage that no checksum shows, and raises it.
+        use: gets a step folder that is checked.
         check: another way to call `step_folders.check_folder`, by which ranks share the work.
         look: calls a function; where ranks choose together, on one of them, as the folder's run may go on meanwhile.
         log: told of each damaged one that is passed over.
@@ -99,6 +105,40 @@ def use_newest(
         except Damage as damage:
             found.append(f"{candidate} is damaged: {damage}")
     raise CheckpointError("\n".join(found))
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Read every byte of a checkpoint, or of all in a folder, and say which ones are good.
+
+    Returns:
+        {"folder", "checkpoints": [{"name", "step", "bytes", "state": "good" | "damaged" | "unreadable", "damage":
+        [...]}], "unfinished": [names], "set_aside": [names]}
+
+    Raises:
+        UserError: there is no such folder.
+        CheckpointError: there is no checkpoint.
+    """
+    paths = checkpoints_at(folder)
+    home = Path(os.path.expanduser(folder)).resolve()
+    folders = [] if paths == [home] else sorted({path.parent for path in paths})
+    rows = []
+    for path in paths:
+        try:
+            damage = step_folders.verify_folder(path)
+            state = "damaged" if damage else "good"
+        except CheckpointError as error:
+            damage, state = [str(error)], "unreadable"
+        size = step_folders.folder_size(path)
+        if not path.exists():  # the run goes on, and has removed it meanwhile
+            continue
+        name = os.path.relpath(path, home) if folders else path.name
+        rows.append({"name": name, "step": step_folders.step_of(path), "bytes": size, "state": state, "damage": damage})
+    return {
+        "folder": str(folder),
+        "checkpoints": rows,
+        "unfinished": [path.name for parent in folders for path in step_folders.list_unfinished(parent)],
+        "set_aside": [path.name for parent in folders for path in step_folders.list_set_aside(parent)],
+    }
 
 
 def known_job(path: Path) -> JobConfig:
@@ -131,11 +171,33 @@ def saved_job(step_folder: Path) -> JobConfig | None:
         CheckpointError: it cannot be read.
     """
     try:
-        job = read_manifest(step_folder)["info"]["job"]
+        job = step_folders.read_manifest(step_folder)["info"]["job"]
         if job is not None:
-            return JobConfig.of_checkpoint(job)
+            return JobConfig.model_validate(job)
     except WrongJob as wrong:
         found = "; ".join(mistake.found for mistake in wrong.mistakes)
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
     config = step_folder.parents[1] / "config.toml"
     return load_job(["--job.config_file", str(config)]) if config.is_file() else None
+
+
+def resume_hint(run: Run, argv: Sequence[str]) -> str:
+    """The last line of a run that has ended early: its newest checkpoint, and the command that goes on after it.
+
+    Args:
+        argv: The words after `titanlite train` or `titanlite launch`.
+    """
+    command = " ".join([os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)])
+    if not run.job.checkpoint.enable:
+        return f"Nothing is saved, because checkpoint.enable is false. To start again: {command}"
+    saved = step_folders.list_checkpoints(run.checkpoint_folder)
+    if not saved:
+        return f"Nothing is saved. To start again: {command}"
+    return (
+        f"The last good step is {step_folders.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
+    )
+
+
+def is_saved(run: Run) -> bool:
+    """Whether a start of this run would go on from a checkpoint."""
+    return run.job.checkpoint.enable and bool(step_folders.list_checkpoints(run.checkpoint_folder))

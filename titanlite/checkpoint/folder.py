@@ -1,24 +1,100 @@
-"""The folder of a run's checkpoints, while the run has it.
+"""The folder of a run's checkpoints while the run has it, and how its ranks agree on what they see there.
 
 Invariant: one run at a time has the folder, all of its ranks see the same one, and nothing in it is left over from a
-save that was cut short.
+save that was cut short. Each method of `Ranks` is called by all ranks together and gives the same on each.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.rank_agreement import Ranks
 from titanlite.config import schema
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 
 LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A gloo group over all ranks, beside the one that training uses, so that nothing travels through a GPU."""
+
+    def __init__(self, timeout_seconds: int) -> None:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def close(self) -> None:
+        """Destroy the group. Its threads must not outlive the interpreter, or the process may abort at exit."""
+        dist.barrier(self.group)
+        dist.destroy_process_group(self.group)
+        del self.group
+
+    def distinct(self, value: T) -> list[T]:
+        """The different JSON values that the ranks hold. Equal ones travel once: at thousands of ranks, lists of
+        names would add up to gigabytes."""
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        digests: list[Any] = [None] * self.size
+        dist.all_gather_object(digests, digest, group=self.group)
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, (value,) if digests.index(digest) == self.rank else None, group=self.group)
+        return [entry[0] for entry in values if entry is not None]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Call it on every rank; each gets its own value.
+
+        Raises:
+            Damage: on every rank, if some ranks raised it, and no rank another CheckpointError.
+            CheckpointError: on every rank, if one raised it: what could not be read now is not called damaged.
+        """
+        value: list[T] = []
+        failure: tuple[bool, str] | None = None
+        try:
+            value = [function()]
+        except CheckpointError as error:
+            failure = isinstance(error, Damage), str(error)
+        failures = sorted(failure for failure in self.distinct(failure) if failure is not None)
+        if failures:
+            worst = [reason for is_damage, reason in failures if is_damage == failures[0][0]]
+            raise Damage("; ".join(worst)) if failures[0][0] else CheckpointError("\n".join(worst))
+        return value[0]
+
+    def check(self, path: Path) -> None:
+        """`step_folders.check_folder`; the ranks share the reading. Raises as `together`."""
+        self.together(lambda: step_folders.check_folder(path, lambda names: names[self.rank :: self.size]))
+
+    def on_rank0(self, function: Callable[[], T]) -> T:
+        """Call it on rank 0; its value comes back on every rank.
+
+        Raises:
+            UserError: on every rank, if the function raised one, an OSError or a ValueError.
+        """
+        result: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                result[0] = function()
+            except UserError as error:
+                result[1] = error
+            except (OSError, ValueError) as error:
+                result[1] = UserError(f"Checkpoints: {type(error).__name__}: {error}")
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        if result[1] is not None:
+            raise result[1]
+        return result[0]
 
 
 class CheckpointFolder:
@@ -42,7 +118,12 @@ class CheckpointFolder:
         self.ranks = Ranks(config.timeout_seconds)
         self._lock: int | None = None  # on rank 0
         self.token = self.ranks.on_rank0(self._take)
-        self._check_shared()
+        patience = time.monotonic() + 10  # network storage shows another node's file with a delay
+        while not (seen := self._probe(self.token).exists()) and time.monotonic() < patience:
+            time.sleep(0.5)
+        if not all(self.ranks.distinct(seen)):
+            raise UserError(f"{path} is not the same folder on all nodes. Put it on storage that they share.")
+        self.ranks.on_rank0(lambda: self._probe(self.token).unlink())
 
     def say(self, line: str) -> None:
         """Log a line that all ranks know; rank 0 writes it."""
@@ -78,25 +159,17 @@ class CheckpointFolder:
         # The other ranks wait, too, and no longer than for a save.
         self._lock = step_folders.lock(self.path, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self.log)
         beside = self.path.parent
-        places = [(self.path, ""), (beside / "final", ""), (beside, "final_hf-")]
-        found = [step_folders.remove_unfinished(folder, step_folders.UNFINISHED + prefix) for folder, prefix in places]
-        for line in (line for _, kept in found for line in kept):
-            self.log(line)
-        if gone := [name for names, _ in found for name in names]:
+        gone: list[str] = []
+        for folder, prefix in ((self.path, ""), (beside / "final", ""), (beside, "final_hf-")):
+            names, kept = step_folders.remove_unfinished(folder, step_folders.UNFINISHED + prefix)
+            gone += names
+            for line in kept:
+                self.log(line)
+        if gone:
             self.log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
         token = secrets.token_hex(8)
         self._probe(token).touch(exist_ok=False)
         return token
 
     def _probe(self, token: str) -> Path:
-        return self.path / f"{step_folders.PROBE}{token}"
-
-    def _check_shared(self) -> None:
-        """Raises UserError, on all ranks, if one of them does not see the file that rank 0 made."""
-        probe = self._probe(self.token)
-        patience = time.monotonic() + 10  # network storage shows another node's file with a delay
-        while not (seen := probe.exists()) and time.monotonic() < patience:
-            time.sleep(0.5)
-        if not all(self.ranks.distinct(seen)):
-            raise UserError(f"{self.path} is not the same folder on all nodes. Put it on storage that they share.")
-        self.ranks.on_rank0(probe.unlink)
+        return self.path / f"{step_folders.UNFINISHED}probe-{token}"

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: write one tensor by tensor, read one slice by slice.
+"""The weights of others: Hugging Face model folders are written and read, and any weights become a checkpoint.
 
 Invariant: at any time about one tensor is held in memory, a folder appears under its name only when it is whole, and
 nothing outside of a folder is opened that a file in it names.
@@ -6,30 +6,43 @@ nothing outside of a folder is opened that a file in it names.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import secrets
+import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Annotated, Any, Self
+from typing import IO, Annotated, Any, Protocol, Self
 
 import torch
 from pydantic import Field, RootModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint import step_folders
-from titanlite.config.errors import UserError
+from titanlite.checkpoint import live_tensors, step_folders
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, alone, load_tensors, reason
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import (
     HF_EMBEDDING,
     HF_OUTPUT,
     architecture_from_hf,
+    differences,
     hf_config,
     hf_name,
     parameter_shapes,
     tensor_differences,
 )
+from titanlite.model.llama import Llama
 
 _DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 _DTYPE_OF = dict(_DTYPES.values())
@@ -39,92 +52,142 @@ _COMPARED_NUMBERS = 1 << 24  # of a matrix at a time
 SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
 
 
-class HuggingFaceWriter:
-    """Writes a LlamaForCausalLM in safetensors, tensor by tensor, in the order of `names`.
+class Weights(Protocol):
+    """The weights of a Llama by our names."""
 
-    The format is a JSON header with every tensor's place, then the bytes (https://github.com/huggingface/safetensors);
-    shapes are known before the values are, so nothing has to be collected.
+    arch: Architecture
 
-    Args:
-        out: the folder to create. Raises UserError if it exists.
-        dtype: "float32", "bfloat16" or "float16".
+    def read(self, name: str) -> Tensor:
+        """A whole parameter in this model's layout."""
+        ...
+
+
+class WeightSource(Weights, Protocol):
+    """Weights whose dtypes are known without reading them."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter."""
+        ...
+
+
+class CheckpointTensors:
+    """The weights of a step folder that was checked, on one process.
+
+    Raises:
+        CheckpointError: it does not say which model it holds, or holds another.
     """
 
-    def __init__(self, out: Path, arch: Architecture, dtype: str, shard_bytes: int = SHARD_BYTES) -> None:
-        if out.exists():
-            raise UserError(f"{out} exists already. Choose another folder, or remove it.")
-        self.arch = arch
-        self.names = list(parameter_shapes(arch))
-        self._out = out
-        self._dtype = dtype
-        self._shards = _split(parameter_shapes(arch), _DTYPES[dtype][1].itemsize, shard_bytes)
-        self._next = 0
-        self._file: IO[bytes] | None = None
-        self.folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
-        self.folder.mkdir(parents=True)
+    def __init__(self, path: Path) -> None:
+        info = step_folders.read_manifest(path)["info"]
+        if info["architecture"] is None:
+            raise CheckpointError(f"{path} does not say of which architecture its weights are")
+        self.arch = Architecture(**info["architecture"])
+        self._reader = SafeReader(path)
+        saved = {name: tuple(entry.size) for name, entry in self._reader.index.items() if name.startswith("model.")}
+        if lines := differences({f"model.{n}": shape for n, shape in parameter_shapes(self.arch).items()}, saved):
+            raise CheckpointError(f"{path} does not fit its architecture: {lines[0]}")
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next of `names`."""
-        assert name == self.names[self._next], f"{name} out of order"
-        assert tuple(tensor.shape) == parameter_shapes(self.arch)[name], name
-        shard = next(i for i, names in enumerate(self._shards) if name in names)
-        if name == self._shards[shard][0]:
-            self._file = (self.folder / self._shard_name(shard)).open("wb")
-            self._file.write(self._header(shard))
-        assert self._file is not None
-        data = tensor.detach().to("cpu", _DTYPES[self._dtype][1]).contiguous()
-        self._file.write(data.flatten().view(torch.uint8).numpy().data)
-        if name == self._shards[shard][-1]:
-            self._flush(self._file)
-        self._next += 1
+    def read(self, name: str) -> Tensor:
+        """A whole parameter in its saved dtype."""
+        entry = self._reader.index[f"model.{name}"]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load_tensors(self._reader, {f"model.{name}": tensor})
+        return tensor
 
-    def publish(self, token_ids: dict[str, int | None] | None = None) -> None:
-        """Write the JSON files and give the folder its name.
 
-        Args:
-            token_ids: bos_token_id and eos_token_id, where the tokenizer is known.
-        """
-        assert self._next == len(self.names)
-        self._write_json("config.json", {**hf_config(self.arch, self._dtype), **(token_ids or {})})
-        self._write_json("generation_config.json", {"do_sample": True, **(token_ids or {})})
-        if len(self._shards) > 1:
-            shapes = {hf_name(name): shape for name, shape in parameter_shapes(self.arch).items()}
-            total = sum(torch.Size(shape).numel() for shape in shapes.values()) * _DTYPES[self._dtype][1].itemsize
-            weight_map = {hf_name(n): self._shard_name(i) for i, names in enumerate(self._shards) for n in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            self._write_json(_INDEX, index)
-        step_folders.flush_folder(self.folder)
-        self.folder.rename(self._out)
-        step_folders.flush_folder(self._out.parent)
+def export_hf(
+    source: Weights,
+    out: Path,
+    dtype: str,
+    write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a LlamaForCausalLM that transformers loads.
 
-    def _shard_name(self, shard: int) -> str:
-        if len(self._shards) == 1:
-            return _SINGLE
-        return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+    Args:
+        out: must not exist.
+        dtype: "float32", "bfloat16" or "float16".
+        write_tokenizer: puts the tokenizer's files into a folder and returns bos_token_id and eos_token_id.
 
-    def _header(self, shard: int) -> bytes:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        code, dtype = _DTYPES[self._dtype]
-        for name in self._shards[shard]:
-            shape = parameter_shapes(self.arch)[name]
-            end = offset + torch.Size(shape).numel() * dtype.itemsize
-            header[hf_name(name)] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
-        return len(text).to_bytes(8, "little") + text
+    Raises:
+        UserError: it exists, or cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already. Choose another folder, or remove it.")
+    folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True)
+        token_ids = write_tokenizer(folder)
+        code, torch_dtype = _DTYPES[dtype]
+        shapes = parameter_shapes(source.arch)
+        sizes = {name: math.prod(shape) * torch_dtype.itemsize for name, shape in shapes.items()}
+        shards = _split(sizes, shard_bytes)
+        weight_map = {}
+        for number, names in enumerate(shards, 1):
+            file_name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {hf_name(name): file_name for name in names}
+            with (folder / file_name).open("wb") as file:
+                file.write(_header({hf_name(name): (shapes[name], sizes[name]) for name in names}, code))
+                for name in names:
+                    data = source.read(name).detach().to("cpu", torch_dtype).contiguous()
+                    file.write(data.flatten().view(torch.uint8).numpy().data)
+                _flush(file)
+        _write_json(folder / "config.json", {**hf_config(source.arch, dtype), **token_ids})
+        _write_json(folder / "generation_config.json", {"do_sample": True, **token_ids})
+        if len(shards) > 1:
+            _write_json(folder / _INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        step_folders.flush_folder(folder)
+        folder.rename(out)
+        step_folders.flush_folder(out.parent)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{out} cannot be written: {error.strerror}. Choose another folder, or make room."
+            ) from None
+        raise
 
-    def _write_json(self, name: str, value: dict[str, Any]) -> None:
-        with (self.folder / name).open("wb") as file:
-            file.write((json.dumps(value, indent=2) + "\n").encode())
-            self._flush(file)
 
-    @staticmethod
-    def _flush(file: IO[bytes]) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
+def _split(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names in order, in groups of at most `shard_bytes` where a single tensor is not larger than that."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _header(tensors: dict[str, tuple[tuple[int, ...], int]], code: str) -> bytes:
+    """What a file of safetensors begins with: every tensor's place, as JSON (https://github.com/huggingface/safetensors).
+
+    Shapes are known before the values are, so nothing has to be collected.
+
+    Args:
+        tensors: name -> shape, bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, (shape, size) in tensors.items():
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+        _flush(file)
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 class HuggingFaceReader:
@@ -157,14 +220,13 @@ class HuggingFaceReader:
             self._stack = stack.pop_all()
         return self
 
+    def __exit__(self, *args: object) -> None:
+        self._stack.close()
+
     def _open(self, stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
 
         for path in self._paths():
-            with path.open("rb") as file:
-                header = int.from_bytes(file.read(8), "little")
-            if header > _MOST_JSON:
-                raise UserError(f"{path} cannot be read: a header of {header:,} bytes, which no such file has.")
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError, ValueError) as error:
@@ -173,10 +235,10 @@ class HuggingFaceReader:
                 raise UserError(f"{path}: {short(min(twice))} is in another file of the folder, too.")
             self._files |= dict.fromkeys(file.keys(), file)
         parts = {name: file.get_slice(name) for name, file in self._files.items()}
-        if differences := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
-            listed = "\n  ".join(differences[:20])
-            more = f"\n  ... and {len(differences) - 20} more" if len(differences) > 20 else ""
-            raise UserError(f"{self._folder}: its tensors are not those of its config.json:\n  {listed}{more}")
+        if lines := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
+            more = f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else ""
+            listed = "\n  ".join(lines[:20]) + more
+            raise UserError(f"{self._folder}: its tensors are not those of its config.json:\n  {listed}")
         for name in parameter_shapes(self.arch):
             if (code := parts[hf_name(name)].get_dtype()) not in _DTYPE_OF:
                 raise UserError(f"{self._folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported.")
@@ -193,15 +255,10 @@ class HuggingFaceReader:
         step = max(1, _COMPARED_NUMBERS // width)
         return all(torch.equal(embedding[i : i + step], output[i : i + step]) for i in range(0, rows, step))
 
-    def __exit__(self, *args: object) -> None:
-        self._stack.close()
-
-    def read(self, name: str, offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Tensor:
+    def read(self, name: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """A tensor by our name, or the part of it at `offsets`; only these bytes are read."""
         part = self._files[hf_name(name)].get_slice(hf_name(name))
-        if offsets is None or sizes is None:
-            return part[:]
-        return part[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        return part[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)) or ...]
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor by our name."""
@@ -225,15 +282,83 @@ class _Index(FileModel):
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
-def _split(shapes: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> list[list[str]]:
-    """Names in order, in groups of at most `shard_bytes` where a single tensor is not larger than that."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
+@torch.no_grad()
+def load_hf_weights(folder: Path, model: nn.Module) -> None:
+    """Load a Hugging Face Llama into a sharded model in place; each rank reads the slices that it owns.
+
+    Raises:
+        UserError: it is no Llama, or not this one; with the differences.
+    """
+    with HuggingFaceReader(folder) as reader:
+        _check_same_model(folder, reader.arch, model)
+        for name, tensor in live_tensors.model_tensors(model).items():
+            if not isinstance(tensor, DTensor):
+                tensor.copy_(reader.read(name))
+                continue
+            for chunk in tensor.__create_chunk_list__():  # DCP's protocol is exact for uneven and strided shards, too
+                local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+                local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+def _check_same_model(origin: Path, found: Architecture, model: nn.Module) -> None:
+    """Raises UserError if weights of architecture `found` would compute something else in `model`."""
+    assert isinstance(model, Llama)
+    there, here = (dataclasses.asdict(arch) for arch in (found, model.arch))
+    differ = [key for key in here if key != "max_seq_len" and there[key] != here[key]]
+    if differ:
+        lines = "\n  ".join(f"{key}: {there[key]} there, {here[key]} in this job" for key in differ)
+        raise UserError(f"{origin} is another model. Set these keys of [model] as there:\n  {lines}")
+
+
+def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
+    """Write foreign weights as a checkpoint of step 0 without training state, for `checkpoint.initial_load_path`.
+
+    Args:
+        out: the folder of checkpoints; step-00000000 appears in it.
+        origin: where they come from, kept in the manifest.
+
+    Raises:
+        UserError: it exists already, or cannot be written, or a weight is not finite.
+    """
+    target = out / step_folders.step_name(0)
+    if target.exists():
+        raise UserError(f"{target} exists already. Choose another folder, or remove it.")
+    shapes = parameter_shapes(source.arch)
+    tensors = {f"model.{n}": torch.empty(s, dtype=source.dtype(n), device="meta") for n, s in shapes.items()}
+    info = {
+        "train_state": {},
+        "weights_only": True,
+        "origin": origin,
+        "job": None,
+        "architecture": dataclasses.asdict(source.arch),
+        "optimizer_groups": [],
+        "layout": {"world_size": 1, "meshes": {}},
+        "versions": live_tensors.library_versions(),
+    }
+    writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
+    writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
+    try:
+        with alone():
+            dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source, origin), no_dist=True)
+    except CheckpointException as error:
+        shutil.rmtree(writer.unfinished, ignore_errors=True)
+        cause = next(iter(error.failures.values()))[0]  # DCP hides it
+        if isinstance(cause, UserError):  # from source.read
+            raise cause from None
+        raise UserError(f"{out} cannot be written: {reason(error)}. Choose another folder.") from None
+    return target
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Plans with tensors that have shapes only, and reads each value when it is about to be written."""
+
+    def __init__(self, source: Weights, origin: str) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._source, self._origin = source, origin
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        name = write_item.index.fqn.removeprefix("model.")
+        tensor = self._source.read(name).contiguous()
+        if not tensor.isfinite().all():
+            raise UserError(f"{self._origin}: {name} holds values that are not finite (NaN or infinite)")
+        return tensor

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite import __version__
-from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.checkpoint.folder import Ranks
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,36 @@ class LiveState:
     def tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
         """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `rng.*`."""
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
-        if self.optimizer is not None and optimizer:
-            of_optimizer = optimizer_tensors(self.optimizer, parameter_names(self.model))
-            tensors |= {f"optimizer.{name}": tensor for name, tensor in of_optimizer.items()}
+        if self.optimizer is not None and optimizer:  # it has no state before the first step
+            names = self._names()
+            for parameter, state in self.optimizer.state.items():
+                for key, value in state.items():
+                    assert isinstance(value, Tensor), f"state {key!r} of {names[parameter]} is no tensor: {type(value)}"
+                    tensors[f"optimizer.{names[parameter]}.{key}"] = plain(value)
         if rng:
-            tensors |= {f"rng.{name}": tensor for name, tensor in rng_tensors(dist.get_rank()).items()}
+            tensors[f"rng.cpu.{dist.get_rank()}"] = torch.get_rng_state()
+            if torch.cuda.is_available():
+                tensors[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
         return tensors
 
     def optimizer_groups(self, ranks: Ranks) -> list[dict[str, Any]]:
-        """Settings and parameter names of the groups, over all ranks; empty without an optimizer or without state."""
+        """Settings and parameter names of the groups, over all ranks; empty without an optimizer or without state.
+
+        The rate is left out, because it is the schedule's.
+        """
         if self.optimizer is None or not self.optimizer.state:
             return []
-        return merge_groups(ranks.distinct(optimizer_groups(self.optimizer, parameter_names(self.model))))
+        names, own = self._names(), []
+        for group in self.optimizer.param_groups:
+            settings = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
+            kept = {
+                k: v for k, v in settings.items() if k not in ("lr", "params") and isinstance(v, int | float | list)
+            }
+            own.append({**kept, "params": [names[parameter] for parameter in group["params"]]})
+        merged = []  # with pipeline stages, the parameters of a group are spread over ranks
+        for of_ranks in zip(*ranks.distinct(own), strict=True):
+            merged.append({**of_ranks[0], "params": sorted({name for group in of_ranks for name in group["params"]})})
+        return merged
 
     def estimated_size(self, ranks: Ranks) -> int:
         """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
@@ -54,6 +72,10 @@ class LiveState:
         if self.optimizer is not None and not self.optimizer.state:
             sizes |= {f"state of {name}": 2 * size for name, size in sizes.items()}
         return sum({name: size for of_rank in ranks.distinct(sizes) for name, size in of_rank.items()}.values())
+
+    def _names(self) -> dict[Tensor, str]:
+        """Each parameter's name, after `model_tensors` has put the sharded ones in place."""
+        return {parameter: name for name, parameter in self.model.named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -70,59 +92,17 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """Each parameter's name; call after `model_tensors`, which puts the sharded ones in place."""
-    return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>.<state>`; empty before the first step."""
-    tensors: dict[str, Tensor] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            assert isinstance(value, Tensor), f"state {key!r} of {names[parameter]} is no tensor: {type(value)}"
-            tensors[f"{names[parameter]}.{key}"] = plain(value)
-    return tensors
-
-
-def optimizer_groups(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
-    """Each group's settings and the names of its parameters, as a JSON value. The rate is left out: it is the
-    schedule's."""
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-        kept = {
-            k: v for k, v in settings.items() if k not in ("lr", "params") and isinstance(v, bool | int | float | list)
-        }
-        groups.append({**kept, "params": sorted(names[parameter] for parameter in group["params"])})
-    return groups
-
-
-def merge_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of a model whose parameters are spread over ranks (pipeline stages)."""
-    merged = [{**group, "params": set(group["params"])} for group in of_ranks[0]]
-    for groups in of_ranks[1:]:
-        for target, group in zip(merged, groups, strict=True):
-            target["params"].update(group["params"])
-    return [{**group, "params": sorted(group["params"])} for group in merged]
-
-
 def group_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[str]:
     """One line for each parameter that changed its group. State is kept by name, so that it would fit, but the
     settings of another group (such as weight decay) would silently differ from those of the run that is resumed."""
-    before = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    now = {name: index for index, group in enumerate(current) for name in group["params"]}
 
-    def words(groups: list[dict[str, Any]], index: int | None) -> str:
-        if index is None:
-            return "in no group"
-        return f"in group {index} (weight_decay {groups[index].get('weight_decay')})"
+    def places(groups: list[dict[str, Any]]) -> dict[str, str]:
+        words = [f"in group {i} (weight_decay {group.get('weight_decay')})" for i, group in enumerate(groups)]
+        return {name: where for where, group in zip(words, groups, strict=True) for name in group["params"]}
 
-    return [
-        f"{name}: saved {words(saved, before.get(name))}, now {words(current, now.get(name))}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
+    before, now = places(saved), places(current)
+    moved = sorted(name for name in before.keys() | now.keys() if before.get(name, "")[:11] != now.get(name, "")[:11])
+    return [f"{n}: saved {before.get(n, 'in no group')}, now {now.get(n, 'in no group')}" for n in moved]
 
 
 @torch.no_grad()
@@ -132,32 +112,14 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-
-
-def rng_tensors(rank: int) -> dict[str, Tensor]:
-    """The states of torch's default generators on this rank, as byte tensors."""
-    states = {f"cpu.{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng(states: dict[str, Tensor], rank: int) -> None:
-    """Put back what `rng_tensors` returned."""
-    torch.set_rng_state(states[f"cpu.{rank}"])
-    if f"cuda.{rank}" in states:
-        torch.cuda.set_rng_state(states[f"cuda.{rank}"])
 
 
 def world_layout(model: nn.Module) -> dict[str, Any]:
@@ -181,14 +143,17 @@ def plain(tensor: Tensor) -> Tensor:
     them. A checkpoint holds ordinary tensors only, so that it can be read with or without FP8.
     """
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return unwrapped(tensor)
-    local = tensor.to_local()
-    inner = unwrapped(local)
-    if inner is local:
-        return tensor
+    own = local(tensor)
+    inner = unwrapped(own)
+    if not isinstance(tensor, DTensor) or inner is own:
+        return inner if inner is not own else tensor
     # DTensor.from_local would move a tensor that is offloaded to the device of the mesh.
     return DTensor(inner, tensor._spec, requires_grad=False)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -6,17 +6,19 @@ Invariant: nothing in the files is executed, and about one tensor is held in mem
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.archive import stored_entries
+from titanlite.checkpoint.dcp import reason
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file, short
 from titanlite.model.formats import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
 
-_MOST_PARAMS, _MOST_PICKLE = 1 << 20, 1 << 24  # bytes; those of Llama 405B have 300 and 200,000
+_MOST_PARAMS = 1 << 20  # bytes; that of Llama 405B has 300
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MetaReader:
@@ -52,10 +54,9 @@ class MetaReader:
         expected = self._shapes.keys() | ({"output.weight"} if self.arch.tied_embeddings else set())
         for name, shard in zip(names, self._shards, strict=True):
             if odd := sorted(shard.keys() ^ expected):
-                more = f" and {len(odd) - 20} more" if len(odd) > 20 else ""
                 raise UserError(
                     f"{folder / name}: tensors that are missing or not part of this architecture: "
-                    f"{short(', '.join(odd[:20]))}{more}"
+                    f"{short(', '.join(odd))}"
                 )
         self._cuts = {name: self._cut(name) for name in self._shapes}
 
@@ -94,29 +95,21 @@ def _load(path: Path) -> dict[str, Tensor]:
         UserError: it is damaged or holds anything else than plain tensors.
     """
     try:
-        entries = stored_entries(path)
-        if any(entry.filename.endswith("data.pkl") and entry.file_size > _MOST_PICKLE for entry in entries):
-            raise ValueError("its list of tensors is too long")
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its parts are compressed, so that they cannot be mapped")
         loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # torch's reader raises any kind of error for damaged bytes
-        reason = next(iter(str(error).splitlines()), repr(error))
-        raise UserError(f"{path} is damaged, or more than tensors: {short(reason)}") from None
+        raise UserError(f"{path} is damaged, or more than tensors: {short(reason(error))}") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds no table of tensors")
     loaded.pop("rope.freqs", None)  # computed, not learned
     for name, tensor in loaded.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
+        # A strided view could claim to be larger than the file is, and would fill the memory when it is copied.
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
             raise UserError(f"{path}: {short(repr(name))} is no tensor of float32, bfloat16 or float16 numbers")
     return loaded
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """A strided view could claim to be larger than the file is, and would fill the memory when it is copied."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return tensor.device.type == "cpu" and tensor.dtype in dtypes and tensor.is_contiguous()
-
-
 def _is_tied(shard: dict[str, Tensor]) -> bool:
-    if "output.weight" not in shard or "tok_embeddings.weight" not in shard:
-        return False
-    return torch.equal(shard["output.weight"], shard["tok_embeddings.weight"])
+    return torch.equal(shard["output.weight"], shard["tok_embeddings.weight"]) if "output.weight" in shard else False

@@ -1,6 +1,7 @@
-"""Resume a run from its newest good checkpoint.
+"""Load a checkpoint into a live model: a whole run from its newest good one, or the weights alone.
 
-Invariant: what `Resumer.load` puts into model and optimizer is exactly what some save took out, or nothing at all.
+Invariant: what is put into model and optimizer is exactly what some save took out. Each parameter gets the tensor of
+its own name and shape, all of them finite, and no tensor of a model in the checkpoint is left over.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import SafeReader, load_tensors
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.import_weights import load_hf_weights
-from titanlite.checkpoint.index import Index
+from titanlite.checkpoint.dcp import Index, SafeReader, load_tensors, reason
+from titanlite.checkpoint.find import use_newest
+from titanlite.checkpoint.folder import CheckpointFolder, Ranks
+from titanlite.checkpoint.huggingface import load_hf_weights
 from titanlite.checkpoint.job_diff import DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.load_weights import abridged, check_fit, load_model_weights
-from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, Damage, UserError
+
+_OTHER_SCHEDULE = (
+    "lr_scheduler: the saved run had the schedule of titanlite 0.2 and before, whose decay began a step earlier and "
+    "ended higher; from here on the learning rate is torchtitan's"
+)
 
 
 class Resumer:
@@ -46,8 +51,7 @@ class Resumer:
         compare_data: Callable[[dict[str, Any]], DataChanges] | None = None,
     ) -> None:
         self._folder, self._live, self._job = folder, live, job
-        self._config: schema.Checkpoint = folder.config
-        self._ranks = folder.ranks
+        self._config, self._ranks = folder.config, folder.ranks
         self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
         self._excluded = set(self._config.exclude_from_loading)
         self.changes: list[str] = []
@@ -70,8 +74,6 @@ class Resumer:
         """
         folder, step = self._folder.path, self._config.load_step
         candidates = self._ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
-        if not all(self._ranks.distinct(all(path.is_dir() for path in candidates))):
-            raise CheckpointError(f"{folder} is not seen by all ranks. Put it on storage that all nodes share.")
         if step != -1:
             if not self._ranks.on_rank0(lambda: self._went_back(candidates)):
                 return self._load_step(candidates, step)
@@ -119,7 +121,7 @@ class Resumer:
         return train_state
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """One checkpoint into model and optimizer. Raises Damage on all ranks; they may hold a part of it then."""
+        """One checkpoint into model and optimizer. Raises Damage on all ranks, before anything is loaded."""
         self._ranks.check(path)
         manifest = self._ranks.on_rank0(lambda: step_folders.read_manifest(path))
         info = manifest["info"]
@@ -133,17 +135,17 @@ class Resumer:
             self._folder.say(
                 f"{path.name} was saved after {', '.join(sorted(done))} had been started afresh: loaded this time"
             )
-        self._report_changes(path, info)
-        reader = SafeReader(path)
-        tensors = self._tensors_to_load(path, info, self._ranks.together(reader.read_index))
-        load_tensors(reader, tensors, self._ranks.group)
-        if rng := {name.removeprefix("rng."): tensor for name, tensor in tensors.items() if name.startswith("rng.")}:
-            self._ranks.together(lambda: _restore_rng(path, rng, self._ranks.rank))
+        self._report_changes(path, manifest)
+        reader = self._ranks.together(lambda: SafeReader(path))
+        tensors = self._tensors_to_load(path, info, reader.index)
+        _load_finite(reader, tensors, self._ranks)
+        self._ranks.together(lambda: self._restore_rng(path, tensors))
         self._folder.say(f"resumed from step {manifest['step']} ({path})")
         return {key: value for key, value in info["train_state"].items() if key not in self._excluded}
 
-    def _report_changes(self, path: Path, info: dict[str, Any]) -> None:
+    def _report_changes(self, path: Path, manifest: dict[str, Any]) -> None:
         """Raises UserError: this job cannot go on from there."""
+        info = manifest["info"]
         if self._job is None or info["job"] is None:
             return
         data = info["train_state"].get("data") or {}
@@ -154,6 +156,8 @@ class Resumer:
             same_tokenizer="tokenizer" not in data or self._same_tokenizer(data["tokenizer"]),
             data=self._compare_data(data) if self._compare_data and resumes_data else None,
         )
+        if manifest["format"] == 1:
+            changes.curve.append(_OTHER_SCHEDULE)
         self.changes = changes.differences()
         for line in changes.lines():
             self._folder.say(f"changed since {path.name}: {line}")
@@ -167,8 +171,6 @@ class Resumer:
         with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
         if optimizer is not None and with_optimizer:
             live_tensors.initialise_optimizer(optimizer)
-        elif optimizer is not None:
-            optimizer.state.clear()  # of what a damaged one has left
         same_world = info["layout"]["world_size"] == self._ranks.size
         wanted = self._live.tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
         wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.cuda.") or name in saved}
@@ -177,10 +179,21 @@ class Resumer:
             now = self._live.optimizer_groups(self._ranks)
             if differences := live_tensors.group_differences(info["optimizer_groups"], now):
                 raise UserError(
-                    f"{path}: the optimizer's parameter groups differ from those saved:\n  {abridged(differences)}\n"
+                    f"{path}: the optimizer's parameter groups differ from those saved:\n  {_abridged(differences)}\n"
                     "Set the [optimizer] section as it was, or start a new run from the weights alone."
                 )
         return wanted
+
+    def _restore_rng(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        try:
+            for name in (name for name in tensors if name.startswith("rng.")):
+                restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
+                restore(tensors[name])
+        except RuntimeError as error:  # bytes that torch does not take
+            raise CheckpointError(
+                f'{path}: torch refuses its random states ({reason(error)}). checkpoint.exclude_from_loading = ["rng"] '
+                "goes on without them."
+            ) from None
 
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
@@ -188,6 +201,7 @@ class Resumer:
         path = Path(self._config.initial_load_path)
         if self._config.initial_load_in_hf:
             load_hf_weights(path, self._live.model)
+            _check_finite(path, self._live.tensors(optimizer=False), self._ranks)
             self._folder.say(f"starting from the weights in {path}")
         else:
             load_model_weights(path, self._live.model, self._folder.say, self._ranks)
@@ -198,12 +212,109 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def _restore_rng(path: Path, rng: dict[str, Tensor], rank: int) -> None:
-    try:
-        live_tensors.restore_rng(rng, rank)
-    except RuntimeError as error:  # bytes that torch does not take
-        reason = str(error).splitlines()[0]
+def load_model_weights(
+    path: Path, model: nn.Module, log: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Load the weights, nothing else, into a model in place; works without a process group, too.
+
+    Args:
+        path: a step folder, the folder of all, or a run's output folder; of several the newest good one is taken.
+        log: told which.
+        ranks: those that hold the model together, if there are several; all of them call this.
+
+    Returns:
+        The JSON value of the manifest: train_state, job, layout.
+
+    Raises:
+        UserError: there is no such folder, or it holds another model.
+        CheckpointError: no checkpoint, or a damaged one, or weights that are not finite.
+    """
+
+    def use(step_folder: Path) -> dict[str, Any]:
+        info = load_checked_weights(step_folder, model, ranks)
+        log(f"starting from the weights in {step_folder}")
+        return info
+
+    together = {} if ranks is None else {"check": ranks.check, "look": ranks.on_rank0}
+    return use_newest(path, use, **together, log=log)
+
+
+def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+    """`load_model_weights` from a step folder that was checked, without reading it twice."""
+    tensors = LiveState(model).tensors()
+
+    def read() -> tuple[SafeReader, dict[str, Any]]:
+        return SafeReader(path), step_folders.read_manifest(path)["info"]
+
+    reader, info = read() if ranks is None else ranks.together(read)
+    check_fit(path, tensors, reader.index, ranks)
+    _load_finite(reader, tensors, ranks)
+    return info
+
+
+def _load_finite(reader: SafeReader, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
+    load_tensors(reader, tensors, None if ranks is None else ranks.group)
+    _check_finite(Path(reader.path), tensors, ranks)
+
+
+def _check_finite(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
+    """Raises CheckpointError, on all ranks, that names the weights which are not finite."""
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    bad = [n for n, t in weights.items() if not live_tensors.local(t).isfinite().all()]
+    of_ranks = [bad] if ranks is None else ranks.distinct(bad)
+    if lines := sorted({name for names in of_ranks for name in names}):
+        raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {_abridged(lines)}")
+
+
+class Ids(Protocol):
+    """What a tokenizer is to a checkpoint."""
+
+    vocab_size: int
+
+    def is_known_as(self, fingerprint: str) -> bool: ...
+
+
+def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Ids, name: object, rows: int) -> None:
+    """Refuse a tokenizer with other ids than the one that the checkpoint at `path` was trained with.
+
+    Args:
+        info: What `load_checked_weights` returned.
+        name: What to call the tokenizer.
+        rows: Those of the embedding.
+
+    Raises:
+        CheckpointError: it has other ids, or more than the embedding has rows.
+    """
+    known = (info["train_state"].get("data") or {}).get("tokenizer")
+    if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
         raise CheckpointError(
-            f'{path}: torch refuses its random states ({reason}). checkpoint.exclude_from_loading = ["rng"] '
-            "goes on without them."
-        ) from None
+            f"{path} was trained with another tokenizer than {name} is now: its tokens would stand for other text. "
+            "Put the original file back."
+        )
+
+
+def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks | None) -> None:
+    """Compare names and shapes of the live tensors of all ranks with those of a checkpoint.
+
+    Raises:
+        UserError: on all ranks: they differ; with the differences.
+    """
+    lines = []
+    for name, tensor in wanted.items():
+        if name not in saved:
+            lines.append(f"{name}: not in the checkpoint")
+        elif saved[name].size != tensor.shape:
+            lines.append(f"{name}: shape {tuple(saved[name].size)} saved, {tuple(tensor.shape)} now")
+    own = {"lines": lines, "names": sorted(wanted)}
+    of_ranks = [own] if ranks is None else ranks.distinct(own)  # with pipeline stages a rank knows some names only
+    known = {name for value in of_ranks for name in value["names"]}
+    extra = sorted(name for name in saved if name.startswith("model.") and name not in known)
+    misfits = sorted({line for value in of_ranks for line in value["lines"]}) + [f"{n}: only in it" for n in extra]
+    if misfits:
+        raise UserError(f"{path} does not fit this model:\n  {_abridged(misfits)}\nSet [model] as it was.")
+
+
+def _abridged(lines: list[str], limit: int = 8) -> str:
+    """The first lines of a list for a message."""
+    more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n  ".join([*lines[:limit], *more])

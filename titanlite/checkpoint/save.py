@@ -1,32 +1,62 @@
-"""Save the live state of a run: each step that is due, and what the last save is asked to leave.
+"""Save the live state of a run: in the step loop or beside it, what the last save is asked to leave, and remove old
+checkpoints.
 
-Invariant: a save that fails costs that save only.
+Invariant: one save is under way at a time, with the values of the moment at which `save` was called; one that fails
+costs nothing but itself.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
+import os
+import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save as sync_save
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.best import BestCheckpoint
-from titanlite.checkpoint.export import CheckpointTensors, export_hf
+from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
 from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.writer import CheckpointWriter
-from titanlite.config import schema
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
+from titanlite.runtime.events import Event
+
+
+@dataclasses.dataclass(frozen=True)
+class _PendingSave:
+    """A save that may still be under way.
+
+    Attributes:
+        started: on the clock, in seconds.
+        concluded: set on each rank when the log has been told how the save ended.
+    """
+
+    writer: CommittingWriter
+    started: float
+    future: Future[Any]
+    concluded: threading.Event
 
 
 class Saver:
-    """All ranks create one, and call each method together.
+    """All ranks create one, and call each method together. It logs from other threads, too.
 
     Args:
         job: the resolved job file as a JSON value, kept in the manifest.
@@ -50,39 +80,49 @@ class Saver:
     ) -> None:
         self.loaded_step: int | None = None
         self.run: str | None = None
-        self._folder, self._live, self._job = folder, live, job
-        self._config: schema.Checkpoint = folder.config
-        self._ranks = folder.ranks
-        self._write_tokenizer = write_tokenizer
+        self._folder, self._live, self._job, self._write_tokenizer = folder, live, job, write_tokenizer
+        self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
+        self._final = folder.path.parent / "final"
+        self._begun = self._failed = self._waits = 0
+        self._last_step: int | None = None  # of the newest save that is known to be complete
+        self._failed_step: int | None = None  # of the newest save, if it failed
+        self._pending: _PendingSave | None = None
+        self._unfinished: list[Path] = []  # on rank 0: folders of failed saves
+        self._losses: dict[Path, float | None] = {}  # of manifests that were read, because none ever changes
+        self._purger = ThreadPoolExecutor(1, "purge")
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
-        self._best = BestCheckpoint(folder.path, folder.path.parent / "final", job, folder.log)
-        self._writer = CheckpointWriter(folder, self._keep_best)
-        if live.optimizer is not None and self._config.async_mode == "async_with_pinned_mem":
-            live.optimizer.register_step_pre_hook(lambda *_: self._writer.before_update())
+        self._stager: DefaultStager | None = None
+        self._staging: Future[None] | None = None  # of copies that are made beside the next step
+        if self._config.async_mode != "disabled":
+            pinned = self._config.async_mode == "async_with_pinned_mem"
+            if pinned and not torch.cuda.is_available():
+                raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
+            self._stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
+            if live.optimizer is not None:
+                live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
 
     def holds(self, step: int) -> bool:
         """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
         the newest `save` was to write for it is missing."""
-        return step in (self.loaded_step, self._writer.last_step) and step != self._writer.failed_step
+        return step in (self.loaded_step, self._last_step) and step != self._failed_step
 
     def improves(self, loss: float) -> bool:
         """Whether `checkpoint.keep_best` asks for a save, because no checkpoint has such a low validation loss."""
 
         def lower() -> bool:
-            best = self._best.find(self.run)
-            return best is None or loss < best[1]
+            best = self._find_best()
+            return best is None or loss < best[0]
 
-        return self._config.keep_best and math.isfinite(loss) and self._ranks.on_rank0(lower)
-
-    def purge(self) -> None:
-        """Remove what retention does not keep, in the background. A run that was killed may have left it."""
-        self._writer.purge()
+        if not self._config.keep_best or not math.isfinite(loss):
+            return False
+        self.settle()  # because a save in a thread talks to the other ranks, too
+        return self._ranks.on_rank0(lower)
 
     def stats(self) -> dict[str, int]:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
         under way."""
-        return {"failed_saves": self._writer.failed, "save_waits": self._writer.waits}
+        return {"failed_saves": self._failed, "save_waits": self._waits}
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.
@@ -97,32 +137,57 @@ class Saver:
                 the older checkpoints are removed that a kill has left.
         """
         self.settle()
-        final = self._folder.path.parent / "final"
+        name = step_folders.step_name(step)
         if last and self._config.last_save_model_only:
-            kept = self._ranks.on_rank0(lambda: self._keep_or_supersede(final / step_folders.step_name(step), step))
-            if not kept:
-                weights = self._live.tensors(optimizer=False)
-                self._writer.save(step, weights, self._describe(train_state) | {"weights_only": True}, final)
+            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(self._final / name, step)):
+                info = self._describe(train_state) | {"weights_only": True}
+                self._write(step, self._live.tensors(optimizer=False), info, self._final)
         elif not self.holds(step):
-            self._writer.save(step, self._live.tensors(rng=True), self._describe(train_state))
-        elif last:
-            self.purge()
-        if last and self._config.keep_best:  # the weights in `final` may be the best
+            self._write(step, self._live.tensors(rng=True), self._describe(train_state), self._folder.path)
+        if last:
             self.settle()
-            self.purge()
-        if last and self._config.last_save_in_hf:
-            self.settle()
-            source = final if self._config.last_save_model_only else self._folder.path
-            if not self._ranks.on_rank0(lambda: self._export(source / step_folders.step_name(step), step)):
-                self._writer.fail(step)
+            self.purge()  # the weights in `final` may be the best
+            if self._config.last_save_in_hf:
+                source = self._final if self._config.last_save_model_only else self._folder.path
+                if not self._ranks.on_rank0(lambda: self._export(source / name, step)):
+                    self._fail(step)
 
     def settle(self) -> None:
-        """Wait for the save under way, if there is one; `stats` and `holds` then know how it ended."""
-        self._writer.settle()
+        """Wait for the save under way, if there is one, and agree with all ranks on how it ended. `stats` and `holds`
+        then know it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if not pending.future.done():
+            self._waits += 1
+            self._folder.say(f"waiting for the save of step {pending.writer.step}, which is still under way")
+        pending.concluded.wait()
+        if any(self._ranks.distinct(pending.future.exception() is not None)):
+            self._fail(pending.writer.step)
+        else:
+            self._last_step, self._failed_step = pending.writer.step, None
 
     def close(self) -> None:
         """Wait for the save and the removals under way."""
-        self._writer.close()
+        self.settle()
+        self._purger.shutdown(wait=True)
+        self._remove_unfinished()
+        if self._stager is not None:
+            self._stager.close()
+
+    def purge(self) -> None:
+        """Remove what retention does not keep, on rank 0 and in the background. A run that was killed may have left
+        it."""
+        if self._ranks.rank == 0:
+            try:
+                self._purger.submit(self._purge)
+            except RuntimeError as error:
+                self._log(Event(f"old checkpoints are removed while training waits ({error})", "removal"))
+                self._purge()
+
+    def _fail(self, step: int) -> None:
+        self._failed += 1
+        self._failed_step = step
 
     def _describe(self, train_state: dict[str, Any]) -> dict[str, Any]:
         model = self._live.model
@@ -136,19 +201,129 @@ class Saver:
             "versions": live_tensors.library_versions(),
         }
 
-    def _keep_best(self) -> Path | None:
-        """On rank 0, when a save has ended: the checkpoint that is the best now."""
-        return self._best.keep(self.run) if self._config.keep_best else None
+    def _write(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path) -> None:
+        """Write a checkpoint, or stage it and leave the writing to a thread."""
+        self._begun += 1
+        started = time.perf_counter()
+        writer = CommittingWriter(folder, step, f"{self._folder.token}-{self._begun}", info)
+        future = self._start(tensors, writer)
+        blocked = time.perf_counter() - started
+        self._pending = pending = _PendingSave(writer, started, future, threading.Event())
+        future.add_done_callback(lambda _: self._conclude(pending, blocked))
+        if self._stager is None:
+            self.settle()
+
+    def _start(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
+        """The save, which fails if any rank failed."""
+        planner, group = DefaultSavePlanner(flatten_state_dict=False), self._ranks.group
+        if self._stager is not None:
+            try:
+                if self._config.async_mode == "async_with_pinned_mem":
+                    torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
+                started = async_save(
+                    tensors, storage_writer=writer, planner=planner, process_group=group, async_stager=self._stager
+                )
+                if isinstance(started, AsyncSaveResponse):
+                    self._staging = started.staging_completion
+                return started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+            except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
+                self._log(Event(f"step {writer.step} is saved while training waits ({reason(error)})", "save"))
+        future: Future[Any] = Future()
+        try:
+            future.set_result(sync_save(tensors, storage_writer=writer, planner=planner, process_group=group))
+        except CheckpointException as error:
+            future.set_exception(error)
+        return future
+
+    def _wait_for_copies(self) -> None:
+        """Before the live tensors change."""
+        if self._staging is not None:
+            concurrent.futures.wait([self._staging])
+            self._staging = None
+
+    def _conclude(self, pending: _PendingSave, blocked: float) -> None:
+        """In whichever thread the save ended: say so on rank 0, and clean up."""
+        writer = pending.writer
+        try:
+            if self._ranks.rank != 0:
+                return
+            if error := pending.future.exception():
+                self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
+                self._unfinished.append(writer.unfinished)
+            self._remove_unfinished()
+            if error is None:
+                took = f"{time.perf_counter() - pending.started:.1f} s"
+                if self._stager is not None:
+                    took += f", of which training waited {blocked:.2f} s"
+                self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
+                if writer.target.parent == self._folder.path:
+                    self.purge()
+        finally:
+            pending.concluded.set()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what failed saves have left. The same fault can stop this, too, so it is tried again later."""
+        for path in self._unfinished:
+            shutil.rmtree(path, ignore_errors=True)
+        self._unfinished = [path for path in self._unfinished if path.exists()]
+
+    def _purge(self) -> None:
+        """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
+        try:
+            best = self._link_best() if self._config.keep_best else None
+        except OSError as error:  # then nothing is removed, because the best one could be among it
+            self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
+            return
+        config = self._config
+        for path in step_folders.expendable(self._folder.path, config.keep_latest_k, config.keep_every_n_steps):
+            try:
+                if path != best:
+                    step_folders.remove(path)
+            except OSError as error:
+                self._log(f"could not remove the old checkpoint {path.name}: {error}")
+
+    def _find_best(self) -> tuple[float, Path] | None:
+        """The lowest validation loss of the run, the earlier one of two that are equal, and its checkpoint. The loss is
+        in the manifest, so that the files alone say which one it is."""
+        there = [path for folder in (self._folder.path, self._final) for path in step_folders.list_checkpoints(folder)]
+        for path in there:
+            if path not in self._losses:
+                self._losses[path] = None
+                with contextlib.suppress(CheckpointError):  # a damaged one is no candidate
+                    info = step_folders.read_manifest(path)["info"]
+                    if info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job):
+                        self._losses[path] = info["train_state"].get("validation_loss")
+        losses = [
+            (loss, step_folders.step_of(path), path) for path in there if (loss := self._losses[path]) is not None
+        ]
+        best = min(losses, default=None)
+        return None if best is None else (best[0], best[2])
+
+    def _link_best(self) -> Path | None:
+        """The best checkpoint; the link `best` leads to it then, by one rename. Without one there is no link."""
+        link, found = self._folder.path / "best", self._find_best()
+        if found is None:
+            link.unlink(missing_ok=True)
+            return None
+        loss, best = found
+        target = os.path.relpath(best, link.parent)
+        if not link.is_symlink() or os.readlink(link) != target:
+            new = link.with_name(".best.new")
+            new.unlink(missing_ok=True)
+            new.symlink_to(target)
+            new.replace(link)
+            self._log(f"{best.name} has the lowest validation loss so far, {loss:.4f}: {link} leads to it")
+        return best
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
         if not path.exists():
             return False
         if step == self.loaded_step:
-            self._folder.log(f"{path} exists already and is kept")
+            self._log(f"{path} exists already and is kept")
             return True
         superseded = step_folders.set_aside(path, "superseded")
-        self._folder.log(f"{path} is of an earlier run: renamed to {superseded.name}")
+        self._log(f"{path} is of an earlier run: renamed to {superseded.name}")
         return False
 
     def _export(self, path: Path, step: int) -> bool:
@@ -158,15 +333,23 @@ class Saver:
             Whether it is there.
         """
         out = self._folder.path.parent / "final_hf"
-        if self._write_tokenizer is None or self._writer.failed_step == step:
-            self._folder.log(f"final_hf is not written: {path} could not be saved")
+        if self._write_tokenizer is None or self._failed_step == step:
+            self._log(f"final_hf is not written: {path} could not be saved")
             return True  # that failure is counted
         try:
             if not self._keep_or_supersede(out, step):
                 step_folders.check_folder(path)
                 export_hf(CheckpointTensors(path), out, self._config.export_dtype, self._write_tokenizer)
-                self._folder.log(f"wrote {out} for transformers, {self._config.export_dtype}")
+                self._log(f"wrote {out} for transformers, {self._config.export_dtype}")
         except (OSError, UserError) as error:
-            self._folder.log(f"writing {out} FAILED ({error})")
+            self._log(f"writing {out} FAILED ({error})")
             return False
         return True
+
+
+def _rows(job: dict[str, Any] | None) -> object:
+    """What decides on which rows a job validates."""
+    if job is None:
+        return None
+    own = {key: value for key, value in job["validation"].items() if key != "freq"}
+    return own, job["dataset"] if own["holdout"] else None, job["training"]["seq_len"]

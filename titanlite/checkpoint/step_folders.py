@@ -1,87 +1,103 @@
-"""What a checkpoint is on disk: how it is written, recognised, checked, set aside and removed.
+"""What a checkpoint is on disk: how it is written, described, recognised, checked, kept, set aside and removed.
 
 Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
 a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
-ever written into a published folder. This needs no torch, because it knows files only.
+ever written into a published folder. Damage is one kind of error; a file that cannot be read now is another. This
+needs no torch, because it knows files only.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
+import json
 import os
 import re
 import shutil
+import stat
 import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
-from titanlite.checkpoint.index import INDEX, file_sizes, read_index
-from titanlite.checkpoint.manifest import read_manifest, write_manifest
-from titanlite.checkpoint.open_files import open_file, shown, unreadable
-from titanlite.config.errors import Damage, UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST, STEP_FOLDER
 
 UNFINISHED = ".tmp-"
-PROBE = f"{UNFINISHED}probe-"
+FORMAT_VERSION = 2  # a run of format 1 had another learning-rate schedule
 
 _SET_ASIDE = re.compile(rf"{STEP_FOLDER.pattern}\.damaged(-\d+)?")
 _CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
 
-
-@dataclass(frozen=True)
-class FileDigest:
-    """Name within the checkpoint, size in bytes and XXH3 128-bit checksum (hexadecimal) of one file."""
-
-    name: str
-    size: int
-    xxh3_128: str
+Entry = dict[str, Any]
+"""What the manifest says of a file: {"size": bytes, "xxh3_128": hexadecimal checksum}."""
 
 
-class HashingFile:
-    """A binary file opened for writing, which takes the checksum of what passes through it.
-
-    Append only: DCP and `torch.save` write their streams from front to back, so no byte is read again.
-    """
+class HashingFile(io.BufferedWriter):
+    """A new file, which takes the checksum of what is written to it from front to back."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
+        super().__init__(io.FileIO(path, "xb"), 1 << 20)
         self.error: OSError | None = None  # of the disk; torch.save raises another one in its place
-        self._file: IO[bytes] = path.open("xb")
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
     def write(self, data: Any) -> int:
         self._hash.update(data)
         try:
-            written = self._file.write(data)
+            written = super().write(data)
         except OSError as error:
             self.error = error
             raise
         self._size += written
         return written
 
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        self._file.flush()
-
     def fileno(self) -> int:
-        self._file.flush()  # because DCP syncs this descriptor without a flush before
-        return self._file.fileno()
+        self.flush()  # because DCP syncs this descriptor without a flush before
+        return super().fileno()
 
-    def close(self) -> None:
-        self._file.close()
+    def entry(self) -> Entry:
+        """For the manifest, once all is written."""
+        return {"size": self._size, "xxh3_128": self._hash.hexdigest()}
 
-    def digest(self) -> FileDigest:
-        return FileDigest(self.name, self._size, self._hash.hexdigest())
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file of a checkpoint for reading: a regular file of its folder, and nothing else.
+
+    Raises:
+        Damage: there is none, or it is no regular file (a link, a pipe, a folder, a device).
+        CheckpointError: it cannot be read now.
+    """
+    try:
+        if not stat.S_ISREG(mode := os.lstat(path).st_mode):
+            raise Damage(f"{path.name}: {'a symbolic link' if stat.S_ISLNK(mode) else 'not a regular file'}")
+        # O_NONBLOCK: a pipe that takes the file's place at this moment does not make open wait.
+        return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise Damage(f"{path.name}: missing") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file of a checkpoint. Raises as `open_file`."""
+    with open_file(path) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {type(error).__name__}: {error.strerror}. That need not be damage, and nothing is "
+        "renamed. Mend it and start again, or move this checkpoint away."
+    )
 
 
 def step_name(step: int) -> str:
@@ -102,25 +118,36 @@ def step_of(path: Path) -> int | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Published checkpoints by rising step, good or damaged; unfinished, set aside and foreign names are left out."""
-    if not folder.is_dir():
-        return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    found = [(step, path) for path in _listed(folder) if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
 def list_set_aside(folder: Path) -> list[Path]:
     """Folders that `set_aside` renamed because they were damaged."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _SET_ASIDE.fullmatch(path.name))
+    return [path for path in _listed(folder) if _SET_ASIDE.fullmatch(path.name)]
 
 
-def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[str, Any]) -> Path:
-    """Turn a folder whose files are written and flushed into the checkpoint of a step.
+def list_unfinished(folder: Path) -> list[Path]:
+    """What saves and removals that were cut short, or are under way, left behind."""
+    return [path for path in _listed(folder) if path.name.startswith(UNFINISHED)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> list[Path]:
+    """Checkpoints that retention does not keep. A folder without a manifest is none of a run's, and is not counted."""
+    complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
+    old = complete[:-keep_latest_k] if keep_latest_k else []
+    return [path for path in old if not keep_every_n_steps or (step_of(path) or 0) % keep_every_n_steps]
+
+
+def publish(unfinished: Path, step: int, files: dict[str, Entry], info: dict[str, Any]) -> Path:
+    """Turn a folder whose files are written and flushed into the checkpoint of a step, which appears beside it.
 
     Args:
-        unfinished: the temporary folder, beside which the checkpoint appears.
-        digests: one for each file in it.
+        files: every file in it.
         info: JSON value kept in the manifest.
 
     Raises:
@@ -128,12 +155,11 @@ def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[s
         OSError: a file is missing or shorter than what its writer reported (a folder that the nodes do not share),
             or the disk refuses.
     """
-    for digest in digests:
-        path = unfinished / digest.name
-        if not path.is_file() or path.stat().st_size != digest.size:
+    for name, entry in files.items():
+        path = unfinished / name
+        if not path.is_file() or path.stat().st_size != entry["size"]:
             raise OSError(f"{path} is not complete as seen from the first rank; do all nodes share this folder?")
-    files = {d.name: {"size": d.size, "xxh3_128": d.xxh3_128} for d in sorted(digests, key=lambda d: d.name)}
-    write_manifest(unfinished, step, files, info)
+    write_manifest(unfinished, step, dict(sorted(files.items())), info)
     flush_folder(unfinished)
     target = unfinished.parent / step_name(step)
     if target.exists():  # a rename would replace an empty folder silently
@@ -143,6 +169,57 @@ def publish(unfinished: Path, step: int, digests: list[FileDigest], info: dict[s
     return target
 
 
+def encode_manifest(body: dict[str, Any]) -> bytes:
+    """The bytes of a manifest: indented JSON, with the checksum of the rest as its last key."""
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, separators=(",", ":")).encode())
+    return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
+
+
+def write_manifest(folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]) -> None:
+    """Write and flush the manifest of a folder."""
+    body = {"format": FORMAT_VERSION, "step": step, "files": files, "info": info}
+    with (folder / MANIFEST).open("xb") as file:
+        file.write(encode_manifest(body))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a published checkpoint: {"format", "step", "files", "info"}.
+
+    Raises:
+        Damage: it is missing or altered, names files outside of the folder, or has a place in the data that its run
+            has not come to.
+        CheckpointError: it cannot be read now, or is of a format that this version does not know.
+    """
+    raw = read_file(folder / MANIFEST)
+    try:
+        body = json.loads(raw)
+        body.pop("checksum")
+        intact = raw == encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
+        if intact and body["format"] > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder / MANIFEST}: format {body['format']} is unknown to this version, which reads up to "
+                f"{FORMAT_VERSION}. Use the titanlite that wrote it."
+            )
+        inside = all(Path(name).name == name for name in body["files"])
+        reached = _is_reached(body["info"]["train_state"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        intact = inside = reached = False
+    if not intact:
+        raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
+    if not inside or not reached:
+        what = "a place in the data that no run comes to" if inside else "files outside of the folder"
+        raise Damage(f"{MANIFEST}: {what}")
+    return body
+
+
+def _is_reached(state: dict[str, Any]) -> bool:
+    """Whether the run can have read so many rows: it has trained on at least one token of each."""
+    place = (state.get("data") or {}).get("schedule")
+    return place is None or (place["step"] <= state["step"] and sum(place["rows"]) <= state["tokens"])
+
+
 def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> list[str]:
     """Check a published checkpoint against its manifest.
 
@@ -150,8 +227,8 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
         share: picks the file names that this caller reads, so that several ranks can split the work.
 
     Returns:
-        One line for each damage found: a manifest or an index that is not as a run writes it, a file missing, short,
-        long, or with another checksum. Empty when the checkpoint (or this caller's share of it) is good.
+        One line for each damage found: an altered manifest, a file missing, short, long, or with another checksum.
+        Empty when the checkpoint (or this caller's share of it) is good.
 
     Raises:
         CheckpointError: it cannot be read, which says nothing about what it holds: permission, storage away for a
@@ -164,13 +241,9 @@ def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda n
     except Damage as damage:
         return [str(damage)]
     damaged = []
-    for name in share(sorted(manifest["files"].keys() | {INDEX})):
+    for name in share(sorted(manifest["files"])):
         try:
-            if name not in manifest["files"]:
-                raise Damage(f"{MANIFEST}: does not list {INDEX}")
             _verify_file(path / name, manifest["files"][name])
-            if name == INDEX:
-                _compare_files(file_sizes(read_index(path)), manifest["files"])
         except Damage as damage:
             damaged.append(str(damage))
     return damaged
@@ -180,6 +253,23 @@ def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda na
     """`verify_folder`, which raises Damage if it finds any."""
     if lines := verify_folder(path, share):
         raise Damage("; ".join(lines))
+
+
+def _verify_file(path: Path, expected: Entry) -> None:
+    """Raises Damage: it is missing, or not what was written."""
+    checksum = xxhash.xxh3_128()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = memoryview(bytearray(min(_CHUNK, size)))
+        try:
+            while size == expected["size"] and (count := file.readinto(buffer)):
+                checksum.update(buffer[:count])
+        except OSError as error:
+            raise _unreadable(path, error) from None
+    if size != expected["size"]:
+        raise Damage(f"{path.name}: {size} bytes instead of {expected['size']}")
+    if checksum.hexdigest() != expected["xxh3_128"]:
+        raise Damage(f"{path.name}: checksum differs ({size} bytes)")
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
@@ -197,8 +287,8 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
     Raises:
         UserError: another run is still there.
     """
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    started = told = time.monotonic()
+    descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o666)
+    started, told = time.monotonic(), False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,9 +302,9 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
             raise UserError(
                 f"{folder.parent}: another run is using it. Stop that one, or choose another job.dump_folder."
             )
-        if told == started:
+        if not told:
             log(f"{folder.parent}: another run is using it; waiting up to {patience:.0f} s for its end")
-            told = time.monotonic()
+            told = True
         time.sleep(0.1)
 
 
@@ -223,25 +313,18 @@ def is_locked(folder: Path) -> bool | None:
 
     It must not be asked by the process that holds the lock, because closing the file would release it.
     """
-    path = folder.with_name(f".{folder.name}.lock")
-    if sys.platform != "linux" or not path.is_file():
+    if sys.platform != "linux":
         return None
-    layout = "hhqqi4x"  # struct flock: type, whence, start, length, process
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            wanted = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted)
-        finally:
-            os.close(descriptor)
+        with open(os.open(_lock_file(folder), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_GETLK, wanted))[0] != fcntl.F_UNLCK
     except OSError:
         return None
-    return struct.unpack(layout, found)[0] != fcntl.F_UNLCK
 
 
-def list_unfinished(folder: Path) -> list[Path]:
-    """What saves and removals that were cut short, or are under way, left behind."""
-    return sorted(path for path in folder.iterdir() if path.name.startswith(UNFINISHED)) if folder.is_dir() else []
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> tuple[list[str], list[str]]:
@@ -255,8 +338,7 @@ def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> tuple[list[str]
     for path in (path for path in list_unfinished(folder) if path.name.startswith(prefix)):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            if not path.name.startswith(PROBE):
-                gone.append(path.name)
+            gone.append(path.name)
         except OSError as error:
             kept.append(f"could not remove the unfinished {path.name}: {error}")
     return gone, kept
@@ -291,29 +373,3 @@ def flush_folder(folder: Path) -> None:
 def folder_size(path: Path) -> int:
     """Bytes of all files of a checkpoint."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _compare_files(sizes: dict[str, int], files: dict[str, dict[str, Any]]) -> None:
-    """Raises Damage: the files of the index are not those of the manifest."""
-    listed = {name: entry["size"] for name, entry in files.items() if name != INDEX}
-    for name in sorted(sizes.keys() | listed.keys()):
-        found = [f"{size} bytes" if size else "nothing" for size in (sizes.get(name), listed.get(name))]
-        if found[0] != found[1]:
-            raise Damage(f"{INDEX}: {shown(name)} holds {found[0]} by the index, {found[1]} by the manifest")
-
-
-def _verify_file(path: Path, expected: dict[str, Any]) -> None:
-    """Raises Damage: it is missing, or not what was written."""
-    checksum = xxhash.xxh3_128()
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        buffer = memoryview(bytearray(min(_CHUNK, size)))
-        try:
-            while size == expected["size"] and (count := file.readinto(buffer)):
-                checksum.update(buffer[:count])
-        except OSError as error:
-            raise unreadable(path, error) from None
-    if size != expected["size"]:
-        raise Damage(f"{shown(path.name)}: {size} bytes instead of {expected['size']}")
-    if checksum.hexdigest() != expected["xxh3_128"]:
-        raise Damage(f"{shown(path.name)}: checksum differs ({size} bytes)")

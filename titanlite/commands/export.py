@@ -66,8 +66,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
 
 
 def _export(step_folder: Path, out: Path, dtype: str, tokenizer: Path | None) -> Path:
-    from titanlite.checkpoint.export import CheckpointTensors, export_hf
     from titanlite.checkpoint.find import saved_job
+    from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
     from titanlite.data.tokenizer_export import write_tokenizer
 
     source = CheckpointTensors(step_folder)

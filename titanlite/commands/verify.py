@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from titanlite.checkpoint.verify import verify
+from titanlite.checkpoint.find import verify
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.options import OptionPath, Options, parse
 

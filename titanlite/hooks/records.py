@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import LOCK_PATIENCE
-from titanlite.checkpoint.rank_agreement import Ranks
+from titanlite.checkpoint.folder import LOCK_PATIENCE, Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
 from titanlite.hooks.starts import Start, describe_code, start_before, told

@@ -32,7 +32,7 @@ def launch(argv: Sequence[str]) -> int:
     Raises:
         UserError: the job, or a variable of the environment, is wrong, or the machines did not meet.
     """
-    from titanlite.checkpoint.go_on import COMMAND, how_to_go_on, is_saved
+    from titanlite.checkpoint.find import COMMAND, is_saved, resume_hint
     from titanlite.launch import machines
     from titanlite.launch.ranks import World, run_ranks
     from titanlite.load_run import load_run
@@ -58,7 +58,7 @@ def launch(argv: Sequence[str]) -> int:
         os.environ[COMMAND] = _on_this_machine(os.environ.get(COMMAND, "titanlite launch"), nodes)
 
     def hint() -> str:
-        return how_to_go_on(run, argv)
+        return resume_hint(run, argv)
 
     _set_variables(workers, gpus, run.job.training.num_threads)
     if nodes > 1 and folder is None:

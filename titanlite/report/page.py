@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from titanlite import __version__
 from titanlite.checkpoint.find import checkpoints_at
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.step_folders import read_manifest
 from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import VALIDATION_CURVES, curve_of

@@ -24,6 +24,7 @@ Kind = Literal[
     "data",
     "save",
     "failed save",
+    "removal",
     "validation",
     "profile",
     "restart",

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.dcp import SafeReader, load_tensors
-from titanlite.checkpoint.index import INDEX
+from titanlite.checkpoint.dcp import INDEX, SafeReader, load_tensors
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import MANIFEST, exists, short
 from titanlite.config.flavors import Architecture
@@ -23,7 +22,7 @@ from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version, rope_scalin
 
 # torchtitan 0.1 puts "model." before the names, unless it saves the model only.
 _WEIGHT = re.compile(r"(model\.)?(tok_embeddings\.weight|norm\.weight|output\.weight|freqs_cis|layers\.\d{1,5}\..+)")
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,16 @@ class TorchtitanReader:
         import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
 
         self._is_full = False
-        self._reader = SafeReader(self.path, self._wanted)
         try:
-            index = self._reader.read_index()
+            self._reader = SafeReader(self.path, self._wanted)
         except CheckpointError as error:
             raise UserError(f"{self.path}: {error}") from None
+        index = self._reader.index
         self._prefix = "model." if any(name.startswith("model.") for name in index) else ""
         self._entries = {name.removeprefix(self._prefix): entry for name, entry in index.items()}
         angles = self._entries.pop("freqs_cis", None)
-        if odd := [name for name, entry in self._entries.items() if entry.dtype not in _DTYPES]:
-            raise UserError(f"{self.path}: {odd[0]} is {self._entries[odd[0]].dtype}, not one of {', '.join(_DTYPES)}.")
+        if odd := [name for name in self._entries if self.dtype(name) not in _DTYPES]:
+            raise UserError(f"{self.path}: {odd[0]} is {self.dtype(odd[0])}, not one of {_DTYPES}.")
         found: Version | None = "0.1" if self._prefix or angles else "0.2" if self._is_full else None
         if version and found and version != found:
             text = f"{self.path} is written as torchtitan {found} does. Leave the option out."
@@ -85,14 +84,14 @@ class TorchtitanReader:
         try:
             load_tensors(self._reader, {f"{self._prefix}{name}": whole})
         except CheckpointError as error:
-            raise UserError(f"{self.path}: {error}") from None
+            raise UserError(f"{self.path}: {name}: {error}") from None
         if name.endswith(("attention.wq.weight", "attention.wk.weight")):
             whole = from_meta_rotary(whole, self.arch.head_dim)
         return whole
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
-        return getattr(torch, self._entries[name].dtype)
+        return self._entries[name].properties.dtype
 
 
 def _step_folder(folder: Path) -> Path:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from titanlite.checkpoint.go_on import how_to_go_on
+from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -55,7 +55,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
     """
 
     def stopped(name: str) -> None:
-        say_end(f"Stopped by {name} before there was anything to save.", how_to_go_on(run, argv), "stop")
+        say_end(f"Stopped by {name} before there was anything to save.", resume_hint(run, argv), "stop")
 
     with process_group(run.job) as device:
         end_at_once(stopped)
@@ -69,10 +69,10 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
             if is_out_of_memory(error):
                 when = f"at step {trainer.steps_done}" if trainer is not None else "in the build"
                 words = explained(error, run, argv, device, when)
-                words.add_note(how_to_go_on(run, argv))
+                words.add_note(resume_hint(run, argv))
                 raise words from None
             if trainer is not None or not isinstance(error, UserError):
-                error.add_note(how_to_go_on(run, argv))
+                error.add_note(resume_hint(run, argv))
             raise
 
 
