@@ -19,7 +19,7 @@ SCRIPT = """
 import sys, time
 from titanlite.observe.live import LiveView, RunStatus
 from titanlite.observe.logged_step import LoggedStep, StepLine
-from titanlite.runtime.events import Event
+from titanlite.runtime.logging import Event
 from titanlite.runtime.logging import setup_logging
 logger = setup_logging(int(sys.argv[1]), None)
 entry = dict.fromkeys(LoggedStep.__annotations__, 0) | {"step": 11, "loss": 4.321, "tps": 1234.0, "step_time": 1.0}

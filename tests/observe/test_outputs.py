@@ -8,8 +8,7 @@ import pytest
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Checkpoint, JobConfig, Training
 from titanlite.observe.outputs import OutputFolder
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import setup_logging
+from titanlite.runtime.logging import Event, setup_logging
 
 
 def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10, load_step: int = -1) -> str:

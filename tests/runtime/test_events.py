@@ -4,8 +4,7 @@ import json
 import pickle
 from pathlib import Path
 
-from titanlite.runtime.events import EVENTS_FILE, Event
-from titanlite.runtime.logging import LOG_FILE, note_end, setup_logging
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, note_end, setup_logging
 
 
 def events(folder: Path) -> list[dict[str, object]]:

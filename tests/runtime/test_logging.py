@@ -10,8 +10,7 @@ import warnings
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import failed_writes, logged_ranks, setup_logging
+from titanlite.runtime.logging import Event, failed_writes, logged_ranks, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
 

@@ -37,7 +37,7 @@ from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
-from titanlite.runtime.events import Event
+from titanlite.runtime.logging import Event
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,7 @@ from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.live import RunStatus, State, View
 from titanlite.observe.logged_step import LoggedStep, StepLine
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import LOGGER_NAME, is_live_terminal, terminal_console
+from titanlite.runtime.logging import LOGGER_NAME, Event, is_live_terminal, terminal_console
 
 _PERIOD = 1.0  # seconds between two drawings, because a step must not wait for them
 

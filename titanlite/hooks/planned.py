@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titanlite.hooks.hook import Hook, Training
 from titanlite.observe.forecast import GIB, handed_down
-from titanlite.runtime.events import Event
+from titanlite.runtime.logging import Event
 
 
 class PlanCheck(Hook):

@@ -19,8 +19,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from titanlite.config.schema import Profiling
 from titanlite.hooks.hook import Hook, StepResult, Training
 from titanlite.observe.outputs import PROFILES
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import LOGGER_NAME
+from titanlite.runtime.logging import LOGGER_NAME, Event
 
 _MOST_ALLOCATIONS = 100_000  # of the history of a GPU's memory, the newest ones
 _LOGGER = logging.getLogger(LOGGER_NAME)

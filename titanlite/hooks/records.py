@@ -26,8 +26,7 @@ from titanlite.hooks.starts import Start, describe_code, start_before, told
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.outputs import OutputFolder, describe_environment
 from titanlite.observe.writers import LOGGER, RunStart, Writer, open_writers
-from titanlite.runtime.events import EVENTS_FILE, Event
-from titanlite.runtime.logging import LOG_FILE, failed_writes, setup_logging
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, setup_logging
 
 
 class Records(Hook):

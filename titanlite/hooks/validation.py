@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titanlite.data.heldout import ValidationSet
 from titanlite.hooks.hook import Hook, Request, Training
-from titanlite.runtime.events import Event
+from titanlite.runtime.logging import Event
 from titanlite.score import Score, make_score
 
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from titanlite.config.errors import one_line
 from titanlite.observe.logged_step import TIME_PARTS, LoggedStep, StepLine
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import LOGGER_NAME, is_live_terminal, terminal_console
+from titanlite.runtime.logging import LOGGER_NAME, Event, is_live_terminal, terminal_console
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -22,8 +22,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
 from titanlite.observe.writers import JSON_FILES
-from titanlite.runtime.events import EVENTS_FILE
-from titanlite.runtime.logging import LOG_FILE
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE
 
 PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 CURVES = tuple(reversed(JSON_FILES))

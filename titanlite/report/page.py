@@ -30,7 +30,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import VALIDATION_CURVES, curve_of
 from titanlite.report.json_lines import JsonLines, moment, number, step_of
 from titanlite.report.run_files import LAST, RunFiles, read_tables
-from titanlite.runtime.events import ENDS, EVENTS_FILE
+from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 Columns = dict[str, NDArray[np.float64]]
 

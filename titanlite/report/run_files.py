@@ -22,7 +22,7 @@ from titanlite.config.files import read_file
 from titanlite.config.load import MOST_BYTES
 from titanlite.observe.live import Losses, RunStatus, State
 from titanlite.report.json_lines import JsonLines, moment, number, step_of
-from titanlite.runtime.events import ENDS, EVENTS_FILE
+from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 LAST, ALL = 1 << 18, 1 << 26  # bytes: about 600 and 150,000 lines of metrics.jsonl
 _SIGNS = ("metrics.jsonl", "config.toml", EVENTS_FILE)  # files by which a folder is known as a run's

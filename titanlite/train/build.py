@@ -27,8 +27,7 @@ from titanlite.hooks.samples import Samples
 from titanlite.hooks.stop_signals import StopSignals
 from titanlite.hooks.validation import Validation
 from titanlite.observe.flops import num_params
-from titanlite.runtime.events import Event
-from titanlite.runtime.logging import setup_logging
+from titanlite.runtime.logging import Event, setup_logging
 
 
 def standard_hooks(training: Training) -> list[Hook]:

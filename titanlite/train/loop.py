@@ -33,9 +33,8 @@ from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.runtime.events import Event
 from titanlite.runtime.hang_report import all_hosts
-from titanlite.runtime.logging import say_end
+from titanlite.runtime.logging import Event, say_end
 from titanlite.runtime.signals import end_at_once
 from titanlite.runtime.world import process_group
 from titanlite.score import Score
