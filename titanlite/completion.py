@@ -1,4 +1,4 @@
-"""Let a checkpoint complete a text: what `titanlite generate` and `titanlite.generate` call.
+"""Let a checkpoint complete texts: what `titanlite generate` and `titanlite.generate` call.
 
 Invariant: the same checkpoint, prompt, settings and seed give the same text. The key-value cache makes a token cheaper
 (one position is computed instead of all) and does not change it. There is one process.
@@ -6,23 +6,20 @@ Invariant: the same checkpoint, prompt, settings and seed give the same text. Th
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.checkpoint.find import job_of, use_newest
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.options import OptionPath, Options
+from titanlite.config.inference import Generation
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,35 +29,6 @@ from titanlite.runtime.logging import note
 
 # Prompt tokens per forward pass. It limits the memory of the logits, of which only the last row is used.
 PREFILL_CHUNK = 512
-
-
-class Generate(Options):
-    """Let a checkpoint complete texts. Prompts and completions go to standard output, all else to standard error."""
-
-    checkpoint: OptionPath
-    """The folder of one step (.../step-00000100), the folder of all steps, or the output folder of a run. Of several
-    steps, the newest good one is used."""
-    prompt: str = ""
-    """Text to complete. Empty: the beginning of a new document."""
-    prompts: OptionPath | None = None
-    """A file of prompts, or - for standard input: one on each line. In a .jsonl file a line is a JSON text, or an
-    object with the key "prompt", so that a prompt can have several lines."""
-    max_new_tokens: PositiveInt = 100
-    """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
-    temperature: NonNegativeFloat = 0.8
-    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
-    top_k: NonNegativeInt = 50
-    """Sample from the k most likely tokens only. 0: from all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this. 1: from all that top_k leaves."""
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a completion. They are not a part of it."""
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    """Seed of the sampling. It is that of each prompt, so a completion does not depend on the other prompts."""
-    batch_size: PositiveInt = 8
-    """Prompts that are completed at once."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON object for each prompt, on a line of its own, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +53,25 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
         device: None: the GPU, if there is one.
 
     Raises:
-        UserError: there is no such folder, or no tokenizer at the job's path.
-        CheckpointError: no good checkpoint.
+        UserError: there is no such folder, no tokenizer at the job's path, or the weights are of another model.
+        CheckpointError: no good checkpoint, or its tokenizer has changed since.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return use_newest(Path(folder), lambda step_folder: _load_step(step_folder, device), log=note)
 
+    def load(step_folder: Path) -> LoadedCheckpoint:
+        job = job_of(step_folder)
+        run = Run(job)
+        tokenizer = load_tokenizer(run.tokenizer_path)
+        with torch.device("meta"):
+            model = Llama(run.arch)
+        if device.type == "cuda":
+            model.to(getattr(torch, job.training.mixed_precision_param))
+        model.to_empty(device=device)
+        info = load_checked_weights(step_folder, model)
+        check_tokenizer(step_folder, info, tokenizer, job.tokenizer.path, run.arch.vocab_size)
+        return LoadedCheckpoint(step_folder, job, tokenizer, model)
 
-def _load_step(step_folder: Path, device: torch.device) -> LoadedCheckpoint:
-    job = job_of(step_folder)
-    tokenizer = load_tokenizer(Run(job).tokenizer_path)
-    return LoadedCheckpoint(step_folder, job, tokenizer, load_model(step_folder, job, tokenizer, device))
+    return use_newest(Path(folder), load, log=note)
 
 
 @dataclass(frozen=True)
@@ -111,28 +87,21 @@ class Completion:
 
 
 def generate(
-    checkpoint: LoadedCheckpoint,
-    prompt: str = "",
-    max_new_tokens: int = 100,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
-    stop: Sequence[str] = (),
-    seed: int = 0,
+    checkpoint: LoadedCheckpoint, prompt: str = "", max_new_tokens: int = 100, **settings: Any
 ) -> Iterator[str]:
     """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
 
-    The arguments are those of `Generate`.
+    Args:
+        settings: Those of `config.inference.Generation`: temperature, top_k, top_p, stop, seed.
 
     Raises:
         UserError: a value is not allowed, or the prompt does not fit the model.
         CheckpointError: raised while it generates: the model's output is not finite.
     """
-    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options = Generate(checkpoint=checkpoint.folder, prompt=prompt, stop=tuple(stop), **asked)  # pyright: ignore
-    ids = [encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len)]
-    return (piece for _, piece in _pieces(checkpoint, ids, options))
+    options = _settings(max_new_tokens, settings)
+    ids = encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len)
+    stream = TextStream(checkpoint.tokenizer, ids[-1:], options.stop)
+    return (piece for _, piece in _pieces(checkpoint, [ids], [stream], options))
 
 
 def generate_many(
@@ -143,79 +112,27 @@ def generate_many(
     A completion does not depend on the other prompts, up to rounding: the sums of a matmul with more rows can be in
     another order, so two tokens that are equally likely to the last bit can change places.
 
-    Args:
-        settings: Further options of `Generate`: temperature, top_k, top_p, stop, seed, batch_size.
-
-    Raises:
-        UserError: a value is not allowed, or a prompt does not fit the model.
-        CheckpointError: raised while it generates: the model's output is not finite.
+    Args, raises: as `generate`, and the setting batch_size.
     """
-    settings["stop"] = tuple(settings.get("stop", ()))
-    options = Generate(checkpoint=checkpoint.folder, max_new_tokens=max_new_tokens, **settings)
-    model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    ids = [encode_prompt(prompt, tokenizer, model.arch.max_seq_len) for prompt in prompts]
-    return _complete(checkpoint, list(prompts), ids, options)
+    options = _settings(max_new_tokens, settings)
+    ids = [encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len) for prompt in prompts]
+
+    def complete() -> Iterator[Completion]:
+        for start in range(0, len(prompts), options.batch_size):
+            part = ids[start : start + options.batch_size]
+            streams = [TextStream(checkpoint.tokenizer, of_prompt[-1:], options.stop) for of_prompt in part]
+            texts = [""] * len(part)
+            for row, piece in _pieces(checkpoint, part, streams, options):
+                texts[row] += piece
+            for prompt, text, stream in zip(prompts[start:], texts, streams, strict=False):
+                yield Completion(prompt, text, stream.tokens, stream.end)
+
+    return complete()
 
 
-def _complete(
-    checkpoint: LoadedCheckpoint, prompts: list[str], ids: list[list[int]], options: Generate
-) -> Iterator[Completion]:
-    for start in range(0, len(prompts), options.batch_size):
-        part = range(start, min(start + options.batch_size, len(prompts)))
-        streams = [TextStream(checkpoint.tokenizer, ids[i][-1:], options.stop) for i in part]
-        texts = [""] * len(part)
-        for row, piece in _pieces(checkpoint, [ids[i] for i in part], options, streams):
-            texts[row] += piece
-        for i, text, stream in zip(part, texts, streams, strict=True):
-            yield Completion(prompts[i], text, stream.tokens, stream.end)
-
-
-def _pieces(
-    checkpoint: LoadedCheckpoint, prompts: list[list[int]], options: Generate, streams: list[TextStream] | None = None
-) -> Iterator[tuple[int, str]]:
-    """Pieces of the completions as they come, each with the number of its prompt."""
-    tokenizer = checkpoint.tokenizer
-    streams = streams or [TextStream(tokenizer, ids[-1:], options.stop) for ids in prompts]
-    ended: set[int] = set()
-    chosen = generate_batch(
-        checkpoint.model,
-        prompts,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        generators=[torch.Generator().manual_seed(options.seed) for _ in prompts],
-        vocab_size=tokenizer.vocab_size,
-        ended=ended,
-    )
-    for row, token in chosen:
-        if token == tokenizer.eos_id:
-            streams[row].end = "document"
-        else:
-            yield row, streams[row].push(token)
-        if streams[row].end != "length":
-            ended.add(row)
-    for row, stream in enumerate(streams):
-        yield row, stream.rest()
-
-
-def load_model(step_folder: Path, job: JobConfig, tokenizer: Tokenizer, device: torch.device) -> Llama:
-    """The model with the weights of a checkpoint whose checksums are good.
-
-    The dtype is float32 on a CPU, and that of the training on a GPU.
-
-    Raises:
-        CheckpointError: the weights are of another model, or the tokenizer has changed since.
-    """
-    arch = Run(job).arch
-    with torch.device("meta"):
-        model = Llama(arch)
-    if device.type == "cuda":
-        model.to(getattr(torch, job.training.mixed_precision_param))
-    model.to_empty(device=device)
-    info = load_checked_weights(step_folder, model)
-    check_tokenizer(step_folder, info, tokenizer, job.tokenizer.path, arch.vocab_size)
-    return model
+def _settings(max_new_tokens: int, settings: dict[str, Any]) -> Generation:
+    settings = settings | {"stop": tuple(settings.get("stop", ()))}
+    return Generation(max_new_tokens=max_new_tokens, **settings)
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[int]:
@@ -234,103 +151,58 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[i
     return ids
 
 
-def generate_tokens(
-    model: Llama,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    generator: torch.Generator | None = None,
-    eos_id: int | None = None,
-    vocab_size: int | None = None,
-) -> Iterator[int]:
-    """Yield new token ids of one prompt, as they are chosen. An `eos_id` ends them and is not yielded.
-
-    The other arguments and the errors are those of `generate_batch`.
-    """
-    chosen = generate_batch(
-        model,
-        [prompt],
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        generators=[generator],
-        vocab_size=vocab_size,
-    )
-    return itertools.takewhile(lambda token: token != eos_id, (token for _, token in chosen))
-
-
-def generate_batch(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generators: Sequence[torch.Generator | None],
-    vocab_size: int | None = None,
-    ended: Collection[int] = (),
-) -> Iterator[tuple[int, int]]:
-    """Yield (number of the prompt, new token id), as the tokens are chosen.
+def _pieces(
+    checkpoint: LoadedCheckpoint, prompts: list[list[int]], streams: list[TextStream], options: Generation
+) -> Iterator[tuple[int, str]]:
+    """Pieces of the completions as they come, each with the number of its prompt.
 
     Shorter prompts are filled up at their front with positions that no token sees.
-
-    Args:
-        prompts: ids to continue, of each at least one and fewer than the model's max_seq_len.
-        generators: of each prompt a random generator on the CPU, for any device of the model. Needed unless temperature
-            is 0.
-        vocab_size: only ids below it are chosen, because an embedding can have more rows than its tokenizer has ids.
-            None: all rows.
-        ended: prompts to which no more is added. The caller may change it meanwhile.
-
-    Raises:
-        CheckpointError: the model's output is not finite.
     """
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
     arch, weight = model.arch, model.get_parameter("tok_embeddings.weight")
+    generators = [torch.Generator().manual_seed(options.seed) for _ in prompts]  # on the CPU, for any device
     longest = max(map(len, prompts))
-    new = [min(max_new_tokens, arch.max_seq_len - len(prompt)) for prompt in prompts]
+    new = [min(options.max_new_tokens, arch.max_seq_len - len(prompt)) for prompt in prompts]
     shape = (len(prompts), arch.n_kv_heads, longest + max(new), arch.head_dim)
     cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
     filled = torch.tensor([longest - len(prompt) for prompt in prompts], device=weight.device)
-    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     for done in range(max(new)):
-        open_rows = [row for row in range(len(prompts)) if row not in ended and done < new[row]]
-        if not open_rows:
-            return
-        logits = next_logits(model, rows, cache, filled)[:, :vocab_size]
+        going_on = [row for row, stream in enumerate(streams) if stream.end == "length" and done < new[row]]
+        if not going_on:
+            break
+        # An embedding can have more rows than its tokenizer has ids.
+        logits = _next_logits(model, rows, cache, filled)[:, : tokenizer.vocab_size]
         rows = [[0] for _ in prompts]
-        for row in open_rows:
-            token = choose(logits[row], temperature, top_k, generators[row], top_p)
+        for row in going_on:
+            token = choose(logits[row], options.temperature, options.top_k, generators[row], options.top_p)
             rows[row] = [token]
-            yield row, token
+            if token == tokenizer.eos_id:
+                streams[row].end = "document"
+            else:
+                yield row, streams[row].push(token)
+    for row, stream in enumerate(streams):
+        yield row, stream.rest()
 
 
-def next_logits(
-    model: Llama, rows: Sequence[Sequence[int]], cache: Sequence[LayerCache] | None, filled: Tensor | None = None
-) -> Tensor:
+def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache], filled: Tensor) -> Tensor:
     """Logits (B, V) of the tokens after `rows`, in fp32 on the CPU. `rows` come after the tokens in `cache`.
 
     Args:
         rows: B prompts of equal length.
-        filled: (B,): so many positions at the front of a prompt are no part of it. None: there are none.
+        filled: (B,): so many positions at the front of a prompt are no part of it.
     """
-    device = model.get_parameter("tok_embeddings.weight").device
-    tokens = torch.tensor([list(row) for row in rows], device=device)  # (B, T)
-    chunks = tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1) if cache is not None else [tokens]
+    tokens = torch.tensor(rows, device=filled.device)  # (B, T)
     # Without cuDNN's kernel, because it makes a new plan for each length of the cache.
     kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with torch.inference_mode(), kernels:
-        for chunk in chunks:
-            places = {}
-            if filled is not None and cache is not None and bool(filled.any()):
-                places = _places(filled, cache[0].length, chunk.shape[1])
-            logits = model(chunk, cache=cache, **places)  # (B, T, V)
+        for chunk in tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1):
+            where = _positions_and_mask(filled, cache[0].length, chunk.shape[1]) if filled.any() else {}
+            logits = model(chunk, cache=cache, **where)  # (B, T, V)
     return logits[:, -1].float().cpu()
 
 
-def _places(filled: Tensor, start: int, length: int) -> dict[str, Tensor]:
+def _positions_and_mask(filled: Tensor, start: int, length: int) -> dict[str, Tensor]:
     """Positions (B, T) and mask (B, 1, T, S) of prompts with `filled` positions at their front.
 
     A filled position sees itself, because a softmax over nothing would be NaN.

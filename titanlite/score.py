@@ -12,20 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
-from pydantic import Field, PositiveInt
 
 from titanlite.checkpoint.find import known_job, use_newest
 from titanlite.checkpoint.folder import Ranks
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.degrees import degrees, sequence_divisor
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.inference import Scoring
 from titanlite.config.mistakes import report
-from titanlite.config.options import OptionPath, Options
 from titanlite.config.parallelism_rules import fills_world, layout_problems
 from titanlite.config.rules import Context
 from titanlite.config.run import Run
@@ -41,32 +39,9 @@ from titanlite.runtime.world import process_group
 _SAY_EVERY = 30.0  # seconds
 
 
-class Eval(Options):
-    """Score a checkpoint on texts: perplexity, and bits per byte. Start several ranks with NGPU=N or with torchrun."""
-
-    checkpoint: OptionPath
-    """The folder of one step (.../step-00000100), the folder of all steps, the output folder of a run, or .../best. Of
-    several steps, the newest good one is used."""
-    data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
-    """Files of text: .txt, .jsonl (also .gz and .zst) or .parquet."""
-    window: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that the model sees at once. Left out: training.seq_len of its job."""
-    stride: PositiveInt | None = None
-    """Tokens from the beginning of one window to that of the next, less than a window. A token has at least window -
-    stride tokens before it. Left out: half a window."""
-    batch_size: PositiveInt = 8
-    """Windows per forward pass of a rank."""
-    text_column: str = "text"
-    """Name of the field that holds the text, in .jsonl and .parquet."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON object and nothing else."""
-
-
 @dataclass(frozen=True)
 class Score:
-    """The result of a validation, over all valid tokens of its rows."""
+    """How well a model predicts tokens."""
 
     loss: float
     """Mean cross entropy, in nats per token."""
@@ -80,17 +55,11 @@ class Score:
 
 
 @dataclass(frozen=True)
-class TextScore:
+class TextScore(Score):
     """How well a checkpoint predicts a text."""
 
     checkpoint: str
     """The step folder that the weights were read from."""
-    loss: float
-    """Mean cross entropy, in nats per token."""
-    perplexity: float
-    """exp(loss)."""
-    bits_per_byte: float
-    """Cross entropy in bits per UTF-8 byte of text, which is comparable between tokenizers."""
     documents: int
     tokens: int
     """Tokens that were scored: all of each document. The token that begins a document is not among them."""
@@ -104,32 +73,25 @@ def evaluate_text(
     checkpoint: str | os.PathLike[str],
     data: Sequence[str | os.PathLike[str]],
     *,
-    window: int | None = None,
-    stride: int | None = None,
-    batch_size: int = 8,
-    text_column: str = "text",
-    dtype: Literal["float32", "bfloat16"] | None = None,
     parallelism: Parallelism | None = None,
     log: Callable[[str], None] = lambda line: None,
+    **settings: Any,
 ) -> TextScore:
-    """Score a checkpoint on files of text. Under torchrun all ranks call it, and all get the score.
-
-    It starts the world of ranks and ends it. The arguments are those of `Eval`.
+    """Score a checkpoint on files of text: .txt, .jsonl (also .gz and .zst) or .parquet. Under torchrun all ranks call
+    it, and all get the score. It starts the world of ranks and ends it.
 
     Args:
+        checkpoint: The folder of one step, the folder of all steps, or the output folder of a run.
         parallelism: The layout of the ranks. None: the weights are sharded over all of them.
         log: Is called with a line of text now and then.
+        settings: Those of `config.inference.Scoring`: window, stride, batch_size, text_column, dtype.
 
     Raises:
         UserError: a value is not allowed, a file is missing, or a record cannot be read.
         CheckpointError: there is no good checkpoint, or the model's output is not finite.
     """
-    files = tuple(Path(file) for file in data)
-    asked = {"window": window, "stride": stride, "batch_size": batch_size, "text_column": text_column, "dtype": dtype}
-    options = Eval(checkpoint=Path(checkpoint), data=files, **asked)  # pyright: ignore[reportArgumentType]
-
-    sources = open_files(options.data, text_column)
-    saved = known_job(options.checkpoint)
+    options, files, folder = Scoring(**settings), [Path(file) for file in data], Path(checkpoint)
+    sources, saved = open_files(files, options.text_column), known_job(folder)
     run = _run_for(saved, options, parallelism or Parallelism(), world_size())
     length = options.window or saved.training.seq_len
     step = options.stride or max(1, length // 2)
@@ -137,16 +99,18 @@ def evaluate_text(
         raise UserError(f"--stride {step}: must be less than the window of {length} tokens, or some are not scored.")
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), length, step)
 
-    folder, total = _score(run, options.checkpoint, texts, log)
+    folder, total = _sum_of_losses(run, folder, texts, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: there is no text to score.")
     if not math.isfinite(total):
         raise CheckpointError(
             f"{folder}: the model's output is not finite: its weights are useless. Take an older one."
         )
-    score = asdict(make_score(total, texts.tokens, texts.num_bytes))
-    counts = {"documents": texts.documents, "tokens": texts.tokens, "bytes": texts.num_bytes}
-    return TextScore(str(folder), **score, **counts, window=length, stride=step)
+    score = make_score(total, texts.tokens, texts.num_bytes)
+    return TextScore(
+        **asdict(score), checkpoint=str(folder), documents=texts.documents, tokens=texts.tokens, bytes=texts.num_bytes,
+        window=length, stride=step,
+    )  # fmt: skip
 
 
 def make_score(total: float, tokens: float, num_bytes: float) -> Score:
@@ -156,7 +120,7 @@ def make_score(total: float, tokens: float, num_bytes: float) -> Score:
     return Score(mean, perplexity, total / num_bytes / math.log(2))
 
 
-def _run_for(saved: JobConfig, options: Eval, parallelism: Parallelism, world_size: int) -> Run:
+def _run_for(saved: JobConfig, options: Scoring, parallelism: Parallelism, world_size: int) -> Run:
     """The run that scores: the saved model on these ranks, without what only training needs.
 
     Raises:
@@ -186,7 +150,7 @@ def _run_for(saved: JobConfig, options: Eval, parallelism: Parallelism, world_si
     return run
 
 
-def _score(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], None]) -> tuple[Path, float]:
+def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], None]) -> tuple[Path, float]:
     """The step folder that was scored, and its cross entropy summed over all tokens of `texts`, in nats. All ranks call
     it together, and each gets the sum. It starts the world of ranks and ends it.
 

@@ -3,9 +3,9 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import World, run_ranks, titanlite
 
+from titanlite import cli
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.save import Saver
@@ -20,7 +21,7 @@ from titanlite.config.flavors import architecture
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.windows import TextWindows, open_files, sliding_windows, window_batches
+from titanlite.data.windows import sliding_windows, window_batches
 from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
 from titanlite.score import TextScore, evaluate_text
@@ -63,13 +64,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "a.txt", folder / "b.jsonl"]
 
 
-def evaluated(checkpoint: Path, files: list[Path], *words: object, ranks: int = 1) -> dict:
-    """The JSON object that the command prints."""
-    said = titanlite("eval", "--checkpoint", checkpoint, "--data", *files, "--json", *words, ranks=ranks)
-    (line,) = re.findall(r"^\{.*\}$", said, flags=re.MULTILINE)
-    return json.loads(line)
-
-
 # ---------------------------------------------------------------------------------------------------------- windows
 
 
@@ -109,13 +103,6 @@ def test_the_rows_of_all_ranks_hold_each_label_once_and_have_one_shape(ranks: in
     assert all(shape == shapes[0] for shape in shapes)
 
 
-def test_documents_are_counted_in_tokens_and_utf8_bytes(files: list[Path]) -> None:
-    windows = TextWindows(open_files(files, "text"), TOKENIZER, 48, 24)
-    scored = sum(window.scored for window in windows)
-    assert scored == windows.tokens == sum(len(TOKENIZER.encode(text)) for text in TEXTS)
-    assert (windows.documents, windows.num_bytes) == (5, sum(len(text.encode()) for text in TEXTS))
-
-
 # ------------------------------------------------------------------------------------------------------------ scores
 
 
@@ -151,8 +138,8 @@ def test_the_loss_is_that_of_transformers_on_the_exported_model(
     trained: Path, files: list[Path], tmp_path: Path
 ) -> None:
     titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
-    for words, length, stride in (([], 48, 24), (["--window", 33, "--stride", 5], 33, 5)):
-        ours = evaluated(trained, files, *words)
+    for words, length, stride in (({}, 48, 24), ({"window": 33, "stride": 5}, 33, 5)):
+        ours = asdict(evaluate_text(trained, files, **words))
         total, tokens = score_by_transformers(tmp_path / "hf", length, stride)
         assert ours["tokens"] == tokens
         # fp32 sums in another order
@@ -160,6 +147,7 @@ def test_the_loss_is_that_of_transformers_on_the_exported_model(
         assert ours["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
         num_bytes = sum(len(text.encode()) for text in TEXTS)
         assert ours["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, rel=1e-5)
+        assert (ours["documents"], ours["bytes"]) == (5, num_bytes)
 
 
 LAYOUTS = {
@@ -187,7 +175,7 @@ def scores_of_layouts(trained: Path, files: list[Path], layouts: list[dict], sto
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_layout_gives_the_score_of_one_process(trained: Path, files: list[Path], count: int) -> None:
     layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == count]
-    alone = TextScore(**evaluated(trained, files, "--window", 37, "--stride", 10))
+    alone = evaluate_text(trained, files, window=37, stride=10)
     world = World(count, scores_of_layouts, trained, files, layouts)
     world.ends_with(0)
     for of_rank in world.results():
@@ -201,76 +189,59 @@ def test_every_layout_gives_the_score_of_one_process(trained: Path, files: list[
 @pytest.mark.slow
 def test_ngpu_starts_the_ranks_and_json_stands_alone_on_standard_output(trained: Path, files: list[Path]) -> None:
     command = [sys.executable, "-m", "titanlite", "eval", "--checkpoint", str(trained), "--data", *map(str, files)]
-    done = subprocess.run(
-        [*command, "--json", "--parallelism.tensor_parallel_degree", "2"],
-        env={**os.environ, "NGPU": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = ["--json", "--parallelism.tensor_parallel_degree", "2"]
+    environment = {**os.environ, "NGPU": "2"}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, check=True)
     assert "float32 on 2 x cpu" in done.stderr
-    alone = evaluated(trained, files)
-    assert json.loads(done.stdout)["loss"] == pytest.approx(alone["loss"], rel=1e-6)  # fp32 sums in another order
+    alone = evaluate_text(trained, files)
+    assert json.loads(done.stdout)["loss"] == pytest.approx(alone.loss, rel=1e-6)  # fp32 sums in another order
 
 
-def test_a_person_gets_the_score_in_words(trained: Path, files: list[Path]) -> None:
-    score, said = evaluated(trained, files), titanlite("eval", "--checkpoint", trained, "--data", *files)
-    assert f"5 documents, {score['tokens']:,} tokens, {score['bytes']:,} bytes" in said
-    assert f"loss {score['loss']:.4f}  perplexity {score['perplexity']:,.2f}" in said
+def test_a_person_gets_the_score_in_words(trained: Path, files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--checkpoint", str(trained), "--data", *map(str, files)]) == 0
+    score, said = evaluate_text(trained, files), capsys.readouterr().out
+    assert f"5 documents, {score.tokens:,} tokens, {score.bytes:,} bytes" in said
+    assert f"loss {score.loss:.4f}  perplexity {score.perplexity:,.2f}" in said
 
 
 # ------------------------------------------------------------------------------------------------------- wrong inputs
 
 
-def refused(*words: object, code: int = 2) -> str:
-    """What the command says when it ends with `code`."""
-    said = titanlite("eval", *words, code=code)
-    assert "Traceback" not in said
-    return " ".join(said.split())
-
-
-def test_a_checkpoint_that_is_not_there(tmp_path: Path, files: list[Path]) -> None:
-    assert "does not exist" in refused("--checkpoint", tmp_path / "none", "--data", files[0])
-    assert "no checkpoint here" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "words", "said"),
     [
-        ("none.txt", None, "none.txt: there is no such file"),
-        ("text.pdf", b"%PDF", "must end in .txt, .jsonl"),
-        ("empty.txt", b"", "is empty"),
-        ("other.jsonl", b'{"body": "x"}\n', "no field 'text' (--text-column); there are: 'body'"),
-        ("torn.jsonl", b'{"text": "x"\n', "not valid JSON"),
-        ("latin.txt", b"gr\xf6\xdfer", "not valid UTF-8"),
-        ("blank.jsonl", b'{"text": ""}\n', "there is no text to score"),
+        ("none.txt", None, [], "none.txt"),
+        ("text.pdf", b"%PDF", [], "must end in .txt, .jsonl"),
+        ("empty.txt", b"", [], "is empty"),
+        ("other.jsonl", b'{"body": "x"}\n', [], "no field 'text' (--text-column); there are: 'body'"),
+        ("torn.jsonl", b'{"text": "x"\n', [], "not valid JSON"),
+        ("latin.txt", b"gr\xf6\xdfer", [], "not valid UTF-8"),
+        ("blank.jsonl", b'{"text": ""}\n', [], "there is no text to score"),
+        ("good.txt", b"x", ["--window", "1"], "--window 1"),
+        ("good.txt", b"x", ["--window", "65"], "--window 65: the model has 64 positions"),
+        ("good.txt", b"x", ["--stride", "48"], "--stride 48: must be less than the window of 48 tokens"),
+        ("good.txt", b"x", ["--stride", "0", "--batch-size", "0"], "--stride 0"),
+        ("good.txt", b"x", ["--training.steps", "5"], "--training.steps: unknown option of `titanlite eval`"),
+        ("good.txt", b"x", ["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree = 2 must divide"),
+        ("good.txt", b"x", ["--parallelism.tensor", "2"], "--parallelism.tensor unknown key"),
+        ("good.txt", b"x", ["--checkpoint", "nowhere"], "does not exist"),
     ],
 )
-def test_a_file_that_cannot_be_scored(
-    trained: Path, tmp_path: Path, name: str, content: bytes | None, said: str
-) -> None:
+def test_what_cannot_be_scored(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None,
+    words: list[str], said: str,
+) -> None:  # fmt: skip
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    assert said in refused("--checkpoint", trained, "--data", tmp_path / name)
+    assert cli.main(["eval", "--checkpoint", str(trained), "--data", str(tmp_path / name), *words]) == 2
+    errors = capsys.readouterr().err
+    assert said in " ".join(errors.split())
+    assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--window", "1"], "--window 1"),
-        (["--window", "65"], "--window 65: the model has 64 positions"),
-        (["--stride", "48"], "--stride 48: must be less than the window of 48 tokens"),
-        (["--stride", "0"], "--stride 0"),
-        (["--batch-size", "0"], "--batch-size 0"),
-        (["--training.steps", "5"], "--training.steps: unknown option of `titanlite eval`"),
-        (["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree = 2 must divide"),
-        (["--parallelism.tensor", "2"], "--parallelism.tensor unknown key"),
-    ],
-)
-def test_wrong_options(trained: Path, files: list[Path], words: list[str], said: str) -> None:
-    assert said in refused("--checkpoint", trained, "--data", files[0], *words)
-
-
-def test_weights_that_are_no_numbers_are_said_so(tmp_path: Path, files: list[Path]) -> None:
+def test_weights_that_are_no_numbers_are_said_so(
+    tmp_path: Path, files: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     run_ranks(1, save_random_weights, tmp_path, math.nan)
-    assert "weights that are not finite" in refused("--checkpoint", tmp_path, "--data", files[0], code=4)
+    assert cli.main(["eval", "--checkpoint", str(tmp_path), "--data", str(files[0])]) == 4
+    assert "not finite" in capsys.readouterr().err

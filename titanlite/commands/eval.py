@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
 
+import tyro
+from pydantic import Field
+
+from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
+from titanlite.config.inference import Scoring
 from titanlite.config.load import load_job
-from titanlite.config.options import parse_beside_job
+from titanlite.config.options import OptionPath, parse_beside_job
 from titanlite.config.schema import Parallelism
-from titanlite.runtime.logging import note
-from titanlite.score import Eval, evaluate_text
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
     "the weights are sharded over all ranks."
 )
+
+
+class Eval(Scoring):
+    """Score a checkpoint on texts: perplexity, and bits per byte. Start several ranks with NGPU=N or with torchrun."""
+
+    checkpoint: OptionPath
+    """The folder of one step (.../step-00000100), the folder of all steps, the output folder of a run, or .../best. Of
+    several steps, the newest good one is used."""
+    data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
+    """Files of text: .txt, .jsonl (also .gz and .zst) or .parquet."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,34 +43,21 @@ def main(argv: Sequence[str]) -> int:
     """
     options, words = parse_beside_job(Eval, argv, "eval", LAYOUT_KEYS)
     parallelism = _layout(words)
-    if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
-        from titanlite.launch.launcher import launch_command
+    if (code := start_ranks("eval", argv)) is not None:
+        return code
+    from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
-        return launch_command(["eval", *argv])
-    given = options.model_dump(exclude={"checkpoint", "data", "as_json"})
-    score = evaluate_text(options.checkpoint, options.data, **given, parallelism=parallelism, log=_note)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    values = asdict(score)
-    if options.as_json:  # JSON has no infinity
-        print(json.dumps({k: str(v) if v == math.inf else v for k, v in values.items()}, allow_nan=False))
-    else:
-        print(f"{score.documents:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes")
-        print(f"loss {score.loss:.4f}  perplexity {score.perplexity:,.2f}  bits/byte {score.bits_per_byte:.4f}")
+    settings = options.model_dump(include=set(Scoring.model_fields))
+    score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=note_once, **settings)
+    read = f"{score.documents:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes"
+    print_result(asdict(score), f"{read}\n{score}", options.as_json)
     return 0
-
-
-def _note(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        note(line)
 
 
 def _layout(words: Sequence[str]) -> Parallelism:
     """[parallelism] of a command line. Raises UserError for any other word."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    strange = [flag for flag in flags if not flag.startswith("--parallelism.")]
-    if not flags and words:
-        strange = list(words)
+    strange = [flag for flag in flags or words if not flag.startswith("--parallelism.")]
     if strange:
         raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
     return load_job(words).parallelism

@@ -8,21 +8,36 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from titanlite.completion import (
-    Generate,
-    LoadedCheckpoint,
-    generate,
-    generate_many,
-    load_checkpoint,
-)
+import tyro
+
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
-from titanlite.config.options import parse
+from titanlite.config.inference import Generation
+from titanlite.config.options import OptionPath, parse
 from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
 
+if TYPE_CHECKING:
+    from titanlite.completion import LoadedCheckpoint
+
 MOST_BYTES = 1 << 28  # of a file of prompts
+
+
+class Generate(Generation):
+    """Let a checkpoint complete texts. Prompts and completions go to standard output, all else to standard error."""
+
+    checkpoint: OptionPath
+    """The folder of one step (.../step-00000100), the folder of all steps, or the output folder of a run. Of several
+    steps, the newest good one is used."""
+    prompt: str = ""
+    """Text to complete. Empty: the beginning of a new document."""
+    prompts: OptionPath | None = None
+    """A file of prompts, or - for standard input: one on each line. In a .jsonl file a line is a JSON text, or an
+    object with the key "prompt", so that a prompt can have several lines."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object for each prompt, on a line of its own, and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -36,47 +51,45 @@ def main(argv: Sequence[str]) -> None:
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     if prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
+    from titanlite.completion import load_checkpoint  # torch, which a wrong option does not wait for
+
     loaded = load_checkpoint(options.checkpoint)
+    settings = options.model_dump(include=set(Generation.model_fields))
     several = prompts is not None or options.as_json
-    completed = _several(loaded, prompts or [options.prompt], options) if several else _one(loaded, options)
+    shown = (
+        _several(loaded, prompts or [options.prompt], options.as_json, settings)
+        if several
+        else _one(loaded, options.prompt, settings)
+    )
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     size, dtype = f"{num_params(loaded.model.arch):,} parameters", str(weight.dtype).removeprefix("torch.")
     note(f"{loaded.folder}: {loaded.job.model.flavor}, {size}, {dtype} on {weight.device.type}")
     started = time.perf_counter()
-    count = sum(completed)
+    count = sum(shown)
     note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
 
 
-def _one(loaded: LoadedCheckpoint, options: Generate) -> Iterator[int]:
+def _one(loaded: LoadedCheckpoint, prompt: str, settings: dict[str, Any]) -> Iterator[int]:
     """Show a completion as it comes. Yields 1 for each token."""
-    settings = options.model_dump(include={"prompt", "max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"})
-    pieces = generate(loaded, **settings)
+    from titanlite.completion import generate
 
-    def show() -> Iterator[int]:
-        write(options.prompt.encode("utf-8", "replace").decode())
-        for number, piece in enumerate(pieces):
-            write(piece)
-            if number:  # the last piece is the rest of the text and no token
-                yield 1
-        write("\n")
-
-    return show()
+    _write(prompt.encode("utf-8", "replace").decode())
+    for number, piece in enumerate(generate(loaded, prompt, **settings)):
+        _write(piece)
+        yield int(number > 0)  # the last piece is the rest of the text and no token
+    _write("\n")
 
 
-def _several(loaded: LoadedCheckpoint, prompts: Sequence[str], options: Generate) -> Iterator[int]:
+def _several(
+    loaded: LoadedCheckpoint, prompts: Sequence[str], as_json: bool, settings: dict[str, Any]
+) -> Iterator[int]:
     """Print each completion when it is whole. Yields its number of tokens."""
-    names = {"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "batch_size"}
-    completions = generate_many(loaded, prompts, **options.model_dump(include=names))
+    from titanlite.completion import generate_many
 
-    def show() -> Iterator[int]:
-        for done in completions:
-            if options.as_json:
-                print(json.dumps(asdict(done)), flush=True)
-            else:
-                write(done.prompt.encode("utf-8", "replace").decode() + done.completion + "\n")
-            yield done.tokens
-
-    return show()
+    for done in generate_many(loaded, prompts, **settings):
+        text = done.prompt.encode("utf-8", "replace").decode() + done.completion
+        _write((json.dumps(asdict(done)) if as_json else text) + "\n")
+        yield done.tokens
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -85,27 +98,16 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, has no prompt, or a line is not what the name of the file promises.
     """
-    name = "standard input" if str(path) == "-" else str(path)
-    raw = _standard_input() if str(path) == "-" else read_file(path, MOST_BYTES)
+    raw = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES)
     try:
         lines = [(number, line) for number, line in enumerate(raw.decode().split("\n"), 1) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {name}: not valid UTF-8 at byte {error.start}.") from None
+        raise UserError(f"--prompts {path}: not valid UTF-8 at byte {error.start}.") from None
     if not lines:
-        raise UserError(f"--prompts {name}: there is no prompt in it.")
+        raise UserError(f"--prompts {path}: there is no prompt in it.")
     if path.suffix != ".jsonl":
         return [line.removesuffix("\r") for _, line in lines]
-    return [_json_prompt(f"--prompts {name}, line {number}", line) for number, line in lines]
-
-
-def _standard_input() -> bytes:
-    """All of it. Raises UserError: it is closed, or it is longer than a file of prompts can be."""
-    if sys.stdin is None:
-        raise UserError("--prompts -: standard input is closed. Name a file, or pipe the prompts in.")
-    raw = sys.stdin.buffer.read(MOST_BYTES + 1)
-    if len(raw) > MOST_BYTES:
-        raise UserError(f"--prompts -: standard input has more than {MOST_BYTES:,} bytes. Give the prompts in parts.")
-    return raw
+    return [_json_prompt(f"--prompts {path}, line {number}", line) for number, line in lines]
 
 
 def _json_prompt(place: str, line: str) -> str:
@@ -119,8 +121,8 @@ def _json_prompt(place: str, line: str) -> str:
     return prompt
 
 
-def write(text: str) -> None:
-    """Print a piece of the text at once. For a terminal, control characters are escaped, because it would obey them. A
+def _write(text: str) -> None:
+    """Print a piece of text at once. For a terminal, control characters are escaped, because it would obey them. A
     file or another program gets the text unchanged."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
