@@ -5,12 +5,15 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import World, run_ranks, titanlite
 
 from titanlite import cli
@@ -46,6 +49,14 @@ def save_random_weights(folder: Path, scale: float = 1.0) -> None:
     checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", lambda line: None)
     data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
     Saver(checkpoints, LiveState(model)).save(5, {"step": 5, "tokens": 0, "data": data})
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """One that has failed does not end itself, because it would wait for other ranks."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +174,10 @@ LAYOUTS = {
 
 def scores_of_layouts(trained: Path, files: list[Path], layouts: list[dict], store: Path) -> list[TextScore]:
     """Each evaluation has a world of its own."""
-    scores = []
-    for number, layout in enumerate(layouts):
-        os.environ[STORE] = f"{store}-{number}"
-        parallelism = Parallelism.model_validate(layout)
-        scores.append(evaluate_text(trained, files, window=37, stride=10, batch_size=3, parallelism=parallelism))
-    return scores
+    os.environ[STORE] = f"{store}-of-scores"
+    settings: dict[str, Any] = {"window": 37, "stride": 10, "batch_size": 3}
+    parallelisms = map(Parallelism.model_validate, layouts)
+    return [evaluate_text(trained, files, parallelism=parallelism, **settings) for parallelism in parallelisms]
 
 
 @pytest.mark.slow
