@@ -227,7 +227,7 @@ def test_damaged_and_missing_checkpoints(capsys: pytest.CaptureFixture[str], run
     assert "step-00000010:" in err
     assert "is damaged" in complete(capsys, newest, code=4)[1]
     (run / "config.toml").write_text(dump_config(JOB).replace("dim = 32", "dim = 64"))
-    assert "does not fit" in complete(capsys, run, code=4)[1]
+    assert "does not fit" in complete(capsys, run, code=2)[1]
     (run / "config.toml").unlink()
     assert "config.toml" in complete(capsys, run / "checkpoint", code=4)[1]
 
