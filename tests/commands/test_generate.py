@@ -46,18 +46,22 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(TOKENIZER)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """The output folder of a run with checkpoints of steps 10 and 20, whose weights differ."""
-    folder = tmp_path_factory.mktemp("run")
+def save_run(folder: Path, fingerprint: str, steps: tuple[int, ...]) -> Path:
+    """What a training run leaves: config.toml, and checkpoints whose weights differ."""
     (folder / "config.toml").write_text(dump_config(JOB))
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
-    for step in (10, 20):
+    for step in steps:
         checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", lambda line: None)
-        data = {"version": 1, "tokenizer": tokenizer.fingerprint}
+        data = {"version": 1, "tokenizer": fingerprint}
         Saver(checkpoints, LiveState(random_model(step))).save(step, {"step": step, "tokens": 0, "data": data})
     dist.destroy_process_group()
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """The output folder of a run with checkpoints of steps 10 and 20."""
+    return save_run(tmp_path_factory.mktemp("run"), tokenizer.fingerprint, (10, 20))
 
 
 @pytest.fixture(scope="module")
