@@ -1,54 +1,44 @@
-"""How far `titanlite plan` is off: real steps on a CPU beside their plans, memory and time.
+"""How far the memory of `titanlite plan` is off: real steps on a CPU beside their plans.
 
-    python benchmarks/planner.py [--only TEXT] [--bytes | --rounds N] [--out benchmarks/planner.md]
+    python benchmarks/planner.py [--only TEXT] [--out benchmarks/planner.md]
 
-Each case builds its job as a training run does, on 1, 2 or 4 processes, and does steps over random rows. On one process
-the bytes of a step are those that torch's profiler sees in the allocator, so they do not come from the planner's own
-counter. It does not see what gloo's threads free, so on several processes a dispatch counter counts storages. The time
-is the median of steps without the profiler.
-
-Each round measures the rates of this machine, as `titanlite plan --measure` does, and then does the steps of all cases.
-Figures of time are medians of the rounds, because the same step can take a fifth more or less some minutes later.
+Each case builds its job as a training run does, on 1, 2 or 4 processes, and does two steps over empty rows. What they
+take is what malloc has handed out (benchmarks/allocated.c, which a C compiler makes and each process preloads), so it
+comes neither from the planner's own counter nor from torch. A tiny job goes first, so that what Python imports on the
+way does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
-import itertools
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
+import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from runs import RESULTS, table
+from runs import MIB, RESULTS, about, table
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import Microbatch
-from titanlite.observe.counter import Counter
-from titanlite.observe.gpus import Gpu
+from titanlite.data.batch import blank_microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.plan.forecast import forecast, traces_of
-from titanlite.plan.measure import measure, this_cpu
 from titanlite.plan.trace import trace_run
 from titanlite.runtime.world import process_group
 from titanlite.train.step import TrainStep
 
-MIB = 2**20
 PAGE = Path(__file__).with_suffix(".md")
-LEAST_SECONDS, LEAST_STEPS = 3.0, 7  # of the steps that are timed
+SHIM = Path(__file__).with_name("allocated.c")
 Sections = Mapping[str, Mapping[str, Any]]
 
 SMALL = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 768, "vocab_size": 4096}
@@ -104,255 +94,128 @@ CASES: dict[str, tuple[int, Sections]] = {
 }
 
 
+INTRO = """\
+# Plans beside real steps
+
+`python benchmarks/planner.py`
+
+What a step takes is the most that malloc has handed out during it, beyond what there was before the model was built,
+on the rank that takes the most. A library that is loaded before all others counts it. The plan counts tensors, as
+`titanlite plan` does; what malloc hands out beside them is in its allowance. oneDNN keeps 9 to 15 MB of scratch for
+products in bfloat16 from step to step, gloo has buffers, and some operators take memory within a call. The column
+"kept" has what was still there when the model was gone; the last column is the error without that. Compiled parts are
+planned as if they were not compiled.
+
+{run} of {cases} cases were run. The largest error is {largest:.2%}, the median {median:.2%}; but for what is kept
+{largest_but:.2%} and {median_but:.2%}.
+"""
+TINY = {**SMALL, "dim": 128, "ffn_dim": 256}
+
+
 @dataclass(frozen=True)
 class Result:
-    """A case: bytes of the rank that takes the most, and seconds of a step in each round. Without any: not timed."""
+    """Bytes of a case, on the rank that takes the most."""
 
     name: str
     ranks: int
-    planned_bytes: int
-    counted_bytes: int
-    planned_seconds: tuple[float, ...] = ()
-    measured_seconds: tuple[float, ...] = ()
+    planned: int
+    """By the plan: tensors that are alive at the worst moment."""
+    allocated: int
+    """By malloc: the most in the second step, beyond what there was before the model."""
+    kept: int
+    """By malloc: what is still there when the model is gone. Libraries keep it."""
+    about: str = ""
 
     @property
-    def memory_error(self) -> float:
-        return self.planned_bytes / self.counted_bytes - 1
+    def error(self) -> float:
+        return self.planned / self.allocated - 1
 
     @property
-    def planned(self) -> float:
-        return statistics.median(self.planned_seconds)
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.measured_seconds)
-
-    @property
-    def time_error(self) -> float:
-        return self.planned / self.measured - 1
+    def error_but_for_kept(self) -> float:
+        return self.planned / (self.allocated - self.kept) - 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="cases whose name contains this; may be given several times")
-    parser.add_argument("--bytes", action="store_true", help="count bytes alone")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds in which steps are timed")
     parser.add_argument("--results", type=Path, default=RESULTS / "planner.json", help="where figures are added")
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    results: dict[str, Result] = {}
-    for number in range(1 if options.bytes else options.rounds):
-        gpu = this_cpu() if options.bytes else _rates()
-        for name in chosen(options.only):
-            results[name] = compare(name, gpu, timed=not options.bytes, before=results.get(name))
-            print(f"round {number + 1}: {line(results[name])}", flush=True)
-            known[name] = asdict(results[name]) | {"machine": gpu.name, "torch": torch.__version__}
+    for name in CASES:
+        if not options.only or any(text in name for text in options.only):
+            result = compare(name)
+            print(f"{name:<28}{result.ranks:>2} {result.allocated / MIB:9.2f} MiB {result.error:+z7.2%}", flush=True)
+            known[name] = asdict(result)
             options.results.write_text(json.dumps(known, indent=1) + "\n")
-    options.out.write_text(page(known))
+    options.out.write_text(page([Result(**known[name]) for name in CASES if name in known]))
 
 
-def _rates() -> Gpu:
-    with tempfile.TemporaryDirectory() as folder:
-        return measure(Path(folder, "rates.toml"), print)
-
-
-def chosen(only: Iterable[str] | None) -> list[str]:
-    """The names of the cases that contain one of the texts."""
-    return [name for name in CASES if not only or any(text in name for text in only)]
-
-
-def compare(name: str, gpu: Gpu, timed: bool, before: Result | None = None) -> Result:
-    """A case in the plan and in reality. `before`: of earlier rounds, whose bytes stay and whose seconds are kept."""
+def compare(name: str) -> Result:
+    """A case in the plan and in reality."""
     ranks, sections = CASES[name]
-    run = Run(JobConfig.model_validate(sections), ranks)
-    plan = forecast(run, traces_of(run, gpu, trace_run), gpu)
-    real = real_steps(sections, ranks, counted=before is None, timed=timed)
-    result = before or Result(name, ranks, plan.peak, max(int(each["bytes"]) for each in real))
-    if not timed:
-        return result
-    return replace(
-        result,
-        planned_seconds=(*result.planned_seconds, plan.step_seconds),
-        measured_seconds=(*result.measured_seconds, max(each["seconds"] for each in real)),
-    )
+    planned = max(trace.together for trace in trace_run(Run(JobConfig.model_validate(sections), ranks)))
+    with tempfile.TemporaryDirectory() as folder:
+        shim = str(Path(folder, "allocated.so"))
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", shim, SHIM], check=True)
+        os.environ["LD_PRELOAD"] = shim
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        try:
+            with multiprocessing.get_context("spawn").Pool(ranks) as pool:
+                jobs = [(rank, ranks, port, folder, sections) for rank in range(ranks)]
+                found = pool.starmap(_rank, jobs, chunksize=1)
+        finally:
+            del os.environ["LD_PRELOAD"]
+    return Result(name, ranks, planned, *max(found), about())
 
 
-def line(result: Result) -> str:
-    """A case in a line of a terminal, with the seconds of its newest round."""
-    text = f"{result.name:<28}{result.ranks:>2} {result.counted_bytes / MIB:9.2f} MiB {result.memory_error:+z7.2%}"
-    if not result.measured_seconds:
-        return text
-    planned, measured = result.planned_seconds[-1], result.measured_seconds[-1]
-    return f"{text}   {measured:8.4f} s, planned {planned:8.4f} {planned / measured - 1:+7.1%}"
-
-
-# ------------------------------------------------------------------------------------------------------- real steps
-
-
-def real_steps(sections: Sections, ranks: int, counted: bool, timed: bool) -> list[dict[str, float]]:
-    """What each of `ranks` processes has counted and timed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with multiprocessing.get_context("spawn").Pool(ranks) as pool:
-        jobs = [(rank, ranks, port, sections, counted, timed) for rank in range(ranks)]
-        return pool.starmap(_rank, jobs, chunksize=1)
-
-
-def _rank(rank: int, ranks: int, port: int, sections: Sections, counted: bool, timed: bool) -> dict[str, float]:
+def _rank(rank: int, ranks: int, port: int, folder: str, sections: Sections) -> tuple[int, int]:
+    """What `Result.allocated` and `Result.kept` are, on one rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shim = ctypes.CDLL(str(Path(folder, "allocated.so")))
+    shim.bytes_now.restype = shim.bytes_most.restype = ctypes.c_long
     run = Run(JobConfig.model_validate(sections), ranks)
     gc.disable()  # as in training
     with process_group(run.job) as device:
-        found: dict[str, float] = {}
-        if counted:
-            found["bytes"] = _profiled(run, device) if ranks == 1 else _counted(run, device)
-            gc.collect()
-        if timed:
-            found["seconds"] = _seconds(run, device)
-        return found
+        _two_steps(Run(JobConfig.model_validate({**sections, "model": TINY}), ranks), device, shim)
+        gc.collect()
+        before = shim.bytes_now()
+        most = _two_steps(run, device, shim)
+        gc.collect()
+        return most - before, shim.bytes_now() - before
 
 
-def _step(run: Run, device: torch.device) -> Callable[[], TrainStep]:
-    """The run's step over random rows, as a function without arguments."""
+def _two_steps(run: Run, device: torch.device, shim: ctypes.CDLL) -> int:
+    """The most bytes in the second step."""
     mesh = build_mesh(run.degrees, device.type)
     update = TrainStep(run, mesh, build_model(run, mesh, device, lambda _: None), device)
+    update.precompute_scales()
     training = run.job.training
-    shape = training.local_batch_size, training.seq_len
-    rows = [_rows(shape, run) for _ in range(run.microbatches)]
-    tokens = run.global_batch_size * training.seq_len
-
-    def step() -> TrainStep:
-        update(rows, tokens, 1e-4)
-        return update
-
-    return step
+    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
+    rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
+    for _ in range(2):
+        shim.bytes_most()
+        update(rows, len(rows) * shape[0] * shape[1], 1e-4)
+    return shim.bytes_most()
 
 
-def _rows(shape: tuple[int, int], run: Run) -> Microbatch:
-    ids, labels = (torch.randint(run.arch.vocab_size, shape) for _ in range(2))
-    if not run.job.dataset.document_mask:
-        return Microbatch(ids, labels)
-    length = shape[1]
-    documents = (torch.arange(length) * 4 // length).to(torch.int32).expand(shape).contiguous()
-    positions = (torch.arange(length) % (length // 4)).expand(shape).contiguous()
-    return Microbatch(ids, labels, documents, positions)
-
-
-def _seconds(run: Run, device: torch.device) -> float:
-    """The median time of a step."""
-    step = _step(run, device)
-    for _ in range(3):
-        step()
-    times: list[float] = []
-    enough = torch.zeros(())
-    while not enough:
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-        enough.fill_(float(len(times) >= LEAST_STEPS and sum(times) > LEAST_SECONDS))
-        dist.broadcast(enough, 0)  # all ranks do as many steps
-    return statistics.median(times)
-
-
-def _counted(run: Run, device: torch.device) -> int:
-    """The most bytes of storages that are alive in a step, by a counter of operators."""
-    counter = Counter()
-    with counter.watching():
-        step = _step(run, device)
-        update = step()
-        counter.mark(update.model.parameters(), "weights")
-        for state in update.optimizer.state.values():
-            counter.mark(state.values(), "optimizer state")
-        counter.begin()
-        step()
-    return max(itertools.accumulate(change for _, change, _ in counter.events))
-
-
-def _profiled(run: Run, device: torch.device) -> int:
-    """The most bytes that are alive in the allocator in a step, all since the model was built."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step = _step(run, device)
-        step()
-        with torch.profiler.record_function("the step"):
-            step()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    span = next(event for event in events if event.get("name") == "the step")
-    sizes = [
-        event["args"]["Total Allocated"]
-        for event in events
-        if event.get("name") == "[memory]" and span["ts"] <= event["ts"] <= span["ts"] + span["dur"]
-    ]
-    return max(sizes)
-
-
-# -------------------------------------------------------------------------------------------------------------- page
-
-
-def page(known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page of figures of the cases in `known`. Without times if none has been timed."""
-    names = [name for name in CASES if name in known]
-    results = [Result(**{key: known[name][key] for key in Result.__dataclass_fields__}) for name in names]
-    first = known[names[0]]
-    errors = [abs(each.memory_error) for each in results]
-    timed = [each for each in results if each.measured_seconds]
-    heads = ["job", "ranks", "MiB", "plan", "error"]
-    rows = [
-        [
-            each.name,
-            str(each.ranks),
-            f"{each.counted_bytes / MIB:,.2f}",
-            f"{each.planned_bytes / MIB:,.2f}",
-            f"{each.memory_error:+z.2%}",
-        ]
-        for each in results
-    ]
-    summary = f"{len(names)} of {len(CASES)} cases were run. The largest error of memory is {max(errors):.2%}, the "
-    summary += f"median {statistics.median(errors):.2%}."
-    if timed:
-        heads += ["ms a step", "plan", "error"]
-        for row, each in zip(rows, results, strict=True):
-            if each in timed:
-                row += [f"{each.measured * 1000:,.0f}", f"{each.planned * 1000:,.0f}", f"{each.time_error:+.0%}"]
-            else:
-                row += ["", "", ""]
-        times = [abs(each.time_error) for each in timed]
-        summary += f" The largest error of time is {max(times):.0%}, the median {statistics.median(times):.0%}."
-        rounds = max(len(each.measured_seconds) for each in timed)
-        spread = [_spread(each.measured_seconds for each in timed), _spread(each.planned_seconds for each in timed)]
-        summary += f" Times are medians of {rounds} rounds, each with rates that were measured in it. From the fastest"
-        summary += (
-            f" to the slowest round a step took {spread[0]:.0%} more time in the median, and its plan {spread[1]:.0%}."
-        )
-    else:
-        summary += " Times of steps were not measured, because that needs a machine that does nothing else."
-    command = "python benchmarks/planner.py" + ("" if timed else " --bytes")
-    return "\n".join(
-        [
-            "# Plans beside real steps",
-            "",
-            f"`{command}` on {first['machine']}, Python {platform.python_version()}, torch {first['torch']}.",
-            "",
-            "Bytes are the most that are alive during a step, on the rank that takes the most: in the allocator, by",
-            "torch's profiler, on one rank; in storages, by a counter of operators, on several.",
-            "Compiled parts are planned as if they were not compiled.",
-            "",
-            summary,
-            "",
-            *table(heads, rows),
-        ]
-    )
-
-
-def _spread(seconds: Iterable[Sequence[float]]) -> float:
-    """How much longer the slowest round took than the fastest, in the median of the cases."""
-    return statistics.median(max(each) / min(each) - 1 for each in seconds)
+def page(results: Iterable[Result]) -> str:
+    """The page of figures."""
+    results, rows = list(results), []
+    for each in results:
+        sizes = (f"{size / MIB:,.2f}" for size in (each.allocated, each.planned))
+        kept = f"{each.kept / MIB:,.2f}", f"{each.error_but_for_kept:+z.2%}"
+        rows.append([each.name, str(each.ranks), *sizes, f"{each.error:+z.2%}", *kept])
+    errors = [abs(each.error) for each in results]
+    but = [abs(each.error_but_for_kept) for each in results]
+    numbers = {"largest": max(errors), "median": statistics.median(errors)}
+    numbers |= {"largest_but": max(but), "median_but": statistics.median(but)}
+    lines = table(["job", "ranks", "malloc, MiB", "plan, MiB", "error", "kept, MiB", "error but for it"], rows)
+    places = [f"Measured {place}." for place in dict.fromkeys(each.about for each in results)]
+    return "\n".join([INTRO.format(run=len(results), cases=len(CASES), **numbers), *lines, *places, ""])
 
 
 if __name__ == "__main__":

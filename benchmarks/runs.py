@@ -235,15 +235,23 @@ def pss_of_tree(root: int) -> int:
 
 def write_part(folder: Path, benchmark: str, part: str, result: dict[str, Any], gpu: str = "") -> None:
     """Put one part into FOLDER/BENCHMARK.json beside those measured before, with when and where it was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = read_parts(folder, benchmark) | {part: {"about": about(gpu), **result}}
+    (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
+
+
+def about(gpu: str = "") -> str:
+    """When, on what and at which commit something is measured: every table of a benchmark says it."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
     place = f"{gpu or f'{len(os.sched_getaffinity(0))} cores of {model}'}, Python {platform.python_version()}"
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = read_parts(folder, benchmark) | {part: {"about": f"{date}, {place}, torch {version('torch')}", **result}}
-    (folder / f"{benchmark}.json").write_text(json.dumps(parts, indent=1) + "\n")
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    changes = subprocess.run([*git, "status", "--porcelain", "titanlite"], capture_output=True, check=False).stdout
+    at = f"commit {commit.strip() or 'unknown'}{' with changes' if changes else ''}"
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {at}"
 
 
 def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:

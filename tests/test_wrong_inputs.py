@@ -372,9 +372,6 @@ COMMAND_LINES = [
     Case("line: data show with a negative row", f"{JSONL} text.jsonl {SMALL} --row -1", "--row"),
     Case("line: a plan for too many ranks", "plan --world-size 1000000000000", "--world-size 1000000000000 | at most"),
     Case("line: a plan for a boundless memory", "plan --memory 1e300", "--memory 1e+300 | at most"),
-    Case("line: rates over a file", "plan --measure --out job.toml", "--out job.toml | exists already"),
-    Case("line: a search while measuring", "plan --measure --search", "--search | plans no job"),
-    Case("line: a job while measuring", "plan --measure --training.steps 5", "--training.steps | plans no job"),
     Case(
         "line: a plan of endless rows",
         "plan --training.local_batch_size 1000000000000",

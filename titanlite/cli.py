@@ -181,7 +181,7 @@ def train(argv: Sequence[str]) -> None:
     With --dry-run it does a step without data instead, and makes no folder.
     """
     from titanlite.load_run import load_run, local_world_size, world_size
-    from titanlite.plan.before_start import foresee, without_dry_run
+    from titanlite.plan.start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
     words, is_dry = without_dry_run(argv)
@@ -191,7 +191,7 @@ def train(argv: Sequence[str]) -> None:
         foresee(run, words, local_world_size(), is_dry)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
     if is_dry:
-        from titanlite.train.dry_run import dry_run as start
+        from titanlite.plan.dry_run import dry_run as start
     else:
         from titanlite.train.loop import train as start
 

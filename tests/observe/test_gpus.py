@@ -72,7 +72,7 @@ def test_people_write_names_as_they_like(name: str):
 def test_a_name_is_taken_as_it_is_and_never_for_a_relative():
     with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Did you mean A100-80GB\?"):
         find_gpu("A100-80")
-    with pytest.raises(UserError, match=r"Known are .*H100, .*my_machine\.toml"):
+    with pytest.raises(UserError, match=r"Known are .*H100, "):
         find_gpu("V100")
 
 
@@ -86,7 +86,7 @@ def test_numbers_of_ones_own(tmp_path: Path):
     file = tmp_path / "mine.toml"
     file.write_text(MINE)
     gpu = find_gpu(str(file))
-    assert (gpu.memory, gpu.bf16, gpu.fp8, gpu.measured) == (24 * 2**30, 100.0, 0.0, "")
+    assert (gpu.memory, gpu.bf16, gpu.fp8) == (24 * 2**30, 100.0, 0.0)
 
 
 @pytest.mark.parametrize(

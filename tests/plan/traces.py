@@ -4,7 +4,7 @@ from typing import Any
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.plan.counts import RankTrace, Traffic, Work
+from titanlite.plan.trace import RankTrace, Work
 
 GIB = 2**30
 
@@ -19,28 +19,28 @@ def run(world_size: int = 8, **sections: dict[str, Any]) -> Run:
 
 def matmul(m: int, k: int, n: int, phase: str = "forward", dtype: str = "bfloat16", count: int = 1) -> Work:
     size = 2 * (m * k + k * n + m * n)
-    return Work(phase, "aten.mm", dtype, (m, k, n), count, count * 2 * m * k * n, count * size)
+    return Work(phase, "aten.mm", dtype, (m, k, n), None, count, count * 2 * m * k * n, count * size)
 
 
 def moving(size: int, phase: str = "forward", op: str = "aten.add", count: int = 1) -> Work:
-    return Work(phase, op, "bfloat16", (), count, 0, size)
+    return Work(phase, op, "bfloat16", (), None, count, 0, size)
 
 
-def traffic(op: str, size: int, group: str = "fsdp", ranks: int = 8, phase: str = "forward", **more: int) -> Traffic:
-    return Traffic(phase, op, group, ranks, more.get("span", ranks), more.get("count", 1), size)
+def sent(op: str, size: int, group: str = "fsdp", ranks: int = 8, phase: str = "forward", **more: int) -> Work:
+    return Work(phase, op, "", (), (group, ranks, more.get("span", ranks)), more.get("count", 1), 0, size)
 
 
-def trace(work: tuple[Work, ...] = (), sent: tuple[Traffic, ...] = (), peak: float = 40.0, rank: int = 0) -> RankTrace:
+def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
     """A rank whose peak is so many GiB."""
     kinds = {"weights": int(peak * GIB / 4), "activations": int(peak * GIB) - int(peak * GIB / 4), "loss": 0}
-    return RankTrace(rank, (rank,), int(peak * GIB), "backward of block 31", kinds, 0, int(peak * GIB), work, sent)
+    return RankTrace(rank, (rank,), int(peak * GIB), "backward of block 31", kinds, 0, int(peak * GIB), work)
 
 
-def trace_of_rows(run: Run) -> tuple[RankTrace, ...]:
+def trace_of_rows(run: Run, fp8: bool = False) -> tuple[RankTrace, ...]:
     """10 GiB, 20 more for each row that is not recomputed and 2 for one that is; a second for each row of the step."""
     training = run.job.training
     again = run.job.activation_checkpoint.mode == "full"
     state = 5 if training.dtype == "bfloat16" else 10
     tokens = run.microbatches * training.local_batch_size * (1.3 if again else 1.0)
     work = matmul(4096, 4096, 4096, count=max(1, int(5000 * tokens)))
-    return (trace((work,), peak=state + training.local_batch_size * (2 if again else 20)),)
+    return (trace(work, peak=state + training.local_batch_size * (2 if again else 20)),)

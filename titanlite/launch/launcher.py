@@ -36,7 +36,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.launch import machines
     from titanlite.launch.ranks import World, run_ranks
     from titanlite.load_run import load_run
-    from titanlite.plan.before_start import foresee, without_dry_run
+    from titanlite.plan.start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
     workers, gpus = _workers()

@@ -19,7 +19,7 @@ from titanlite.runtime.process import start_python
 
 PLAN_SECONDS = 300  # after which a start does not wait for its plan any longer
 PLAN = "TITANLITE_PLAN"  # environment variable with the forecast of this run, as JSON
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Change(FileModel):

@@ -1,4 +1,4 @@
-"""Accelerators: memory, rates and links, from data sheets (gpus.toml) or measured (`titanlite plan --measure`).
+"""Accelerators: memory, rates and links, from data sheets (gpus.toml) or from a file of one's own.
 
 Invariant: this is the only table of devices. The planner and MFU read the same numbers. It does not use torch, because
 the launcher reads it, too.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tomli
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel, explain, read_file
@@ -21,76 +21,9 @@ from titanlite.config.files import FileModel, explain, read_file
 _TABLE = Path(__file__).with_name("gpus.toml")
 _MOST_BYTES = 1 << 22
 
-WRAPPER = "wrapper"
-"""The name under which operators on a tensor subclass, such as a DTensor, are counted: they run other operators."""
 MOST_GIB = 1e6
 """Of a device: a thousand times the largest."""
 Amount = Annotated[float, Field(gt=0, le=1e9)]
-Listed = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
-
-
-class Matmul(FileModel):
-    """A measured product of (m, k) and (k, n)."""
-
-    dtype: str
-    """Of the inputs: "bfloat16", "float32", "float8_e4m3fn"."""
-    shape: Listed
-    """m, k, n."""
-    seconds: PositiveFloat
-
-
-class Attention(FileModel):
-    """Measured attention."""
-
-    phase: str
-    """"forward" or "backward"."""
-    dtype: str
-    shape: Listed
-    """Batch, heads, queries, keys, width of a head."""
-    flops: PositiveInt
-    """Those of the causal half, or of all pairs where a mask decides."""
-    seconds: PositiveFloat
-
-
-class Kernel(FileModel):
-    """A measured operator whose time depends on how many bytes it reads and writes."""
-
-    op: str
-    """Name without the overload: "aten.add"."""
-    dtype: str
-    bytes: PositiveInt
-    seconds: PositiveFloat
-
-
-class Collective(FileModel):
-    """A measured collective of some ranks of the machine."""
-
-    op: str
-    """"all_gather", "reduce_scatter", "all_reduce" or "send"."""
-    ranks: PositiveInt
-    """Ranks of the group."""
-    together: PositiveInt
-    """Ranks that ran on the machine, all in groups of this size."""
-    bytes: PositiveInt
-    """Of the whole tensor: gathered, or to be reduced."""
-    seconds: PositiveFloat
-
-
-class Rates(FileModel):
-    """What was measured while so many ranks ran on the machine at once."""
-
-    ranks: PositiveInt
-    launch_us: NonNegativeFloat
-    """Microseconds that a kernel takes beside its own work: Python, autograd and the dispatcher."""
-    wrapper_us: NonNegativeFloat
-    """Microseconds in which an operator on a tensor subclass, such as a DTensor, finds the operators to run."""
-    selective_us: NonNegativeFloat
-    """Microseconds in which Python chooses what a block keeps with activation_checkpoint.selective_ac_option = "op"."""
-    bandwidth: Amount
-    """GB/s of memory for each of the ranks while all of them copy."""
-    matmul: Annotated[tuple[Matmul, ...], Field(strict=False, min_length=1)]
-    attention: Annotated[tuple[Attention, ...], Field(strict=False)] = ()
-    kernel: Annotated[tuple[Kernel, ...], Field(strict=False)] = ()
 
 
 class Gpu(FileModel):
@@ -119,12 +52,6 @@ class Gpu(FileModel):
     """Least time of a collective, microseconds."""
     machine: PositiveInt
     """Devices of a machine; cores if `cpu`."""
-    measured: str = ""
-    """When and how the rates were measured; empty if they are those of a data sheet."""
-    rates: Annotated[tuple[Rates, ...], Field(strict=False)] = ()
-    """What was measured, for some numbers of ranks on the machine."""
-    collective: Annotated[tuple[Collective, ...], Field(strict=False)] = ()
-    """What was measured of collectives."""
 
     @property
     def memory(self) -> int:
@@ -136,7 +63,7 @@ class Gpu(FileModel):
 def known_gpus() -> tuple[Gpu, ...]:
     """The devices of the table, variants before plain names."""
     rows = tomli.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]
-    return tuple(Gpu.model_validate(_with_floats(row)) for row in rows)
+    return tuple(Gpu.model_validate(row) for row in rows)
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
@@ -161,7 +88,7 @@ def find_gpu(name: str) -> Gpu:
         UserError: there is no such name or file, or the file's content is wrong.
     """
     if name.endswith(".toml"):
-        return read_gpu(Path(name).expanduser())
+        return _read_gpu(Path(name).expanduser())
     for gpu in known_gpus():
         if _words(gpu.name) == _words(name):
             return gpu
@@ -169,35 +96,18 @@ def find_gpu(name: str) -> Gpu:
     near = difflib.get_close_matches(name.upper(), [known.upper() for known in names], n=1)
     hint = f" Did you mean {next(known for known in names if known.upper() == near[0])}?" if near else ""
     raise UserError(
-        f"--gpu {name}: unknown.{hint} Known are {', '.join(sorted(names))}, cpu, and TOML files, such as the one that "
-        "`titanlite plan --measure --out my_machine.toml` writes."
+        f"--gpu {name}: unknown.{hint} Known are {', '.join(sorted(names))}, cpu, and TOML files with the numbers of a "
+        "device (docs/planning.md lists the keys)."
     )
 
 
-def read_gpu(path: Path) -> Gpu:
-    """The device in a TOML file.
-
-    Raises:
-        UserError: the file cannot be read, or a value is missing, unknown or not allowed.
-    """
+def _read_gpu(path: Path) -> Gpu:
     try:
-        values = tomli.loads(read_file(path, _MOST_BYTES).decode("utf-8-sig"))
-        return Gpu.model_validate(_with_floats(values))
-    except UnicodeDecodeError:
-        raise UserError(f"--gpu {path}: a TOML file in UTF-8 is needed.") from None
+        return Gpu.model_validate(tomli.loads(read_file(path, _MOST_BYTES).decode("utf-8-sig")))
     except ValidationError as failure:
-        raise UserError(
-            f"--gpu {path}: {explain(failure)}. docs/planning.md lists the keys; `titanlite plan --measure` writes "
-            "such a file."
-        ) from None
+        raise UserError(f"--gpu {path}: {explain(failure)}. docs/planning.md lists the keys.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
-
-
-def _with_floats(values: dict[str, object]) -> dict[str, object]:
-    """`values` with a float for each whole number that stands for one: `bandwidth = 3350` is as good as 3350.0."""
-    floats = {name for name, field in Gpu.model_fields.items() if field.annotation is float}
-    return {key: float(v) if key in floats and type(v) is int else v for key, v in values.items()}
 
 
 def _words(name: str) -> set[str]:

@@ -6,179 +6,65 @@ Invariant: each figure comes from a trace of the changed job. Estimates decide o
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from multiprocessing import get_context
 
-from titanlite.config.rules import Context, broken_rules
+from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
-from titanlite.observe.flops import state_bytes
+from titanlite.observe.flops import flops_per_token, num_params, state_bytes
 from titanlite.observe.forecast import Change, Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.bounds import MOST_TOKENS, guessed_seconds, likely_bytes
-from titanlite.plan.counts import RankTrace
-from titanlite.plan.forecast import Tracer, forecast, memory_of_rank, traces_of
+from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
+from titanlite.plan.roofline import Tracer, forecast, memory_of_rank
+from titanlite.plan.start import BF16, HALF_STATE, Settings, changed, kept_by_blocks, options
+from titanlite.plan.trace import MOST_TOKENS, RankTrace, trace_run
 from titanlite.runtime.logging import note
 
-Settings = Mapping[str, Any]  # "section.key" -> value
-
-HALF_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
-BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
+WORKERS = 2  # processes that trace
 FULL = {"activation_checkpoint.mode": "full"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 
 
-# The rules about files are left out, because no change here concerns a file.
-_FILE_KEYS = ("tokenizer.path", "dataset.source", "validation.source", "job.dump_folder", "checkpoint.folder")
+def make_plan(run: Run, gpu: Gpu, assumed: bool = False, quick: bool = False, remedies: bool = False) -> Forecast:
+    """The plan of a run, with the largest batch that fits (unless `quick`), or with what makes the run fit.
 
-
-def changed(run: Run, settings: Settings) -> Run | None:
-    """The run with other values of some keys; None if it breaks a rule then."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    update = {name: getattr(run.job, name).model_copy(update=values) for name, values in sections.items()}
-    new = Run(JobConfig.model_validate(run.job.model_copy(update=update)), run.world_size)
-    return None if broken_rules(Context(new), _FILE_KEYS) else new
-
-
-def words(settings: Settings) -> tuple[str, ...]:
-    """The options of a command line that make these settings."""
-    listed: list[str] = []
-    for key, value in settings.items():
-        section, name = key.split(".")
-        if isinstance(value, bool):
-            listed.append(f"--{section}.{name}" if value else f"--{section}.no-{name}")
-        else:
-            listed += [f"--{section}.{name}", str(value)]
-    return tuple(listed)
-
-
-# ------------------------------------------------------------------------------------------------------------ one run
-
-
-def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | None:
-    """The most rows of a forward pass that fit, among the numbers that the rules allow; None if one does not.
-
-    The bytes at each moment are a straight line in the rows, so the peak, which is the most of them, is convex: a line
-    through two numbers of rows is never above the peak of more rows. So a few traces find the number and prove it.
+    Args:
+        assumed: Nobody has named the device, and this machine has none.
+        remedies: List what takes less memory even if the run fits.
     """
-    known = {run.job.training.local_batch_size: plan}
-
-    def plan_of(rows: int) -> Forecast | None:
-        settings = _rows(run, rows)
-        if rows not in known and (new := changed(run, settings)) is not None:
-            after = _plan_of(new, settings, gpu, lambda: traces_of(new, gpu, trace))
-            if after is not None:
-                known[rows] = after
-        return known.get(rows)
-
-    least = _least_convex(run)
-    most = MOST_TOKENS * run.degrees.context // run.job.training.seq_len
-    for _ in range(6):
-        fitting = [rows for rows, each in known.items() if each.fits]
-        tight = [rows for rows, each in known.items() if not each.fits]
-        low, high = max(fitting, default=0), min(tight, default=most + 1)
-        if high - low <= 1 or _is_last(known, low, least):
-            break
-        guess = _between(known, low, high, least)
-        while guess > low and plan_of(guess) is None:  # a rule forbids it
-            guess -= 1
-        if guess <= low:
-            break
-    return max((rows for rows, each in known.items() if each.fits), default=None)
+    # A pipeline has several kinds of ranks to trace. For less it would not pay to start processes.
+    with workers() if run.degrees.pipeline > 2 else nullcontext() as pool:
+        trace = partial(trace_run, apply=pool.map if pool else map)
+        plan = forecast(run, trace(run, gpu.fp8 > 0), gpu, assumed)
+        if not plan.fits or remedies:
+            return plan.model_copy(update={"changes": what_fits(run, plan, trace, gpu)})
+        if quick:
+            return plan
+        return plan.model_copy(update={"largest_local_batch_size": largest_batch(run, plan, trace, gpu)})
 
 
-def _rows(run: Run, rows: int) -> Settings:
-    """Other rows of a forward pass. The global batch stays if it can be split so."""
-    whole = run.job.training.global_batch_size
-    size = whole if whole == -1 or whole % (rows * run.degrees.data) == 0 else -1
-    return {"training.local_batch_size": rows, "training.global_batch_size": size}
+@contextmanager
+def workers() -> Iterator[Executor]:
+    """Processes for traces. Raises UserError: one of them was killed."""
+    try:
+        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=_quiet) as pool:
+            yield pool
+    except BrokenExecutor:
+        raise UserError(
+            f"A process of the plan was killed, probably because the memory of this machine is full: {WORKERS} layouts "
+            "are traced at a time. Plan again where more memory is free."
+        ) from None
 
 
-def _least_convex(run: Run) -> int | None:
-    """The rows from which on the peak is convex in them, because the logits of a chunk of the loss take the same memory
-    from there. None if the number of microbatches depends on the rows."""
-    if run.job.training.global_batch_size != -1:
-        return None
-    from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS  # it imports torch
-
-    tokens = run.job.training.seq_len // run.degrees.context
-    return -(-TOKENS_OF_FULL_CHUNKS // tokens)
-
-
-def _is_last(known: Mapping[int, Forecast], low: int, least: int | None) -> bool:
-    """Whether `low` rows fit and one more cannot, by the line through the two largest numbers of rows that fit."""
-    points = sorted(rows for rows in known if least is not None and least <= rows <= low)[-2:]
-    if len(points) < 2:
-        return False
-    first, second = (known[rows] for rows in points)
-    return second.needs + (second.needs - first.needs) / (points[1] - points[0]) > second.memory
-
-
-def _between(known: Mapping[int, Forecast], low: int, high: int, least: int | None) -> int:
-    """The rows at which the memory is full, by a line through two known points, strictly between `low` and `high`."""
-    points = sorted((rows, each.needs, each.memory) for rows, each in known.items())
-    if len(points) == 1:
-        rows, needs, memory = points[0]
-        guess = max(rows * 2, least or 0) if needs <= memory else rows // 2
-    else:
-        straight = [point for point in points if least is not None and point[0] >= least]
-        (first, less, _), *_, (second, more, memory) = straight if len(straight) > 1 else points
-        slope = max(1.0, (more - less) / (second - first))
-        guess = int(first + (memory - less) / slope)
-    return max(low + 1, min(high - 1, guess))
-
-
-def remedies(run: Run) -> Iterator[Settings]:
-    """Changes that take less memory, one at a time, then together."""
-    training, batch = run.job.training, run.global_batch_size
-    single: list[Settings] = []
-    rows = training.local_batch_size
-    while rows > 1:
-        rows //= 2
-        if batch % (rows * run.degrees.data) == 0:
-            single.append({"training.local_batch_size": rows, "training.global_batch_size": batch})
-    single.append({"parallelism.fsdp_reshard_after_forward": "always"})
-    if run.microbatches > 1 and run.degrees.pipeline == 1:
-        single.append({"parallelism.fsdp_reduce": "microbatch"})
-    single += [SELECTIVE] if run.job.activation_checkpoint.mode == "none" else []
-    single += [FULL, HALF_STATE, BF16]
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor and run.world_size % degree == 0:
-            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
-            single.append({**layout, "training.global_batch_size": batch})
-    single.append({"training.enable_cpu_offload": True})
-    yield from single
-    small = next((each for each in reversed(single) if "training.local_batch_size" in each), {})
-    for together in ((small, FULL), (small, FULL, HALF_STATE), (small, FULL, BF16)):
-        yield {key: value for part in together for key, value in part.items()}
-    yield {**small, **FULL, **BF16, "training.enable_cpu_offload": True}
-
-
-def what_fits(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu, most: int = 5) -> tuple[Change, ...]:
-    """Changes that make a run fit which does not, cheapest first.
-
-    Changes that act on the state alone are not traced if the state is too large even so.
-    """
-    found: list[Change] = []
-    seen: set[tuple[str, ...]] = set()
-    for settings in remedies(run):
-        new = changed(run, settings)
-        if new is None or new.job == run.job or words(settings) in seen or state_bytes(new) > memory_of_rank(new, gpu):
-            continue
-        if len(settings) > 2 and len(found) >= 2:  # several changes at once are for runs that no single one helps
-            break
-        seen.add(words(settings))
-        after = _plan_of(new, settings, gpu, partial(traces_of, new, gpu, trace))
-        if after is not None and after.fits and after.needs < plan.needs:
-            found.append(_change(settings, after, plan))
-    return tuple(sorted(found, key=lambda change: change.price)[:most])
+def _quiet() -> None:
+    """What a process of the pool prints goes to standard error."""
+    os.dup2(2, 1)
 
 
 def _plan_of(run: Run, settings: Settings, gpu: Gpu, traces: Callable[[], Sequence[RankTrace]]) -> Forecast | None:
@@ -190,25 +76,99 @@ def _plan_of(run: Run, settings: Settings, gpu: Gpu, traces: Callable[[], Sequen
         if isinstance(error, BrokenExecutor):
             raise  # no other trace would come to an end, either
         reason = str(error).strip().partition("\n")[0] or "no reason given"
-        note(f"Left out, because it cannot be traced: {' '.join(words(settings))} ({type(error).__name__}: {reason})")
+        note(f"Left out, because it cannot be traced: {' '.join(options(settings))} ({type(error).__name__}: {reason})")
         return None
 
 
-def _change(settings: Settings, after: Forecast, before: Forecast) -> Change:
-    speed = after.tokens_per_second
-    return Change(
-        words=words(settings), needs=after.needs, tokens_per_second=speed, price=1 - speed / before.tokens_per_second
-    )
+# ------------------------------------------------------------------------------------------------------------ one run
 
 
-def room_for_state(run: Run, memory: int) -> str:
-    """What makes room for weights, gradients and moments alone, which are more than the `memory` bytes of a rank."""
-    for settings in (HALF_STATE, BF16):
+def largest_batch(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu) -> int | None:
+    """The most rows of a forward pass that fit, among the numbers that the rules allow; None if one does not.
+
+    The bytes at each moment are a straight line in the rows, so the peak, which is the most of them, is convex: a line
+    through two numbers of rows is never above the peak of more rows. So a few traces find the number and prove it. It
+    is convex from the rows on at which the loss has chunks of full size, if the rows do not change the microbatches.
+    """
+    training, known = run.job.training, {run.job.training.local_batch_size: plan}
+    most = MOST_TOKENS * run.degrees.context // training.seq_len
+    for _ in range(6):
+        low = max((rows for rows, each in known.items() if each.fits), default=0)
+        high = min((rows for rows, each in known.items() if not each.fits), default=most + 1)
+        guess, straight = _crossing(known, -(-TOKENS_OF_FULL_CHUNKS * run.degrees.context // training.seq_len))
+        if high - low <= 1 or (guess <= low and straight and training.global_batch_size == -1):
+            break
+        for rows in range(max(low + 1, min(high - 1, guess)), low, -1):  # a rule may forbid some
+            settings = _rows(run, rows)
+            new = changed(run, settings)
+            after = new and _plan_of(new, settings, gpu, partial(trace, new, gpu.fp8 > 0))
+            if after:
+                known[rows] = after
+                break
+        else:
+            break
+    return max((rows for rows, each in known.items() if each.fits), default=None)
+
+
+def _crossing(known: Mapping[int, Forecast], full: int) -> tuple[int, bool]:
+    """The most rows that fit by a line through the two largest numbers that are known, and whether both are `full`."""
+    *others, (many, more) = sorted(known.items())
+    if not others:
+        return (max(2 * many, full) if more.fits else many // 2), False
+    few, less = others[-1]
+    slope = max(1.0, (more.needs - less.needs) / (many - few))
+    return few + int((more.memory - less.needs) / slope), few >= full
+
+
+def _rows(run: Run, rows: int) -> Settings:
+    """Other rows of a forward pass. The global batch stays if it can be split so."""
+    whole = run.job.training.global_batch_size
+    size = whole if whole == -1 or whole % (rows * run.degrees.data) == 0 else -1
+    return {"training.local_batch_size": rows, "training.global_batch_size": size}
+
+
+def what_fits(run: Run, plan: Forecast, trace: Tracer, gpu: Gpu, most: int = 5) -> tuple[Change, ...]:
+    """Changes that make a run fit which does not, cheapest first. Those whose state alone is too large are not
+    traced."""
+    found: list[Change] = []
+    seen = [run.job]
+    for settings in _remedies(run):
         new = changed(run, settings)
-        if new is not None and state_bytes(new) < memory:
-            return f"Cheapest change that makes room for them: {' '.join(words(settings))}."
-    ranks = -(-state_bytes(run) * run.world_size // memory)
-    return f"At least {ranks:,} such devices hold them, without anything else; or take a smaller model."
+        if new is None or new.job in seen or state_bytes(new) > memory_of_rank(new, gpu):
+            continue
+        if len(settings) > 2 and len(found) >= 2:  # several changes at once are for runs that no single one helps
+            break
+        seen.append(new.job)
+        after = _plan_of(new, settings, gpu, partial(trace, new, gpu.fp8 > 0))
+        if after is not None and after.fits and after.needs < plan.needs:
+            speed = after.tokens_per_second
+            price = 1 - speed / plan.tokens_per_second
+            found.append(Change(words=options(settings), needs=after.needs, tokens_per_second=speed, price=price))
+    return tuple(sorted(found, key=lambda change: change.price)[:most])
+
+
+def _remedies(run: Run) -> Iterator[Settings]:
+    """Changes that take less memory, one at a time, then together."""
+    batch, rows = run.global_batch_size, run.job.training.local_batch_size
+    smaller = [rows >> n for n in range(1, rows.bit_length()) if batch % ((rows >> n) * run.degrees.data) == 0]
+    fewer = [{"training.local_batch_size": size, "training.global_batch_size": batch} for size in smaller]
+    yield from fewer
+    yield {"parallelism.fsdp_reshard_after_forward": "always"}
+    if run.microbatches > 1 and run.degrees.pipeline == 1:
+        yield {"parallelism.fsdp_reduce": "microbatch"}
+    if run.job.activation_checkpoint.mode == "none":
+        yield SELECTIVE
+    yield from (FULL, HALF_STATE, BF16)
+    for degree in (2, 4, 8):
+        if degree > run.degrees.tensor and run.world_size % degree == 0:
+            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
+            yield {**layout, "training.global_batch_size": batch}
+    yield {"training.enable_cpu_offload": True}
+    small = fewer[-1] if fewer else {}
+    yield {**small, **FULL}
+    yield {**small, **FULL, **HALF_STATE}
+    yield {**small, **FULL, **BF16}
+    yield {**small, **FULL, **BF16, "training.enable_cpu_offload": True}
 
 
 # ------------------------------------------------------------------------------------------------------------- search
@@ -223,109 +183,96 @@ class Found:
     plan: Forecast
 
 
-def candidates(run: Run, gpu: Gpu) -> Iterator[tuple[Settings, Run]]:
-    """Layouts, recomputation, batch sizes and precisions for the ranks of a run that the rules allow and that an
-    estimate does not show to be far too large."""
-    world, arch, training = run.world_size, run.arch, run.job.training
-    powers = [2**n for n in range(10)]
-    tensor = [n for n in powers if n <= min(gpu.machine, arch.n_kv_heads, world)]
-    pipeline = [n for n in powers if n <= min(16, world, arch.n_layers // 2)] if world > gpu.machine else [1]
-    context = [n for n in (1, 2, 4, 8) if n == 1 or training.seq_len >= 16384 * n]
-    replicas = [1, *([world // gpu.machine] if world > gpu.machine and world % gpu.machine == 0 else [])]
-    precisions: list[Settings] = [{"float8.enable": False}]
-    if gpu.fp8 and run.compiles("model"):
-        precisions.append({"float8.enable": True})
-    recompute: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
-    for layout in itertools.product(tensor, pipeline, context, replicas):
-        ranks = layout[0] * layout[1] * layout[2]
-        if world % (ranks * layout[3]):
-            continue
-        for precision, again, rows in itertools.product(precisions, recompute, (1, 2, 4, 8, 16)):
-            settings = _layout(run, *layout, rows)
-            if settings is None:
-                continue
-            settings = {**settings, **precision, **again}
-            new = changed(run, settings)
-            if new is not None and 0.85 * likely_bytes(new) < memory_of_rank(new, gpu):
-                yield settings, new
-
-
-def _layout(run: Run, tensor: int, pipeline: int, context: int, replicas: int, rows: int) -> Settings | None:
-    """The keys of a layout. A global batch that the job names stays; None if it cannot be split so."""
-    data = run.world_size // (tensor * pipeline * context)
-    batch = run.job.training.global_batch_size
-    if batch == -1 and pipeline > 1:
-        batch = rows * data * 4 * pipeline  # so that a fifth of the time is idle at the most
-    elif batch != -1 and batch % (rows * data):
-        return None
-    return {
-        "parallelism.tensor_parallel_degree": tensor,
-        "parallelism.pipeline_parallel_degree": pipeline,
-        "parallelism.context_parallel_degree": context,
-        "parallelism.data_parallel_replicate_degree": replicas,
-        "parallelism.data_parallel_shard_degree": -1,
-        "training.local_batch_size": rows,
-        "training.global_batch_size": batch,
-    }
-
-
 def search(
-    run: Run, trace: Tracer, gpu: Gpu, pool: Executor, workers: int, seconds: float = 120.0, most: int = 10
+    run: Run, trace: Tracer, gpu: Gpu, pool: Executor, seconds: float = 120.0, most: int = 10
 ) -> tuple[list[Found], int]:
     """The fastest jobs that fit, fastest first, and how many were traced.
 
     The candidates are traced in the order of a guess at their speed, until the time is over. A candidate is passed over
-    if the same with fewer rows does not fit, or if it cannot be traced; then it is named.
+    if the same with fewer rows or more recomputation does not fit, or if it cannot be traced; then it is named.
 
     Args:
         trace: Can be sent to another process.
         pool: Where traces run.
-        workers: How many traces run at a time.
         seconds: After this time no further trace is started.
 
     Raises:
         BrokenExecutor: A process of the pool was killed.
     """
-
-    def speed(candidate: tuple[Settings, Run]) -> float:
-        return candidate[1].global_batch_size / guessed_seconds(candidate[1], gpu)
-
-    waiting = sorted(candidates(run, gpu), key=speed, reverse=True)
-    too_large: list[Settings] = []
+    waiting = sorted(candidates(run, gpu), key=lambda each: _guessed_seconds(each[1], gpu) / each[1].global_batch_size)
+    too_large: list[Run] = []
     found: list[Found] = []
-    running: dict[Future[Sequence[Any]], tuple[Settings, Run]] = {}
+    running: dict[Future[Sequence[RankTrace]], tuple[Settings, Run]] = {}
     deadline, traced = time.monotonic() + seconds, 0
     while waiting or running:
-        while waiting and len(running) < workers and time.monotonic() < deadline:
+        while waiting and len(running) < WORKERS and time.monotonic() < deadline:
             settings, new = waiting.pop(0)
-            if not any(_is_larger(settings, other) for other in too_large):
-                running[pool.submit(traces_of, new, gpu, trace)] = settings, new
+            if not any(_takes_more(new, other) for other in too_large):
+                running[pool.submit(trace, new, gpu.fp8 > 0)] = settings, new
         if not running:
             break
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             settings, new = running.pop(done)
             plan = _plan_of(new, settings, gpu, done.result)
-            if plan is None:
-                continue
-            traced += 1
-            if plan.fits:
+            traced += plan is not None
+            if plan is not None and plan.fits:
                 found.append(Found(new, settings, plan))
-            else:
-                too_large.append(settings)
-    return best(found, most), traced
+            elif plan is not None:
+                too_large.append(new)
+    return sorted(found, key=lambda each: -each.plan.tokens_per_second)[:most], traced
 
 
-def best(found: Iterable[Found], most: int) -> list[Found]:
-    """The fastest, fastest first."""
-    return sorted(found, key=lambda each: -each.plan.tokens_per_second)[:most]
+def candidates(run: Run, gpu: Gpu) -> Iterator[tuple[Settings, Run]]:
+    """Layouts, recomputation, batch sizes and precisions for the ranks of a run that the rules allow, and whose state
+    and kept activations are not too large already. A global batch that the job names stays."""
+    world, arch, training = run.world_size, run.arch, run.job.training
+    several, powers = world > gpu.machine, [2**n for n in range(10)]
+    tensor = [n for n in powers if n <= min(gpu.machine, arch.n_kv_heads, world)]
+    pipeline = [n for n in powers if n <= min(16, world, arch.n_layers // 2)] if several else [1]
+    context = [n for n in (1, 2, 4, 8) if n == 1 or training.seq_len >= 16384 * n]
+    replicas = [1, world // gpu.machine] if several and world % gpu.machine == 0 else [1]
+    float8 = [False, True] if gpu.fp8 and run.compiles("model") else [False]
+    recompute: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
+    for *degrees, copies, fp8, again, rows in itertools.product(
+        tensor, pipeline, context, replicas, float8, recompute, (1, 2, 4, 8, 16)
+    ):
+        ranks, batch = degrees[0] * degrees[1] * degrees[2], training.global_batch_size
+        if batch == -1 and degrees[1] > 1:
+            batch = rows * (world // ranks) * 4 * degrees[1]  # so that a fifth of the time is idle at the most
+        if world % (ranks * copies) or (batch != -1 and batch % (rows * (world // ranks))):
+            continue
+        names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+        layout = {f"parallelism.{name}_degree": n for name, n in zip(names, (*degrees, copies), strict=True)}
+        layout |= {"parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8}
+        settings = {**layout, "training.local_batch_size": rows, "training.global_batch_size": batch, **again}
+        new = changed(run, settings)
+        if new is not None:
+            waiting = min(new.microbatches, new.degrees.pipeline)
+            if state_bytes(new) + kept_by_blocks(new, waiting) < memory_of_rank(new, gpu):
+                yield settings, new
 
 
-def _is_larger(settings: Settings, other: Settings) -> bool:
+def _guessed_seconds(run: Run, gpu: Gpu) -> float:
+    """A guess at the time of a step on one rank, to decide which candidates are traced first."""
+    arch, degree, job = run.arch, run.degrees, run.job
+    rows = run.global_batch_size / degree.data
+    again = {"full": 4 / 3, "selective": 7 / 6}.get(job.activation_checkpoint.mode, 1.0)
+    rate = 0.5e12 * gpu.bf16 * (1.5 if job.float8.enable else 1.0)
+    tokens = rows * job.training.seq_len / degree.context
+    parallel = degree.tensor * degree.pipeline
+    compute = tokens / parallel * flops_per_token(arch, job.training.seq_len) * again / rate
+    hidden_states = 16 * arch.n_layers / degree.pipeline * tokens * arch.dim * (degree.tensor > 1)
+    shards = degree.shard * degree.context * degree.tensor
+    link, network = gpu.link * 1e9, gpu.network * 1e9 * shards / gpu.machine
+    fsdp = 8 * num_params(arch) / parallel / (link if shards <= gpu.machine else network)
+    idle = 1 + (degree.pipeline - 1) / run.microbatches
+    return (max(compute, fsdp) + hidden_states / link) * idle
+
+
+def _takes_more(run: Run, other: Run) -> bool:
     """Whether a candidate differs from another in nothing but more rows or less recomputation."""
-    order = {"none": 2, "selective": 1, "full": 0}
-    free = ("training.local_batch_size", "training.global_batch_size", "activation_checkpoint.mode")
-    free += ("activation_checkpoint.selective_ac_option",)
-    same = all(settings[key] == other[key] for key in settings if key not in free and key in other)
-    key = "activation_checkpoint.mode"
-    more_rows = settings["training.local_batch_size"] >= other["training.local_batch_size"]
-    return same and more_rows and order[settings[key]] >= order[other[key]]
+    order = ("full", "selective", "none")
+    mode, than = (order.index(each.job.activation_checkpoint.mode) for each in (run, other))
+    rows, fewer = (each.job.training.local_batch_size for each in (run, other))
+    same = (run.degrees, run.job.float8) == (other.degrees, other.job.float8)
+    return same and rows >= fewer and mode >= than

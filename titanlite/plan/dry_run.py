@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from titanlite.config.run import Run
 from titanlite.data.batch import blank_microbatch
 from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import GIB, handed_down
-from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
@@ -48,37 +48,28 @@ def dry_run(run: Run, argv: Sequence[str] = ()) -> None:
 
 def _steps(run: Run, device: torch.device, log: Callable[[str], None]) -> None:
     check_memory(run, state_bytes(run), device)
-    started = time.perf_counter()
+    times, training = [time.perf_counter()], run.job.training
     mesh = build_mesh(run.degrees, device.type)
     update = TrainStep(run, mesh, build_model(run, mesh, device, log), device)
     update.precompute_scales()
-    training = run.job.training
-    rows = [
-        blank_microbatch(training.local_batch_size, training.seq_len, run.job.dataset.document_mask, device)
-        for _ in range(run.microbatches)
-    ]
-    tokens = len(rows) * training.local_batch_size * training.seq_len
-    seconds = [time.perf_counter() - started]
-    for step in (1, 2):
-        started = time.perf_counter()
-        lr = learning_rate(step, run.job.optimizer.lr, run.job.lr_scheduler, training.steps)
-        update(rows, tokens, lr).grad_norm.item()  # waits for the device
-        seconds.append(time.perf_counter() - started)
+    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
+    rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
+    for _ in range(2):
+        times.append(time.perf_counter())
+        update(rows, len(rows) * shape[0] * shape[1], run.job.optimizer.lr).grad_norm.item()  # waits for it
+    times.append(time.perf_counter())
+    built, first, second = (after - before for before, after in pairwise(times))
     if device.type == "cuda":
         peak, what = torch.cuda.max_memory_allocated(device), "allocated to tensors"
-    else:
-        peak, what = _resident(), "of the process"
-    worst = torch.tensor([float(peak), seconds[2]], dtype=torch.float64, device=device)
+    else:  # the largest resident set of this process so far
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of the process"
+    worst = torch.tensor([float(peak), second], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    peak, step_seconds = worst.tolist()
-    speed = run.global_batch_size * training.seq_len / step_seconds / run.world_size
-    log(f"Dry run: built in {seconds[0]:.1f} s, step 1 in {seconds[1]:.1f} s, step 2 in {step_seconds:.3g} s.")
-    log(f"On the rank with the most: {peak / GIB:.2f} GiB {what}; {speed:,.0f} tokens/s per device.")
+    most, seconds = worst.tolist()
+    speed = run.global_batch_size * training.seq_len / seconds / run.world_size
+    log(f"Dry run: built in {built:.1f} s, step 1 in {first:.1f} s, step 2 in {seconds:.3g} s.")
+    log(f"On the rank with the most: {most / GIB:.2f} GiB {what}; {speed:,.0f} tokens/s per device.")
     if plan := handed_down():
         log(plan.line())
-        log(plan.compared(peak, step_seconds))
-
-
-def _resident() -> int:
-    """The largest resident set of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        log(plan.compared(most, seconds))

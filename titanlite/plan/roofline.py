@@ -1,0 +1,226 @@
+"""From what a trace has counted to a forecast: memory with its allowance, and time at the rates of a data sheet.
+
+Invariant: the shares of a peak that kernels reach are constants of this module, each with its reason. None depends on
+the job. This is a roofline, right to a third: a short real run says more of time wherever the device is at hand.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from titanlite.config.run import Run
+from titanlite.observe.flops import flops_per_token
+from titanlite.observe.forecast import GIB, MIB, Forecast
+from titanlite.observe.gpus import Gpu
+from titanlite.plan.counter import HOST
+from titanlite.plan.trace import RankTrace, Work
+
+Tracer = Callable[[Run, bool], Sequence[RankTrace]]
+"""`trace_run`: a run and whether the device has FP8 -> its traces."""
+
+# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
+# that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
+# between blocks of the allocator, which has expandable segments.
+GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
+# Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
+# tensors are a few, and 9 to 15 of oneDNN), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are
+# the process that reads.
+CPU_FIXED, CPU_LOST = 480 * MIB, 0.05
+
+# Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
+# the power limit holds. An FP8 matmul draws as much power and has half the time for its memory, so it reaches less.
+MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
+# Fused attention computes its softmax on units other than the tensor cores, so it reaches less. Published figures of
+# FlashAttention 2 on an A100 and of cuDNN on an H100, heads of 128, the backward pass counted as five matmuls.
+ATTENTION = {False: 0.60, True: 0.50}  # by whether it is the backward kernel
+BANDWIDTH = 0.80  # of the memory's peak; a copy of large tensors reaches about 85%
+LINK = 0.75  # of a link's peak; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
+# A ring's collective takes as many of the GPU's processors as its copies need, about a tenth. What computes meanwhile
+# has so many less.
+OVERLAP_PRICE = 0.1
+# The compiler fuses chains of element-wise operators, so that only what enters and leaves a chain is in memory. Counted
+# by hand on a block of Llama 8b, in hidden states that are read or written: 60 before, 23 after.
+FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25
+# What it does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
+UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
+# Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
+LAUNCH = 10e-6
+
+
+def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = False) -> Forecast:
+    """What the traces of a run mean on a device. `assumed`: nobody has named it, and this machine has none."""
+    peaks = {trace.rank: trace.together if gpu.cpu else trace.peak for trace in traces}
+    worst = max(traces, key=lambda trace: peaks[trace.rank])
+    peak, beside = peaks[worst.rank], peaks[worst.rank] - worst.peak
+    times = {trace.rank: _parts(run, trace, gpu) for trace in traces}
+    if share := _bubble(run):  # each rank waits for the first and the last microbatch of the others
+        busy = {rank: sum(parts.values()) - parts["optimizer"] for rank, (parts, _) in times.items()}
+        for rank, (parts, _) in times.items():
+            others = [seconds for other, seconds in busy.items() if other != rank] or [busy[rank]]
+            parts["pipeline bubble"] = share * sum(others) / len(others)
+    parts, hidden = max(times.values(), key=lambda each: sum(each[0].values()))
+    parts = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
+    seconds, training = sum(parts.values()), run.job.training
+    speed = run.global_batch_size * training.seq_len / run.world_size / seconds
+    here = min(run.world_size, gpu.machine) if gpu.cpu else 1
+    return Forecast(
+        job=run.job.job.config_file or "a job made in Python",
+        world_size=run.world_size,
+        gpu=gpu.name,
+        assumed=assumed,
+        rank=worst.rank,
+        stages=worst.stages,
+        peaks={str(rank): size for rank, size in peaks.items()},
+        peak=peak,
+        moment=worst.moment,
+        kinds={**worst.kinds, **({HOST: beside} if beside else {})},
+        host=0 if gpu.cpu else worst.host,
+        shared=gpu.cpu,
+        allowance=_allowance(run, peak, gpu),
+        memory=memory_of_rank(run, gpu),
+        step_seconds=seconds,
+        parts=parts,
+        hidden_seconds=hidden,
+        dominant=next(iter(parts)),
+        tokens_per_second=speed,
+        mfu=speed * flops_per_token(run.arch, training.seq_len) * here / (gpu.bf16 * 1e12),
+        days=seconds * training.steps / 86400,
+        basis="one matmul and one copy, timed now" if gpu.cpu else f"data sheet of {gpu.name}",
+    )
+
+
+def memory_of_rank(run: Run, gpu: Gpu) -> int:
+    """Bytes that a rank may take. The ranks of a CPU run share one machine."""
+    return gpu.memory // run.world_size if gpu.cpu else gpu.memory
+
+
+def this_cpu() -> Gpu:
+    """The cores and the memory of this machine, with the rates of one matmul of each dtype and of one copy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    side, rates = 768, []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(side, side, dtype=dtype) for _ in range(2))
+        rates.append(2 * side**3 / _seconds_of(lambda a=a, b=b: a @ b) / 1e12)
+    data = torch.ones(32 << 20)
+    bandwidth = 2 * data.nbytes / _seconds_of(data.clone) / 1e9
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    # A collective of gloo copies each byte a few times.
+    speeds = {"fp32": rates[0], "bf16": rates[1], "bandwidth": bandwidth, "link": bandwidth / 4, "host": bandwidth}
+    name = f"{cores} CPU core{'s' if cores > 1 else ''}"
+    return Gpu(name=name, cpu=True, memory_gib=memory, network=1.0, latency_us=300.0, machine=cores, **speeds)
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    """The least time of a few calls."""
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _allowance(run: Run, peak: int, gpu: Gpu) -> int:
+    """Bytes beside those of tensors that a rank takes."""
+    if gpu.cpu:
+        return CPU_FIXED + int(CPU_LOST * peak)
+    degree = run.degrees
+    groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
+    return GPU_FIXED + groups * GPU_GROUP + int(GPU_LOST * peak)
+
+
+def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[dict[str, float], float]:
+    """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
+    parts, hidden = defaultdict[str, float](float), 0.0
+    # A CPU's rates are those of the machine. Ranks share them, and more ranks than cores wait for each other.
+    sharing = run.world_size if gpu.cpu else 1
+    for phase in ("forward", "backward", "optimizer"):
+        busy = launches = hideable = first = 0.0
+        compiled = run.compiles("optimizer" if phase == "optimizer" else "model")
+        for work in trace.work:
+            if work.phase != phase:
+                continue
+            if work.group is not None:
+                seconds = _collective(work, work.group, gpu) * max(1.0, sharing / gpu.machine)
+                asynchronous = run.job.parallelism.enable_async_tensor_parallel and work.group[0] == "tensor"
+                overlaps = work.group[0] in ("fsdp", "replicate") and phase != "optimizer" and not gpu.cpu
+                if overlaps or asynchronous:
+                    hideable += seconds
+                    first += seconds / work.count  # all wait for the first gather and the last reduction
+                else:
+                    parts[f"collectives ({work.group[0]})"] += seconds
+                continue
+            fused = compiled and not work.shape and not work.op.startswith(UNFUSED)
+            name, seconds = _kernels(work, gpu, FUSED_BYTES if fused else 1.0)
+            parts["optimizer" if phase == "optimizer" else name] += seconds * sharing
+            busy += seconds * sharing
+            launches += work.count * LAUNCH * (FUSED_KERNELS if fused else 1.0)
+        waits = launches * max(1.0, sharing / gpu.machine) if gpu.cpu else max(0.0, launches - busy)
+        parts["launching kernels"] += waits
+        shown = min(hideable, max(hideable - busy - waits, first))
+        parts["collectives (fsdp)"] += shown + OVERLAP_PRICE * (hideable - shown)
+        hidden += hideable - shown
+    if run.job.training.enable_cpu_offload and not gpu.cpu:
+        # Weights to the device, twice, gradients to the host, and the update there at half of its rate. The host has
+        # weights, gradients and two moments, so the copies read or write three quarters of it.
+        parts["copies to and from host memory"] = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
+    return parts, hidden
+
+
+def _kernels(work: Work, gpu: Gpu, share_of_bytes: float) -> tuple[str, float]:
+    """What the kernels of an entry are, and their seconds."""
+    moving = work.bytes * share_of_bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
+    peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
+    if len(work.shape) == 5:
+        return "attention", work.flops / (peak * 1e12 * ATTENTION["backward" in work.op])
+    if len(work.shape) != 3:
+        return "memory-bound kernels", moving
+    kind = work.dtype if work.dtype == "float32" else "bfloat16"
+    if work.dtype.startswith("float8") and gpu.fp8:
+        kind, peak = "float8", gpu.fp8
+    return "matmuls", max(work.flops / (peak * 1e12 * MATMUL[kind]), moving)
+
+
+def _collective(work: Work, group: tuple[str, int, int], gpu: Gpu) -> float:
+    """Seconds of all collectives of an entry, by the ring algorithm.
+
+    A ring of n ranks moves (n - 1) / n of the tensor over each link, and twice as much to reduce and gather it. In a
+    group that spans machines, those of its ranks that share a machine share what comes in from the others.
+    """
+    _, ranks, span = group
+    if ranks == 1:
+        return 0.0
+    machines = 1 if gpu.cpu else math.ceil(span / gpu.machine)
+    together = math.ceil(ranks / machines)
+    links, networks = (ranks - 1) / ranks, (machines - 1) / machines / together
+    if work.op in ("send", "broadcast"):
+        links, networks = float(machines == 1), float(machines > 1)
+    elif work.op == "all_to_all":
+        links, networks = (together - 1) / ranks**2, (ranks - together) / ranks**2
+    hops = (together - 1) * 1e-6 + (machines - 1) * 5e-6
+    latency = gpu.latency_us * 1e-6 * (ranks - 1) if gpu.cpu else gpu.latency_us * 1e-6 + hops
+    slowest = max(links / gpu.link, networks / gpu.network) / (LINK * 1e9)
+    return (2 if work.op == "all_reduce" else 1) * (work.bytes * slowest + work.count * latency)
+
+
+def _bubble(run: Run) -> float:
+    """Idle time of a pipeline rank, as a share of the busy time of the others (https://arxiv.org/abs/2104.04473).
+
+    It is (p - 1) / (v m) with p ranks, v stages on each and m microbatches. Schedules that delay the gradients of
+    weights fill two thirds of it with them (https://arxiv.org/abs/2401.10241); the V-shaped one fills it all once there
+    are 2 p microbatches.
+    """
+    ranks, per_rank = run.degrees.pipeline, len(run.stages) // run.degrees.pipeline
+    share = (ranks - 1) / (per_rank * run.microbatches)
+    schedule = run.job.parallelism.pipeline_parallel_schedule
+    if schedule == "InterleavedZeroBubble":
+        return share / 3
+    if schedule == "ZBVZeroBubble":
+        return share / 3 if run.microbatches < 2 * ranks else 0.0
+    return (ranks - 1) / run.microbatches if schedule == "LoopedBFS" and per_rank == 1 else share
