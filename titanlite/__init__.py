@@ -8,44 +8,32 @@ from __future__ import annotations
 
 import importlib
 
+from titanlite.runtime.process import use_own_caches
+
 TYPE_CHECKING = False  # as in typing, which is not imported because that takes longer than the start of Python
 if TYPE_CHECKING:
     from typing import Any
 
-    from titanlite.completion import Completion, LoadedCheckpoint, generate, generate_many, load_checkpoint
-    from titanlite.config.errors import UserError
-    from titanlite.config.flavors import FLAVORS, Architecture
-    from titanlite.config.load import load_job
-    from titanlite.config.schema import JobConfig
-    from titanlite.data.loader import Loader
-    from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.hooks.profiler import StepProfile
-    from titanlite.model.llama import Llama
-    from titanlite.score import TextScore, evaluate_text
-    from titanlite.train.loop import Trainer
-    from titanlite.train.profile_steps import profile_steps
+    from titanlite.completion import Completion as Completion
+    from titanlite.completion import LoadedCheckpoint as LoadedCheckpoint
+    from titanlite.completion import generate as generate
+    from titanlite.completion import generate_many as generate_many
+    from titanlite.completion import load_checkpoint as load_checkpoint
+    from titanlite.config.errors import UserError as UserError
+    from titanlite.config.flavors import FLAVORS as FLAVORS
+    from titanlite.config.flavors import Architecture as Architecture
+    from titanlite.config.load import load_job as load_job
+    from titanlite.config.schema import JobConfig as JobConfig
+    from titanlite.data.loader import Loader as Loader
+    from titanlite.data.tokenizer import load_tokenizer as load_tokenizer
+    from titanlite.hooks.profiler import StepProfile as StepProfile
+    from titanlite.model.llama import Llama as Llama
+    from titanlite.score import TextScore as TextScore
+    from titanlite.score import evaluate_text as evaluate_text
+    from titanlite.train.loop import Trainer as Trainer
+    from titanlite.train.profile_steps import profile_steps as profile_steps
 
 __version__ = "0.2.0"
-__all__ = [
-    "FLAVORS",
-    "Architecture",
-    "Completion",
-    "JobConfig",
-    "Llama",
-    "LoadedCheckpoint",
-    "Loader",
-    "StepProfile",
-    "TextScore",
-    "Trainer",
-    "UserError",
-    "evaluate_text",
-    "generate",
-    "generate_many",
-    "load_checkpoint",
-    "load_job",
-    "load_tokenizer",
-    "profile_steps",
-]
 
 _HOMES = {
     "titanlite.completion": ("Completion", "LoadedCheckpoint", "generate", "generate_many", "load_checkpoint"),
@@ -61,6 +49,11 @@ _HOMES = {
     "titanlite.train.profile_steps": ("profile_steps",),
     "titanlite.score": ("TextScore", "evaluate_text"),
 }
+
+
+__all__ = [name for names in _HOMES.values() for name in names]  # pyright: ignore[reportUnsupportedDunderAll]
+
+use_own_caches()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,46 +17,30 @@ from collections.abc import Callable, Sequence
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 
-# Name, one line of help, and the function that gets the rest of the command line as `list[str]`.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("Train the model that a job file describes, in this process.", "titanlite.cli:train"),
-    "launch": (
-        "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
-        "titanlite.launch.launcher:launch",
-    ),
-    "check": (
-        "Check a job file, for --world-size N ranks, without starting anything.",
-        "titanlite.commands.check:main",
-    ),
-    "plan": (
-        "Say what a job will take: memory, time, what fits, and the fastest layout.",
-        "titanlite.commands.plan:main",
-    ),
-    "profile": (
-        "Say where the time of a job's step goes, and write a trace for Perfetto.",
-        "titanlite.commands.profile:main",
-    ),
-    "prepare": (
-        "Tokenize the data of a job file once, into shards that training maps into memory.",
-        "titanlite.commands.prepare:main",
-    ),
-    "tokenizer": (
-        "`tokenizer train --vocab-size N --out DIR`: make a vocabulary from text of your own.",
-        "titanlite.commands.tokenizer:main",
-    ),
-    "data": ("`data show --step N`: print the text that a step of a job reads.", "titanlite.commands.data:main"),
-    "verify": ("Read checkpoints and say which ones are good.", "titanlite.commands.verify:main"),
-    "export": ("Write a checkpoint as a Hugging Face model.", "titanlite.commands.export:main"),
-    "import": (
-        "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights.",
-        "titanlite.commands.import_:main",
-    ),
-    "migrate": ("Turn a job file of torchtitan's into one of titanlite's.", "titanlite.commands.migrate:main"),
-    "runs": ("List the runs in a folder: state, step, loss, speed, age.", "titanlite.commands.runs:main"),
-    "report": ("Write a page about one or several runs, to look at offline.", "titanlite.commands.report:main"),
-    "watch": ("Show how a run goes, also from another machine.", "titanlite.commands.watch:main"),
-    "generate": ("Let a checkpoint complete a text.", "titanlite.commands.generate:main"),
-    "eval": ("Score a checkpoint on texts: perplexity and bits per byte.", "titanlite.commands.eval:main"),
+# Name and one line of help. `titanlite.commands.NAME.main`, if HOMES names no other function, gets the other words.
+COMMANDS = {
+    "train": "Train the model that a job file describes, in this process.",
+    "launch": "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
+    "check": "Check a job file, for --world-size N ranks, without starting anything.",
+    "plan": "Say what a job will take: memory, time, what fits, and the fastest layout.",
+    "profile": "Say where the time of a job's step goes, and write a trace for Perfetto.",
+    "prepare": "Tokenize the data of a job file once, into shards that training maps into memory.",
+    "tokenizer": "`tokenizer train --vocab-size N --out DIR`: make a vocabulary from text of your own.",
+    "data": "`data show --step N`: print the text that a step of a job reads.",
+    "verify": "Read checkpoints and say which ones are good.",
+    "export": "Write a checkpoint as a Hugging Face model.",
+    "import": "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights.",
+    "migrate": "Turn a job file of torchtitan's into one of titanlite's.",
+    "runs": "List the runs in a folder: state, step, loss, speed, age.",
+    "report": "Write a page about one or several runs, to look at offline.",
+    "watch": "Show how a run goes, also from another machine.",
+    "generate": "Let a checkpoint complete a text.",
+    "eval": "Score a checkpoint on texts: perplexity and bits per byte.",
+}
+HOMES = {
+    "train": "titanlite.cli:train",
+    "launch": "titanlite.launch.launcher:launch",
+    "import": "titanlite.commands.import_:main",
 }
 
 
@@ -81,7 +65,7 @@ def _dispatch(words: list[str]) -> object:
     if name not in COMMANDS:
         print(f"titanlite {name}: unknown command. {_meant(name)}\n\n{usage()}", file=sys.stderr)
         return 2
-    module, function = COMMANDS[name][1].split(":")
+    module, function = HOMES.get(name, f"titanlite.commands.{name}:main").split(":")
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return getattr(importlib.import_module(module), function)(rest)
@@ -89,7 +73,7 @@ def _dispatch(words: list[str]) -> object:
 
 def usage() -> str:
     """The text of `titanlite --help`."""
-    rows = "\n".join(f"  {name:<10}{text}" for name, (text, _) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: titanlite COMMAND ...\n\n{rows}\n\n"
         "`titanlite COMMAND --help` or `titanlite help COMMAND` explains the options of a command,\n"

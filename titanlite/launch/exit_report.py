@@ -96,7 +96,7 @@ def explain_hang(hangs: Sequence[dict[str, Any]], killed: Sequence[int]) -> str:
         if pending and not behind:
             waiting.append(f"{who} waits in {pending[-1]}, at {where}")
         else:
-            missed = f"after its last {behind[0]} it did not join the next one. " if behind else ""
+            missed = f"after its last {behind[-1]} it did not join the next one. " if behind else ""
             late.append(f"{who} is LATE: {missed}It is at {where}\n    inside of {hang['inside']}")
     here = {hang["rank"] for hang in hangs} | silent
     elsewhere = [f"{rank} ({host})" for rank, host in enumerate(hangs[0]["hosts"]) if rank not in here]

@@ -146,7 +146,7 @@ def _machines() -> tuple[int, int]:
     """NNODES: the least and the most number of machines. Raises UserError."""
     least, colon, most = os.environ.get("NNODES", "").partition(":")
     if not colon:
-        return (_number("NNODES", 1),) * 2
+        return _number("NNODES", 1), _number("NNODES", 1)
     numbers = _number("NNODES", 1, least), _number("NNODES", 1, most)
     if numbers[0] > numbers[1]:
         raise UserError(f"NNODES={least}:{most}: the first number is that of the fewest machines.")

@@ -62,9 +62,9 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
 
     folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
     child, end = folder / "process", folder / "code"
-    command, environment = python_command(["-m", "titanlite", "launch", *words], {FOLDER: str(folder)})
+    command, environment = python_command(["-m", "titanlite", "launch", *words])
     # A store that outlived a restart would have the addresses of the ranks before it.
-    os.environ.update({**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    os.environ.update({**environment, FOLDER: str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # there is no process now, because the machines have not met

@@ -56,13 +56,9 @@ def run_ranks(words: Sequence[str], world: World, resume_hint: Callable[[], str]
         resume_hint: The last lines of the output, if the ranks ended without printing them.
 
     Raises:
-        UserError: The system refuses a folder for temporary files, or another process.
+        UserError: The system refuses another process.
     """
-    try:
-        private = tempfile.TemporaryDirectory(prefix="titanlite-launch-")
-    except OSError as error:
-        raise UserError(f"A run needs a folder for temporary files: {error}. Set TMPDIR to one.") from None
-    with private as folder:
+    with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as folder:
         return _Ranks(words, world, resume_hint, Path(folder)).run()
 
 

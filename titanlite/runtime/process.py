@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
 from types import FrameType
 
@@ -43,8 +44,9 @@ def start_python(
     """
     import subprocess  # here, because it would take half of the time until `begin`
 
-    command, changes = python_command(words, variables)
-    environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    command, own = python_command(words)
+    given = {**os.environ, **own, **(variables or {})}
+    environment = {name: value for name, value in given.items() if value is not None}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         return subprocess.Popen(command, env=environment, **options)
@@ -52,16 +54,14 @@ def start_python(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def python_command(
-    words: Sequence[str], variables: Mapping[str, str | None] | None = None
-) -> tuple[list[str], dict[str, str | None]]:
-    """The command line and the changes of the environment by which a child of this process is to be started.
+def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment variables by which a child of this process is to be started.
 
     It finds this titanlite, whatever is installed, and nothing in the current folder.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return [sys.executable, "-P", *words], {"PYTHONPATH": path, **(variables or {}), _PARENT: str(os.getpid())}
+    return [sys.executable, "-P", *words], {"PYTHONPATH": path, _PARENT: str(os.getpid())}
 
 
 def begin() -> None:
@@ -85,6 +85,29 @@ def serve_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+def use_own_caches() -> None:
+    """Let torch's compilers keep what they made in a folder of this user's own, unless the user has named one.
+
+    Otherwise they use one in /tmp that another user can guess and make first, and run code from it.
+    """
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    if all(name in os.environ for name in names):
+        return
+    folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "titanlite-compiler")
+    owned = False
+    with contextlib.suppress(OSError):  # the home is not there, or cannot be written
+        if os.path.isabs(folder):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            found = os.lstat(folder)
+            owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not owned:
+        import tempfile
+
+        folder = tempfile.mkdtemp(prefix="titanlite-compiler-")
+    for name, part in names.items():
+        os.environ.setdefault(name, os.path.join(folder, part))
 
 
 def leave(code: int) -> NoReturn:

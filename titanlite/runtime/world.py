@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvous  # pyright: ignore
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
@@ -63,7 +63,7 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
             f"WORLD_SIZE={world_size}, but no {' and no '.join(missing)}: `NGPU={world_size} titanlite launch` or "
             "torchrun starts a world of several ranks. Unset WORLD_SIZE to train on one."
         )
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     return store
 
 
