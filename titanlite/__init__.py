@@ -6,6 +6,13 @@ A Python program needs the names below only; docs/python.md shows how. Each is i
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] or (sys.argv[:1] and sys.argv[0].endswith("/titanlite")):
+    import _signal  # the command, whose first line this is: from here on Ctrl-C gives no traceback
+
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
 import importlib
 
 from titanlite.runtime.process import use_own_caches

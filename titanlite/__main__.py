@@ -1,13 +1,8 @@
 """`python -m titanlite`: the same as the command `titanlite`. The launcher starts each rank this way."""
 
-import os
-import signal
+import sys
 
-signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))  # so that Ctrl-C never gives a traceback
-
-import sys  # noqa: E402
-
-from titanlite.runtime import process  # noqa: E402
+from titanlite.runtime import process
 
 
 def main() -> None:
