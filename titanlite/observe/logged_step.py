@@ -10,7 +10,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as documented
+from pydantic.fields import FieldInfo
 
 
 class StepLine(str):
@@ -29,161 +33,97 @@ class Curve:
         return Curve(f"{self.tag}/{part}", f"{part}: {self.description}")
 
 
-_HOST_SECONDS = (
-    "seconds of a step as the host spends them, mean since the previous line. A GPU computes behind the host, which "
-    "waits for it where a number is read, in a logged step, or where its queue is full."
-)
-
-
-@dataclass(frozen=True)
+@documented(frozen=True, kw_only=True, config=ConfigDict(use_attribute_docstrings=True))
 class LoggedStep:
     """A line of metrics.jsonl: one JSON object with these keys.
 
     Rates and times are means over the steps since the previous line, in wall-clock time, including saves. JSON has no
     NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}. An
-    object stands for a number with several parts; those that are empty are left out.
+    object stands for a number with several parts; those that are empty are left out. Each number has the tag of its
+    curve in TensorBoard.
+
+    Attributes:
+        step: Optimizer steps done, from 1.
+        time: Unix time.
+        distributions: Name of a number with several parts -> part -> what it consists of, for histograms. It is not in
+            the line.
     """
 
     step: int
-    """Optimizer steps done, from 1."""
-    loss: Annotated[float, Curve("1_loss/train", "Mean cross entropy of a token of this step's global batch, nats.")]
-    loss_max: Annotated[
-        float,
-        Curve("1_loss/train_max", "The largest of the means of data-parallel ranks, each over its own tokens, nats."),
-    ]
-    grad_norm: Annotated[float, Curve("2_optimizer/gradient_norm", "L2 norm of this step's gradient before clipping.")]
-    clipped: Annotated[
-        float,
-        Curve(
-            "2_optimizer/clipped_steps",
-            "Share (0 to 1) of the steps since the previous line whose gradient was scaled down (training.max_norm).",
-        ),
-    ]
-    lr: Annotated[float, Curve("2_optimizer/learning_rate", "Learning rate of this step.")]
-    tokens: Annotated[
-        int, Curve("6_progress/tokens", "Tokens trained on since step 1, whatever the number of restarts.")
-    ]
-    tps: Annotated[float, Curve("3_speed/1_tokens_per_second", "Tokens per second of the whole world.")]
-    tps_per_device: Annotated[
-        float, Curve("3_speed/2_tokens_per_second_per_device", "Tokens per second of one device.")
-    ]
-    mfu: Annotated[
-        float | None,
-        Curve(
-            "3_speed/3_mfu",
-            "Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices. Missing if the peak is "
-            "unknown, as on a CPU.",
-        ),
-    ]
-    tflops: Annotated[
-        float,
-        Curve(
-            "3_speed/3_tflops",
-            "Model TFLOP/s of one device: what a step computes at least, without recomputation, by time.",
-        ),
-    ]
-    memory: Annotated[
-        float,
-        Curve(
-            "4_memory/memory",
-            "GiB. GPU: peak reserved by the allocator since the previous line. CPU: resident set of this process.",
-        ),
-    ]
-    memory_peak: Annotated[
-        float,
-        Curve(
-            "4_memory/memory_peak",
-            "GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far.",
-        ),
-    ]
-    memory_active: Annotated[
-        float | None,
-        Curve(
-            "4_memory/memory_active",
-            "GiB, GPU: peak in blocks that hold tensors or wait for a stream, since the previous line.",
-        ),
-    ]
-    alloc_retries: Annotated[
-        int,
-        Curve(
-            "4_memory/alloc_retries",
-            "Times since this start that the GPU's memory was full until the allocator gave back what it kept. Each "
-            "one waits for the device.",
-        ),
-    ]
-    step_time: Annotated[float, Curve("3_speed/4_step_time", "Seconds that a step took, mean since the previous line.")]
-    data_time: Annotated[
-        float, Curve("3_speed/5_data_time", "Seconds that a step waited for its data, mean since the previous line.")
-    ]
-    forward_backward_time: Annotated[
-        float, Curve("3_speed/6_forward_backward_time", f"Forward and backward passes: {_HOST_SECONDS}")
-    ]
-    optimizer_time: Annotated[float, Curve("3_speed/7_optimizer_time", f"Clipping and optimizer: {_HOST_SECONDS}")]
-    checkpoint_time: Annotated[float, Curve("3_speed/8_checkpoint_time", f"Saves: {_HOST_SECONDS}")]
-    other_time: Annotated[
-        float,
-        Curve(
-            "3_speed/9_other_time",
-            f"The rest, which has validations, samples, signals and this line: {_HOST_SECONDS}",
-        ),
-    ]
-    elapsed: Annotated[float, Curve("6_progress/elapsed", "Seconds since this start of the program began to train.")]
-    time_left: Annotated[
-        float,
-        Curve("6_progress/time_left", "Seconds to the last step at the mean pace after the first line of this start."),
-    ]
+    loss: Annotated[float, "1_loss/train"]
+    """Mean cross entropy of a token of this step's global batch, nats."""
+    loss_max: Annotated[float, "1_loss/train_max"]
+    """The largest of the means of data-parallel ranks, each over its own tokens, nats."""
+    grad_norm: Annotated[float, "2_optimizer/gradient_norm"]
+    """L2 norm of this step's gradient before clipping."""
+    clipped: Annotated[float, "2_optimizer/clipped_steps"]
+    """Share (0 to 1) of the steps since the previous line whose gradient was scaled down (training.max_norm)."""
+    lr: Annotated[float, "2_optimizer/learning_rate"]
+    """Learning rate of this step."""
+    tokens: Annotated[int, "6_progress/tokens"]
+    """Tokens trained on since step 1, whatever the number of restarts."""
+    tps: Annotated[float, "3_speed/1_tokens_per_second"]
+    """Tokens per second of the whole world."""
+    tps_per_device: Annotated[float, "3_speed/2_tokens_per_second_per_device"]
+    """Tokens per second of one device."""
+    mfu: Annotated[float | None, "3_speed/3_mfu"]
+    """Model FLOP/s as a share (0 to 1) of the peak dense bfloat16 FLOP/s of the devices. Missing if the peak is
+    unknown, as on a CPU."""
+    tflops: Annotated[float, "3_speed/3_tflops"]
+    """Model TFLOP/s of one device: what a step computes at least, without recomputation, by time."""
+    memory: Annotated[float, "4_memory/memory"]
+    """GiB. GPU: peak reserved by the allocator since the previous line. CPU: resident set of this process."""
+    memory_peak: Annotated[float, "4_memory/memory_peak"]
+    """GiB. GPU: peak allocated to tensors since the previous line. CPU: largest resident set so far."""
+    memory_active: Annotated[float | None, "4_memory/memory_active"]
+    """GiB, GPU: peak in blocks that hold tensors or wait for a stream, since the previous line."""
+    alloc_retries: Annotated[int, "4_memory/alloc_retries"]
+    """Times since this start that the GPU's memory was full until the allocator gave back what it kept. Each one
+    waits for the device."""
+    step_time: Annotated[float, "3_speed/4_step_time"]
+    """Seconds that a step took, mean since the previous line."""
+    data_time: Annotated[float, "3_speed/5_data_time"]
+    """Seconds that a step waited for its data, mean since the previous line."""
+    forward_backward_time: Annotated[float, "3_speed/6_forward_backward_time"]
+    """Forward and backward passes: seconds of a step as the host spends them, mean since the previous line. A GPU
+    computes behind the host, which waits for it where a number is read, in a logged step, or where its queue is
+    full."""
+    optimizer_time: Annotated[float, "3_speed/7_optimizer_time"]
+    """Clipping and optimizer: seconds of a step as the host spends them, mean since the previous line. A GPU
+    computes behind the host, which waits for it where a number is read, in a logged step, or where its queue is
+    full."""
+    checkpoint_time: Annotated[float, "3_speed/8_checkpoint_time"]
+    """Saves: seconds of a step as the host spends them, mean since the previous line. A GPU computes behind the
+    host, which waits for it where a number is read, in a logged step, or where its queue is full."""
+    other_time: Annotated[float, "3_speed/9_other_time"]
+    """The rest, which has validations, samples, signals and this line: seconds of a step as the host spends them,
+    mean since the previous line. A GPU computes behind the host, which waits for it where a number is read, in a
+    logged step, or where its queue is full."""
+    elapsed: Annotated[float, "6_progress/elapsed"]
+    """Seconds since this start of the program began to train."""
+    time_left: Annotated[float, "6_progress/time_left"]
+    """Seconds to the last step at the mean pace after the first line of this start."""
     time: float
-    """Unix time."""
-    utilization: Annotated[
-        float,
-        Curve(
-            "6_progress/utilization",
-            "Share (0 to 1) of the positions of all rows so far that have a loss; packing and masks leave some out.",
-        ),
-    ] = 1.0
-    skipped_records: Annotated[
-        int,
-        Curve(
-            "7_counters/skipped_records",
-            'Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once.',
-        ),
-    ] = 0
-    failed_saves: Annotated[
-        int, Curve("7_counters/failed_saves", "Checkpoints that could not be written since this start.")
-    ] = 0
-    save_waits: Annotated[
-        int,
-        Curve("7_counters/save_waits", "Saves that had to wait for the end of the one before, since this start."),
-    ] = 0
-    failed_writes: Annotated[
-        int,
-        Curve(
-            "7_counters/failed_writes",
-            "Times that metrics, the log or events could not be written (disk full), since this start.",
-        ),
-    ] = 0
-    source_tokens: Annotated[
-        dict[str, int], Curve("6_progress/source_tokens", "Tokens of the rows that were read from a source of data.")
-    ] = field(default_factory=dict)
-    source_epochs: Annotated[
-        dict[str, float],
-        Curve("6_progress/source_epochs", "How many times a source of data was read, by its documents or its parts."),
-    ] = field(default_factory=dict)
-
-    grad_norms: Annotated[
-        dict[str, float],
-        Curve("8_gradient_norms", "L2 norm of this step's gradient of a group of parameters, before clipping."),
-    ] = field(default_factory=dict)
-    update_ratios: Annotated[
-        dict[str, float],
-        Curve(
-            "9_update_ratios",
-            "Norm of this step's update of a group of parameters, without weight decay, as a share of that of its "
-            "weights.",
-        ),
-    ] = field(default_factory=dict)
+    utilization: Annotated[float, "6_progress/utilization"] = 1.0
+    """Share (0 to 1) of the positions of all rows so far that have a loss; packing and masks leave some out."""
+    skipped_records: Annotated[int, "7_counters/skipped_records"] = 0
+    """Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once."""
+    failed_saves: Annotated[int, "7_counters/failed_saves"] = 0
+    """Checkpoints that could not be written since this start."""
+    save_waits: Annotated[int, "7_counters/save_waits"] = 0
+    """Saves that had to wait for the end of the one before, since this start."""
+    failed_writes: Annotated[int, "7_counters/failed_writes"] = 0
+    """Times that metrics, the log or events could not be written (disk full), since this start."""
+    source_tokens: Annotated[dict[str, int], "6_progress/source_tokens"] = field(default_factory=dict)
+    """Tokens of the rows that were read from a source of data."""
+    source_epochs: Annotated[dict[str, float], "6_progress/source_epochs"] = field(default_factory=dict)
+    """How many times a source of data was read, by its documents or its parts."""
+    grad_norms: Annotated[dict[str, float], "8_gradient_norms"] = field(default_factory=dict)
+    """L2 norm of this step's gradient of a group of parameters, before clipping."""
+    update_ratios: Annotated[dict[str, float], "9_update_ratios"] = field(default_factory=dict)
+    """Norm of this step's update of a group of parameters, without weight decay, as a share of that of its
+    weights."""
     distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Name of a number with several parts -> part -> what it consists of, for histograms. It is not in the line."""
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -215,13 +155,12 @@ def curve_of(key: str) -> Curve | None:
     return curve.of(part) if curve is not None and part else curve
 
 
-def _curves(names: Mapping[str, Any]) -> dict[str, Curve]:
-    """The curves in a class's annotations, by field."""
-    found = {name: [mark for mark in get_args(hint) if isinstance(mark, Curve)] for name, hint in names.items()}
-    return {name: marks[0] for name, marks in found.items() if marks}
-
-
-CURVES = _curves(get_type_hints(LoggedStep, include_extras=True))
+_FIELDS: dict[str, FieldInfo] = LoggedStep.__pydantic_fields__  # pyright: ignore[reportAttributeAccessIssue]
+CURVES = {
+    name: Curve(info.metadata[0], (info.description or "").replace("\n", " "))
+    for name, info in _FIELDS.items()
+    if info.metadata
+}
 TIME_PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
 """What step_time consists of."""
 # The fields of a validation's score.
