@@ -1,35 +1,19 @@
 """The view of a run: what it says, on any terminal, and that training shows it below its log lines."""
 
 import io
-import itertools
-import math
 import os
 import pty
 import re
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from small_runs import SMALL
 
-from titanlite.observe.live import LiveView, Losses, RunStatus, View, lines, plain_line, sparkline
-
-SCRIPT = """
-import sys, time
-from titanlite.observe.live import LiveView, RunStatus
-from titanlite.observe.logged_step import LoggedStep, StepLine
-from titanlite.runtime.logging import Event
-from titanlite.runtime.logging import setup_logging
-logger = setup_logging(int(sys.argv[1]), None)
-entry = dict.fromkeys(LoggedStep.__annotations__, 0) | {"step": 11, "loss": 4.321, "tps": 1234.0, "step_time": 1.0}
-with LiveView(lambda: RunStatus("mine", total_steps=40), int(sys.argv[1])) as view:
-    view.update(11, LoggedStep(**entry))
-    logger.info("a log line")
-    logger.info(StepLine("step 11/40 as a line"))
-    logger.info(Event("saved step 11", "save", 11))
-    view.update(12)
-"""
+from titanlite.observe.live import RunStatus, View, plain_line, sparkline
 
 
 def status(**changes: object) -> RunStatus:
@@ -43,15 +27,18 @@ def status(**changes: object) -> RunStatus:
     return found
 
 
-def shown(state: RunStatus, width: int, **options: bool) -> list[str]:
-    return [line.plain for line in lines(state, width, **options)]
+def shown(state: RunStatus, width: int, encoding: str = "utf-8") -> list[str]:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(file=file, width=width).print(View(state))
+    file.seek(0)
+    return file.read().splitlines()
 
 
-def in_terminal(rank: int, script: str = SCRIPT, **environment: str) -> str:
+def in_terminal(_: int, script: str, **environment: str) -> str:
     """Output of a script with a pseudo-terminal as its standard output."""
     ours, theirs = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LOG_RANK": "0", **environment}
-    process = subprocess.Popen([sys.executable, "-c", script, str(rank)], stdout=theirs, stderr=theirs, env=variables)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
     while True:
@@ -74,7 +61,7 @@ def test_a_view_says_state_progress_time_left_loss_speed_memory_and_events() -> 
     text = shown(status(), 100)
     assert text[0] == "running  a run"
     assert text[1].startswith("step 120/400")
-    assert text[1].endswith("30%  0:02:20 left")
+    assert text[1].rstrip().endswith("30%  0:02:20 left")
     assert text[2] == "loss 5.0000  █▇▇▆▅▅▄▄▃▂▂▁"
     assert text[3] == "6,589 tokens/s  0.67 GiB  0.5 s a step  grad_norm 0.700  lr 1.00e-03"
     assert text[4].endswith("saved step 100 to outputs/x")
@@ -89,17 +76,11 @@ def test_a_view_says_which_parts_of_a_step_take_its_time() -> None:
     assert shown(found, 100)[2] == "0 s a step"
 
 
-@pytest.mark.parametrize("width", [1, 5, 12, 20, 40, 79, 200])
-def test_no_line_is_wider_than_the_window(width: int) -> None:
-    state = status(reason="x" * 300, problems=["y" * 300], title="漢字" * 100)
-    file = io.StringIO()
-    Console(file=file, width=width).print(View(state))
-    assert all(len(line) <= width for line in file.getvalue().splitlines())
-    assert len(file.getvalue().splitlines()) == len(shown(state, width))
-
-
-def test_a_terminal_without_unicode_gets_ascii() -> None:
-    assert "\n".join(shown(status(title="a run"), 60, ascii_only=True)).isascii()
+@pytest.mark.parametrize("width", [1, 12, 40, 79, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_line_is_wider_than_the_window_and_a_terminal_without_unicode_gets_ascii(width: int, encoding: str) -> None:
+    state = status(reason="x" * 300, problems=["y" * 300], title="漢字" * 100 if encoding == "utf-8" else "a run")
+    assert all(len(line) <= width for line in shown(state, width, encoding))
 
 
 def test_texts_from_files_cannot_command_the_terminal_or_pretend_to_be_another_line() -> None:
@@ -132,81 +113,46 @@ def test_a_sparkline_goes_from_the_first_to_the_last_step() -> None:
     assert sparkline([(1, 3.0)], 10) == "▄"
     assert sparkline([(0, 8.0), (50, 4.0), (100, 1.0)], 3) == "█▄▁"
     assert sparkline([(0, 8.0), (1, 8.0), (100, 1.0)], 3) == "██▁"  # nothing is known between
-    assert len(sparkline([(step, 1.0 / step) for step in range(1, 1000)], 30)) == 30
+    state = RunStatus("long")
+    for step in range(1, 100_000):
+        state.logged({"step": step, "loss": float("nan") if step % 10 == 0 else 1e6 - step})
+    assert len(state.losses) <= 512
+    curve = sparkline(state.losses, 8)
+    assert curve == "".join(sorted(curve, reverse=True))
+    assert len(set(curve)) == 8
 
 
-def test_losses_of_a_long_run_stay_few_and_even() -> None:
-    losses = Losses()
-    for step in range(100_000):
-        losses.add(step, math.nan if step % 10 == 0 else step)
-    steps = [step for step, _ in losses.points]
-    assert 256 <= len(steps) < 512
-    gaps = {round(b - a) for a, b in itertools.pairwise(steps)}
-    assert max(gaps) - min(gaps) <= 2
-    assert all(step == loss for step, loss in losses.points)
+def train_in_terminal(tmp_path: Path, **environment: str) -> str:
+    (tmp_path / "small.toml").write_text(SMALL)
+    words = ["train", "--job.config_file", f"{tmp_path}/small.toml", "--job.dump_folder", f"{tmp_path}/mine"]
+    return in_terminal(0, f"import sys; from titanlite.cli import main; sys.exit(main({words}))", **environment)
 
 
-def test_training_on_a_terminal_shows_the_view_below_whole_log_lines_and_no_lines_of_steps() -> None:
-    output = without_codes(in_terminal(rank=0))
-    assert "step 12/40" in output
-    assert "loss 4.3210" in output
-    for line in ("a log line", "saved step 11"):
-        assert re.search(rf"\[\d\d:\d\d:\d\d\] {line} *\r\n", output)
-    assert "as a line" not in output
-    assert output.rindex("stopped  mine") > output.rindex("a log line")
-    finished = SCRIPT.replace("    view.update(12)", "    view.finished = True")
-    assert "finished  mine" in without_codes(in_terminal(0, finished))
-    failed = SCRIPT.replace("    view.update(12)", "    sys.excepthook = lambda *_: None; raise SystemExit(0)")
-    assert "crashed  mine" in without_codes(in_terminal(0, failed))
+COLOR = re.compile(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m")
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}])
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(environment: dict[str, str]) -> None:
-    output = in_terminal(rank=0, **environment)
+@pytest.mark.slow
+def test_training_on_a_terminal_shows_the_view_below_whole_log_lines_and_no_lines_of_steps(tmp_path: Path) -> None:
+    output = train_in_terminal(tmp_path)
+    assert COLOR.search(output)
+    output = without_codes(output)
+    assert re.search(r"\[\d\d:\d\d:\d\d\] saved step 10 to ", output)
+    assert "step 12/12" in output
+    assert "grad_norm" in output
+    assert "step  3/12  loss" not in output
+    assert output.rindex("finished  ") > output.rindex("running  ")
+    # Drawn at most once a second, apart from log lines.
+    assert output.count("running  ") < 30
+    log = (tmp_path / "mine" / "train.log").read_text()
+    assert "step  3/12  loss" in log
+    resumed = without_codes(train_in_terminal(tmp_path, NO_COLOR="1"))
+    assert "Nothing to do" in resumed
+    assert re.search(r"loss \d\.\d+  [▁▂▃▄▅▆▇█]{12}", resumed)  # what the start before has measured
+
+
+@pytest.mark.slow
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path: Path) -> None:
+    output = train_in_terminal(tmp_path, TERM="dumb")
     assert "\x1b" not in output
-    assert "step 11/40 as a line" in output
-    assert "mine" not in output
-
-
-def test_no_color_means_no_color() -> None:
-    color = re.compile(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m")
-    assert color.search(in_terminal(rank=0))
-    assert not color.search(in_terminal(rank=0, NO_COLOR="1"))
-
-
-def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
-    ours, theirs = pty.openpty()
-    waiting = SCRIPT.replace("    view.update(12)", '    input()\n    view.update(12)\n    logger.info("a last line")')
-    said = "sys.stdout.flush(); sys.stderr.write('went on to the end')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", waiting + said, "0"],
-        stdin=subprocess.PIPE,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TERM": "xterm", "LOG_RANK": "0"},
-    )
-    os.close(theirs)
-    os.read(ours, 1)
-    os.close(ours)
-    _, errors = process.communicate("\n", timeout=60)
-    assert (process.returncode, errors) == (0, "went on to the end")
-
-
-def test_the_view_is_drawn_at_most_once_a_second() -> None:
-    many = SCRIPT.replace(
-        "    view.update(12)", "    for step in range(12, 5000): view.update(step, LoggedStep(**entry))"
-    )
-    output = in_terminal(0, many, COLUMNS="60")
-    assert output.count("mine") < 20  # 5,000 steps take less than ten seconds
-    assert "4999/40" not in output.partition("saved step 11")[0]
-
-
-def test_other_ranks_show_no_view() -> None:
-    assert in_terminal(rank=1) == ""
-
-
-def test_no_view_without_a_terminal_and_no_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveView(lambda: pytest.fail("read"), rank=0) as view:
-        view.update(1)
-    assert capsys.readouterr() == ("", "")
+    assert "step  3/12  loss" in output
+    assert "finished  " not in output

@@ -1,5 +1,6 @@
 """The page of `titanlite report`: what is in it, that nothing in it comes alive, and that it stays small."""
 
+import io
 import json
 import os
 import random
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 from report.test_run_files import a_run, line
+from rich.console import Console
 
 from titanlite.cli import main
-from titanlite.observe.live import lines, plain_line
+from titanlite.observe.live import View, plain_line
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import RunFiles
 
@@ -163,6 +165,8 @@ def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> N
                 content[slice(*chance.choice(spans))] = chance.choice(ODD)
             path.write_bytes(content)
         status = RunFiles(run).read()
-        assert all(shown.cell_len <= 60 for shown in lines(status, 60))
+        file = io.StringIO()
+        Console(file=file, width=60).print(View(status))
+        assert all(len(shown) <= 60 for shown in file.getvalue().splitlines())
         assert plain_line(status).isprintable()
         json.dumps(page_data([run]), allow_nan=False)

@@ -107,7 +107,7 @@ def test_a_resumed_run_is_at_the_step_of_its_start(tmp_path: Path) -> None:
         file.write(json.dumps({"time": time.time(), "event": "start", "step": 20, "text": "goes back"}) + "\n")
     status = files.read()
     assert (status.state, status.step, status.total_steps) == ("running", 20, 999)
-    assert [step for step, _ in status.losses.points] == [10, 20]
+    assert [step for step, _ in status.losses] == [10, 20]
 
 
 def test_what_is_new_is_read_and_a_half_line_when_it_is_whole(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_of_a_large_file_only_the_end_is_read_where_that_is_enough(tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=float(step)) for step in range(1, 20_001)))
     everything, end = RunFiles(tmp_path).read(), RunFiles(tmp_path, LAST).read()
     assert everything.step == end.step == 20_000
-    assert everything.losses.points[0][0] < 200
-    assert end.losses.points[0][0] > 15_000
+    assert everything.losses[0][0] < 200
+    assert end.losses[0][0] > 15_000
     assert end.problems == []
 
 

@@ -31,7 +31,8 @@ class LiveRun(Hook):
         from rich.logging import RichHandler
 
         run, self._drawn = self._run, 0.0
-        self._status = RunStatus(run.job.job.description or str(run.dump_folder), run.job.training.steps, step=step)
+        title = ": ".join(filter(None, (run.dump_folder.resolve().name, run.job.job.description)))
+        self._status = RunStatus(title, run.job.training.steps, step=step)
         with (run.dump_folder / "metrics.jsonl").open(encoding="utf-8") as earlier:
             for line in earlier:
                 self._status.logged(json.loads(line))

@@ -13,20 +13,24 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanlite import __version__
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.folder import LOCK_PATIENCE, Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
-from titanlite.hooks.starts import Start, describe_code, start_before, told
+from titanlite.hooks.starts import describe_code, differences, record_of, start_before, told
 from titanlite.observe.logged_step import LoggedStep
-from titanlite.observe.outputs import OutputFolder, describe_environment
+from titanlite.observe.outputs import OutputFolder
 from titanlite.observe.writers import LOGGER, RunStart, Writer, open_writers
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, setup_logging
+
+PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
 
 
 class Records(Hook):
@@ -91,21 +95,30 @@ class Records(Hook):
                 self._failed[name] += 1
 
     def _environment(self) -> dict[str, Any]:
-        """The content of environment.json. Only rank 0, which writes it, looks at the code."""
+        """The content of environment.json: with what, where, and on how many ranks a run trains. Only rank 0, which
+        writes it, looks at the code."""
         training = self._training
         cpu = platform.processor() or platform.machine()
-        device = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else cpu
-        code = describe_code() if training.rank == 0 else {}
-        return describe_environment(device, training.identity, asdict(training.run.degrees), code)
+        return {
+            "run": training.identity,
+            "code": describe_code() if training.rank == 0 else {},
+            "python": platform.python_version(),
+            "packages": {"titanlite": __version__} | {package: version(package) for package in PACKAGES},
+            "device": torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else cpu,
+            "world_size": training.run.world_size,
+            "layout": asdict(training.run.degrees),
+            "threads": torch.get_num_threads(),
+            "platform": platform.platform(),
+        }
 
     def _say_start(self, step: int, environment: Mapping[str, Any]) -> None:
         """Log that training starts, and what differs from the start before."""
         training = self._training
         sources, tokenizer = training.loader.sources, training.tokenizer.fingerprint
-        record = Start.of(training.run.job, environment, training.hosts, sources, tokenizer)
+        record = record_of(training.run.job, environment, training.hosts, sources, tokenizer)
         before = start_before(self._outputs.folder / EVENTS_FILE)
-        changed = None if before is None else record.differences(before)
-        details = {"host": socket.gethostname(), "process": os.getpid(), "record": record.model_dump(mode="json")}
+        changed = None if before is None else differences(before, record)
+        details: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "record": record}
         text = f"Training starts {f'after step {step}' if step else 'anew'}"
         if changed is not None:
             text += told(changed, training.changes)

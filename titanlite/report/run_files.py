@@ -20,7 +20,7 @@ from titanlite.checkpoint import step_folders
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
 from titanlite.config.load import MOST_BYTES
-from titanlite.observe.live import Losses, RunStatus, State
+from titanlite.observe.live import RunStatus, State
 from titanlite.report.json_lines import JsonLines, moment, number, step_of
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
@@ -106,7 +106,7 @@ class RunFiles:
         words = [status.last_word]
         for i, entry in enumerate(self._metrics.new()):
             if i == 0 and self._metrics.replaced:  # a resume has cut what it trains again
-                status.losses = Losses()
+                status.losses.clear()
                 status.step_times.clear()
             if step_of(entry) is not None:
                 status.logged({name: number(entry, name) for name in entry})

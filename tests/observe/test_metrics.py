@@ -1,0 +1,133 @@
+"""What a run measures: metrics.jsonl, validation.jsonl and TensorBoard have the same numbers, in every start once."""
+
+import itertools
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import start_titanlite
+from small_runs import SMALL, logged
+
+pytestmark = pytest.mark.slow
+
+KEYS = [
+    *("step", "loss", "loss_max", "grad_norm", "clipped", "lr", "tokens", "tps", "tps_per_device", "mfu", "tflops"),
+    *("memory", "memory_peak", "memory_active", "alloc_retries", "step_time", "data_time", "forward_backward_time"),
+    *("optimizer_time", "checkpoint_time", "other_time", "elapsed", "time_left", "time", "utilization"),
+    *("skipped_records", "failed_saves", "save_waits", "failed_writes", "source_tokens", "source_epochs"),
+]
+PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
+
+
+def job(tmp_path: Path) -> list[str]:
+    (tmp_path / "small.toml").write_text(SMALL)
+    return ["train", "--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "out")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two starts have left. The first was killed at step 9, as far as its files can tell, after a save at 5."""
+    tmp_path = tmp_path_factory.mktemp("metrics")
+    words = [*job(tmp_path), "--metrics.enable_tensorboard", "--validation.freq", "4", "--validation.holdout", "0.1"]
+    words += ["--validation.sequences", "2", "--lr_scheduler.decay_ratio", "0", "--training.max_norm", "0.6"]
+    words += ["--metrics.details", "gradients", "--training.steps"]
+    start_titanlite(*words, "9").ends_with(0)
+    (tmp_path / "out" / "checkpoint" / "step-00000009").rename(tmp_path / "gone")
+    start_titanlite(*words, "12").ends_with(0)
+    return tmp_path / "out"
+
+
+def test_a_line_has_these_numbers(folder: Path) -> None:
+    lines = logged(folder)
+    assert list(lines) == list(range(1, 13))
+    assert list(lines[1]) == [*KEYS, "grad_norms"]
+    for step, line in lines.items():
+        assert line["tokens"] == step * 4 * 64
+        assert line["loss_max"] == line["loss"]
+        assert line["clipped"] == (line["grad_norm"] > 0.6)
+        assert line["mfu"] is None
+        assert line["step_time"] == pytest.approx(sum(line[part] for part in PARTS))
+        assert line["tps"] == line["tps_per_device"] == pytest.approx(4 * 64 / line["step_time"])
+        assert 0.05 < line["memory"] <= line["memory_peak"] < 64  # torch alone takes more than 50 MiB
+        assert line["source_tokens"] == {"python_stdlib": line["tokens"]}
+    assert {line["clipped"] for line in lines.values()} == {0.0, 1.0}
+    assert lines[10]["checkpoint_time"] == 0.0 < lines[11]["checkpoint_time"]  # of the save after step 10
+    assert lines[6]["elapsed"] < lines[7]["elapsed"]  # since the second start
+    assert lines[12]["time_left"] == 0.0
+    assert lines[8]["time"] < lines[9]["time"]
+
+
+def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path) -> None:
+    first = [json.loads(line)["step"] for line in (folder / "metrics.jsonl.superseded").open()]
+    assert first == [6, 7, 8, 9]
+    validated = [json.loads(line) for line in (folder / "validation.jsonl").open()]
+    assert [line["step"] for line in validated] == [0, 4, 8, 12]
+    assert list(validated[0]) == ["step", "loss", "perplexity", "bits_per_byte"]
+    log = (folder / "train.log").read_text()
+    assert f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm" in log
+    assert f"validation after step 8: loss {validated[2]['loss']:.4f}  perplexity" in log
+
+
+def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2  # pyright: ignore
+
+    board: Any = EventAccumulator(str(folder / "tb"))
+    board.Reload()
+    points = {event.step: event.value for event in board.Scalars("1_loss/train")}
+    assert points == pytest.approx({step: line["loss"] for step, line in logged(folder).items()})
+    assert [event.step for event in board.Scalars("1_loss/validation")] == [0, 4, 8, 12]
+    tags = sorted(board.Tags()["scalars"])  # as TensorBoard sorts them
+    assert tags[:3] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
+    assert {tag.split("/")[0] for tag in tags} == {
+        *("1_loss", "2_optimizer", "3_speed", "4_memory", "5_validation", "6_progress", "7_counters"),
+        "8_gradient_norms",
+    }
+    descriptions = {tag: board.SummaryMetadata(tag).summary_description for tag in tags}
+    assert all(descriptions.values())
+    assert "GiB" in descriptions["4_memory/memory"]
+    assert board.Tags()["histograms"]
+    layout = layout_pb2.Layout()  # pyright: ignore
+    layout.ParseFromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
+    not_here = {"4_memory/memory_active", "6_progress/source_tokens", "8_gradient_norms"}
+    assert set(itertools.chain(*charts.values())) - set(tags) == not_here
+    texts = {
+        tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"] if "/" in tag
+    }
+    assert "    steps = " in texts["job/text_summary"]  # four spaces: shown as it is written
+    assert '    "shard": 1' in texts["layout/text_summary"]
+    assert json.loads((folder / "environment.json").read_text())["run"] in texts["environment/text_summary"]
+
+
+def test_non_finite_numbers_are_valid_json_and_the_guard_comes_after_the_line(tmp_path: Path) -> None:
+    words = [*job(tmp_path), "--optimizer.lr", "1e30", "--training.max_norm", "0", "--validation.freq", "1"]
+    said = start_titanlite(*words, "--validation.holdout", "0.1", "--validation.sequences", "2").ends_with(3)
+    *_, last = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(last, parse_constant=pytest.fail)
+    assert line["grad_norm"] is None
+    assert f"grad_norm is {line['nonfinite']['grad_norm']}" in said
+    assert f"Step {line['step']}: " in said
+    for text in (tmp_path / "out" / "validation.jsonl").read_text().splitlines():
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def fill_disk() -> None:
+    """What is written beyond 16 kB of a file fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path: Path) -> None:
+    words = [*job(tmp_path), "--metrics.enable_tensorboard", "--training.steps", "60", "--checkpoint.no-enable"]
+    said = start_titanlite(*words, before=fill_disk).ends_with(0)
+    for writer in ("JsonLines", "TensorBoard"):
+        assert said.count(f"metrics cannot be written by {writer}: [Errno 27] File too large") == 1
+    assert "Finished after step 60." in said
+    *whole, cut = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in whole]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 10
+    assert len(cut) < len(whole[-1]) + 20
