@@ -148,7 +148,7 @@ def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(t
     (tmp_path / "step-00000011").write_text("a file")
     assert step_folders.list_checkpoints(tmp_path) == expected
     assert step_folders.list_checkpoints(tmp_path / "absent") == []
-    assert step_folders.remove_unfinished(tmp_path) == ([".tmp-step-00000009-x"], [])
+    assert step_folders.remove_unfinished(tmp_path, print) == [".tmp-step-00000009-x"]
     assert set(os.listdir(tmp_path)) == {*others, "step-00000011", *(path.name for path in expected)}
 
 
@@ -163,7 +163,8 @@ def test_a_leftover_that_cannot_be_removed_is_named_and_passed_over(tmp_path, mo
         rmtree(path)
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    gone, kept = step_folders.remove_unfinished(tmp_path)
+    kept: list[str] = []
+    gone = step_folders.remove_unfinished(tmp_path, kept.append)
     assert gone == [".tmp-step-00000009-y"]
     assert kept[0].startswith("could not remove the unfinished .tmp-step-00000007-x: [Errno 16] Device or resource")
 
@@ -175,7 +176,7 @@ def test_a_removal_cut_short_leaves_no_partial_checkpoint(tmp_path, monkeypatch)
         step_folders.remove(path)
     monkeypatch.undo()
     assert step_folders.list_checkpoints(tmp_path) == []
-    assert len(step_folders.remove_unfinished(tmp_path)[0]) == 1
+    assert len(step_folders.remove_unfinished(tmp_path, print)) == 1
 
 
 def test_setting_aside_keeps_every_earlier_one(tmp_path):

@@ -16,18 +16,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.metadata as stored
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import WriteResult
@@ -38,19 +31,19 @@ from titanlite.config.errors import CheckpointError
 from titanlite.config.files import short
 
 INDEX = ".metadata"
-Index = dict[str, TensorStorageMetadata]
+Index = dict[str, stored.TensorStorageMetadata]
 """The tensors of a checkpoint by name."""
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
-    *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # of other programs
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "BytesStorageMetadata"),
+    },
+    "pathlib": {"PosixPath"},  # of other programs
+    "pathlib._local": {"PosixPath"},
 }
 
 
@@ -64,20 +57,11 @@ class CommittingWriter(FileSystemWriter):
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
         # There is one thread, because DCP loses the exceptions of all but the first. It does not copy ahead, because
         # DCP would wait for the stream of the training at each tensor, though all tensors are on the CPU already.
-        unfinished = folder / step_folders.unfinished_name(step, token)
-        super().__init__(unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-        self.step = step
-        self.info = info
+        self.unfinished = folder / step_folders.unfinished_name(step, token)
+        super().__init__(self.unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+        self.step, self.info = step, info
+        self.target = folder / step_folders.step_name(step)
         self.fs = _CheckpointFiles()
-
-    @property
-    def unfinished(self) -> Path:
-        return Path(self.path)
-
-    @property
-    def target(self) -> Path:
-        """The folder that will appear."""
-        return self.unfinished.parent / step_folders.step_name(self.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.unfinished.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
@@ -86,19 +70,19 @@ class CommittingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = super().write_data(plan, planner).wait() if plan.items else []
         for name, entry in self.fs.written.items():  # travels to rank 0 among DCP's own results
-            results.append(WriteResult(MetadataIndex(name), entry["size"], cast(Any, entry)))
+            results.append(WriteResult(stored.MetadataIndex(name), entry["size"], cast(Any, entry)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: stored.Metadata, results: list[list[WriteResult]]) -> None:
         of_ranks = [result for of_rank in results for result in of_rank]
         files = {result.index.fqn: result.storage_data for result in of_ranks if isinstance(result.storage_data, dict)}
         super().finish(metadata, [[result for result in of_ranks if not isinstance(result.storage_data, dict)]])
         step_folders.publish(self.unfinished, self.step, {**files, INDEX: self.fs.written[INDEX]}, self.info)
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without the path: a checkpoint can be moved
+    def storage_meta(self) -> stored.StorageMeta:
+        return stored.StorageMeta(save_id=self.save_id)  # without the path: a checkpoint can be moved
 
 
 class SafeReader(FileSystemReader):
@@ -118,14 +102,15 @@ class SafeReader(FileSystemReader):
     def __init__(self, path: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
         super().__init__(path)
         self.fs = _CheckpointFiles()
-        raw = step_folders.read_file(path / INDEX)
+        with step_folders.open_file(path / INDEX) as file:
+            raw = file.read()
         try:
             self._metadata = _parse_index(raw, wanted)
         except Exception as error:  # bytes that are no index raise any kind of error
             raise CheckpointError(f"{path / INDEX} cannot be read: {short(reason(error))}") from None
         self.index = cast(Index, self._metadata.state_dict_metadata)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> stored.Metadata:
         return self._metadata
 
 
@@ -141,21 +126,21 @@ class _StandIn:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[_StandIn]:
-        if (module, name) not in _NAMES:
+        if name not in _NAMES.get(module, ()):
             raise CheckpointError(f"names {module}.{name}, which has no place in a checkpoint")
         return type(name, (_StandIn,), {})  # a new one each time, so that nothing outlives the reading
 
 
-def _parse_index(raw: bytes, wanted: Callable[[str], bool]) -> Metadata:
+def _parse_index(raw: bytes, wanted: Callable[[str], bool]) -> stored.Metadata:
     """The wanted part of what DCP pickles, as DCP wants it. Raises any kind of error for bytes that are none."""
     root = _IndexUnpickler(io.BytesIO(raw)).load().state
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[stored.MetadataIndex, _StorageInfo] = {}
     for key, place in root["storage_data"].items():
         name, at = key.state["fqn"], place.state
         if wanted(name):
             if Path(at["relative_path"]).name != at["relative_path"]:
                 raise CheckpointError(f"{at['relative_path']} is no file of this folder")
-            places[MetadataIndex(name, _size(key.state["offset"]))] = _StorageInfo(
+            places[stored.MetadataIndex(name, _size(key.state["offset"]))] = _StorageInfo(
                 at["relative_path"], at["offset"], at["length"]
             )
     index: Index = {}
@@ -163,11 +148,11 @@ def _parse_index(raw: bytes, wanted: Callable[[str], bool]) -> Metadata:
         if wanted(name):
             size, dtype = _size(entry.state["size"]), getattr(torch, entry.state["properties"].state[0].__name__)
             parts = [part.state for part in entry.state["chunks"]]
-            chunks = [ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
+            chunks = [stored.ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
                 raise CheckpointError(f"{name}: its parts do not make the whole")
-            index[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-    return Metadata(dict(index), storage_data=places, storage_meta=StorageMeta())
+            index[name] = stored.TensorStorageMetadata(stored.TensorProperties(dtype=dtype), size, chunks)
+    return stored.Metadata(dict(index), storage_data=places, storage_meta=stored.StorageMeta())
 
 
 def _size(value: _StandIn) -> torch.Size:

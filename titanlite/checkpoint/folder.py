@@ -159,12 +159,9 @@ class CheckpointFolder:
         # The other ranks wait, too, and no longer than for a save.
         self._lock = step_folders.lock(self.path, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self.log)
         beside = self.path.parent
-        gone: list[str] = []
-        for folder, prefix in ((self.path, ""), (beside / "final", ""), (beside, "final_hf-")):
-            names, kept = step_folders.remove_unfinished(folder, step_folders.UNFINISHED + prefix)
-            gone += names
-            for line in kept:
-                self.log(line)
+        places = ((self.path, ""), (beside / "final", ""), (beside, "final_hf-"))
+        removed = [step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end) for at, end in places]
+        gone = [name for names in removed for name in names]
         if gone:
             self.log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
         token = secrets.token_hex(8)

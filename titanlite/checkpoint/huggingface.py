@@ -332,7 +332,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         "job": None,
         "architecture": dataclasses.asdict(source.arch),
         "optimizer_groups": [],
-        "layout": {"world_size": 1, "meshes": {}},
+        "layout": {"world_size": 1},
         "versions": live_tensors.library_versions(),
     }
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)

@@ -19,44 +19,18 @@ from titanlite.config.mistakes import shown
 from titanlite.config.schema import Model
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
-_HARMLESS_SECTIONS = (
-    "job",
-    "tokenizer",  # its path; the file is compared by its fingerprint
-    "validation",
-    "parallelism",
-    "activation_checkpoint",
-    "compile",
-    "checkpoint",
-    "metrics",
-    "profiling",
-    "samples",
-    "comm",
-)
-_HARMLESS_KEYS = (
-    "training.enable_cpu_offload",
-    "training.deterministic",
-    "training.num_threads",
-    "training.init_dtype",
-    "optimizer.implementation",
-    "dataset.path",
-    "dataset.streaming",
-    "dataset.num_workers",
-    "dataset.prefetch",
-    "dataset.on_change",
-)
+_HARMLESS = {
+    *("job", "validation", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "profiling"),
+    *("samples", "comm", "training.enable_cpu_offload", "training.deterministic", "training.num_threads"),
+    *("training.init_dtype", "optimizer.implementation", "dataset.path", "dataset.streaming", "dataset.num_workers"),
+    *("dataset.prefetch", "dataset.on_change", "tokenizer"),  # whose file is compared by its fingerprint
+}
+"""Sections and keys."""
 _CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading")  # exceptions from harmless sections
-_LOADER_KEYS = (  # where the data lies and how it is ordered: the loader compares what follows from them
-    "dataset.source",
-    "dataset.path",
-    "dataset.config",
-    "dataset.split",
-    "dataset.text_column",
-    "dataset.sources",
-    "dataset.seed",
-    "dataset.packing",
-    "training.seq_len",
-    "validation.holdout",
-)
+_LOADER_KEYS = {  # where the data lies and how it is ordered: the loader compares what follows from them
+    *("dataset.source", "dataset.path", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources"),
+    *("dataset.seed", "dataset.packing", "training.seq_len", "validation.holdout"),
+}
 _MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
 
 DataChanges = tuple[list[str], list[str], list[str]]
@@ -104,19 +78,13 @@ class Changes:
             keys = f" ({', '.join(self.saved_model)})" if self.saved_model else ""
             return f"Restore that{keys}, or start a new run in another job.dump_folder."
         if self.other_order:
-            return (
-                "Restore that, or start a new run from the weights of this one: another job.dump_folder, and "
-                f'checkpoint.initial_load_path = "{path}".'
-            )
+            new = f'another job.dump_folder, and checkpoint.initial_load_path = "{path}"'
+            return f"Restore that, or start a new run from the weights of this one: {new}."
         return 'Restore the data, or go on with the new data by dataset.on_change = "warn".'
 
 
 def compare_jobs(
-    before: dict[str, Any],
-    now: dict[str, Any],
-    *,
-    same_tokenizer: bool = True,
-    data: DataChanges | None = None,
+    before: dict[str, Any], now: dict[str, Any], *, same_tokenizer: bool = True, data: DataChanges | None = None
 ) -> Changes:
     """Compare the job of a checkpoint with the one that resumes from it.
 
@@ -128,10 +96,8 @@ def compare_jobs(
     """
     changes = Changes()
     if not same_tokenizer:
-        paths = [_value(job, "tokenizer.path") for job in (before, now)]
-        where = (
-            f"{_shown(paths[0])} -> {_shown(paths[1])}" if paths[0] != paths[1] else f"{paths[0]} has other contents"
-        )
+        old, new = (_value(job, "tokenizer.path") for job in (before, now))
+        where = f"{old} has other contents" if old == new else f"{_shown(old)} -> {_shown(new)}"
         changes.other_model.append(f"tokenizer.path: {where}, which gives the ids of the vocabulary another meaning")
         before, now = ({**job, "tokenizer": {}} for job in (before, now))
     _compare_models(before.get("model"), now["model"], changes)
@@ -141,9 +107,8 @@ def compare_jobs(
             if before[section][key] != now[section][key]:
                 line = f"{section}.{key}: {_shown(before[section][key])} -> {_shown(now[section][key])}"
                 _class_of(f"{section}.{key}", before, now, data, changes).append(line)
-    if data is not None:
-        for lines, of_loader in zip((changes.other_order, changes.other_data, changes.curve), data, strict=True):
-            lines.extend(of_loader)
+    for lines, found in zip((changes.other_order, changes.other_data, changes.curve), data or ((),) * 3, strict=True):
+        lines.extend(found)
     for lines in vars(changes).values():
         lines.sort()
     return changes
@@ -182,9 +147,7 @@ def _compare_models(before: Any, now: dict[str, Any], changes: Changes) -> None:
                 changes.saved_model.append(f"model.{key} = {shown(old[key])}")
 
 
-def _class_of(
-    name: str, before: dict[str, Any], now: dict[str, Any], data: DataChanges | None, changes: Changes
-) -> list[str]:
+def _class_of(name: str, before: Any, now: Any, data: DataChanges | None, changes: Changes) -> list[str]:
     section, key = name.split(".")[0], name.split(".")[-1]
     if name.startswith("dataset.sources."):
         if key in _MIX_KEYS:
@@ -193,7 +156,7 @@ def _class_of(
         name = f"dataset.{key}"
     if data is not None and (name in _LOADER_KEYS or (name == "training.seed" and _value(now, "dataset.seed") is None)):
         return [] if any(data) else changes.harmless  # the loader says it in its own words
-    if name in _HARMLESS_KEYS or (section in _HARMLESS_SECTIONS and name not in _CURVE_KEYS):
+    if name in _HARMLESS or (section in _HARMLESS and name not in _CURVE_KEYS):
         return changes.harmless
     if name == "training.local_batch_size":  # a global batch size that is written out fixes what a step sees
         size = _value(now, "training.global_batch_size")

@@ -83,13 +83,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     `state_dict()` makes FSDP put its sharded parameters in place, whatever the last forward pass left there.
     """
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = plain(tensor)
-    return tensors
+    named = model.state_dict(keep_vars=True)
+    firsts = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: plain(tensor) for name, tensor in named.items() if firsts[id(tensor)] == name}
 
 
 def group_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[str]:
@@ -120,16 +116,6 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def world_layout(model: nn.Module) -> dict[str, Any]:
-    """How many ranks, and the meshes that parameters lie on, as a JSON value."""
-    meshes = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            meshes[" x ".join(mesh.mesh_dim_names or ("unnamed",) * mesh.ndim)] = list(mesh.shape)
-    return {"world_size": dist.get_world_size(), "meshes": meshes}
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,26 +75,28 @@ class Resumer:
         """
         folder, step = self._folder.path, self._config.load_step
         candidates = self._ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
-        if step != -1:
-            if not self._ranks.on_rank0(lambda: self._went_back(candidates)):
-                return self._load_step(candidates, step)
-            self._folder.say(f"checkpoint.load_step = {step}: gone back to by an earlier start of this run")
-        set_aside = self._ranks.on_rank0(lambda: step_folders.list_set_aside(folder))
-        found = [f"{path.name}: set aside earlier" for path in set_aside]
+        found = [
+            f"{path.name}: set aside earlier"
+            for path in self._ranks.on_rank0(partial(step_folders.list_set_aside, folder))
+        ]
+        if step != -1 and not self._ranks.on_rank0(lambda: self._went_back(candidates)):
+            return self._load_step(candidates, step)
         for path in reversed(candidates):
             try:
                 return self._load(path)
             except Damage as damage:
-                aside = self._ranks.on_rank0(lambda path=path: step_folders.set_aside(path))
-                self._folder.say(f"checkpoint {path.name} is DAMAGED ({damage}); renamed to {aside.name}")
                 found.append(f"{path.name}: {damage}")
+                self._set_aside(path, f"checkpoint {path.name} is DAMAGED ({damage});")
         if found:
-            raise CheckpointError(
-                f"{folder}: no good checkpoint is left.\n  " + "\n  ".join(found) + "\n"
-                "To start from scratch, move these folders away or choose another checkpoint.folder."
-            )
+            listed = "\n  ".join(found)
+            remedy = "To start from scratch, move these folders away or choose another checkpoint.folder."
+            raise CheckpointError(f"{folder}: no good checkpoint is left.\n  {listed}\n{remedy}")
         self._load_initial_weights()
         return None
+
+    def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
+        aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
+        self._folder.say(f"{why} renamed to {aside.name}")
 
     def _went_back(self, candidates: list[Path]) -> bool:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
@@ -106,18 +109,17 @@ class Resumer:
 
     def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
         """The checkpoint of this step; later ones are renamed aside."""
-        by_step = {step_folders.step_of(path): path for path in candidates}
+        by_step = {step_folders.step_of(path) or 0: path for path in candidates}
+        asked = f"checkpoint.load_step = {step}"
         if step not in by_step:
-            present = ", ".join(str(step) for step in by_step) or "none"
-            missing = f"{self._folder.path} has no such step (present: {present})"
-            raise CheckpointError(f"checkpoint.load_step = {step}: {missing}")
+            present = ", ".join(map(str, by_step)) or "none"
+            raise CheckpointError(f"{asked}: {self._folder.path} has no such step (present: {present})")
         try:
             train_state = self._load(by_step[step])
         except Damage as damage:
-            raise CheckpointError(f"checkpoint.load_step = {step} is damaged: {damage}") from None
-        for later in (path for path in candidates if (step_folders.step_of(path) or 0) > step):
-            aside = self._ranks.on_rank0(lambda later=later: step_folders.set_aside(later, "superseded"))
-            self._folder.say(f"going back to step {step}: {later.name} renamed to {aside.name}")
+            raise CheckpointError(f"{asked} is damaged: {damage}") from None
+        for later in (by_step[number] for number in by_step if number > step):
+            self._set_aside(later, f"going back to step {step}: {later.name}", "superseded")
         return train_state
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -125,16 +127,15 @@ class Resumer:
         self._ranks.check(path)
         manifest = self._ranks.on_rank0(lambda: step_folders.read_manifest(path))
         info = manifest["info"]
-        if info.get("weights_only") or info["train_state"].get("step") is None:
-            raise CheckpointError(
-                f"{path} holds weights only: there is no run to resume. Start a new one from them: another "
-                f'checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
+        if info.get("weights_only") or "step" not in info["train_state"]:
+            start = (
+                f'Start a new one from them: another checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
             )
+            raise CheckpointError(f"{path} holds weights only: there is no run to resume. {start}")
         if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
-            self._folder.say(
-                f"{path.name} was saved after {', '.join(sorted(done))} had been started afresh: loaded this time"
-            )
+            words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
+            self._folder.say(f"{path.name} was saved after {words}")
         self._report_changes(path, manifest)
         reader = self._ranks.together(lambda: SafeReader(path))
         tensors = self._tensors_to_load(path, info, reader.index)
@@ -177,11 +178,10 @@ class Resumer:
         check_fit(path, wanted, saved, self._ranks)
         if optimizer is not None and with_optimizer:
             now = self._live.optimizer_groups(self._ranks)
-            if differences := live_tensors.group_differences(info["optimizer_groups"], now):
-                raise UserError(
-                    f"{path}: the optimizer's parameter groups differ from those saved:\n  {_abridged(differences)}\n"
-                    "Set the [optimizer] section as it was, or start a new run from the weights alone."
-                )
+            if moved := live_tensors.group_differences(info["optimizer_groups"], now):
+                remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
+                problem = "the optimizer's parameter groups differ from those saved"
+                raise UserError(f"{path}: {problem}:\n  {_abridged(moved)}\n{remedy}")
         return wanted
 
     def _restore_rng(self, path: Path, tensors: dict[str, Tensor]) -> None:
@@ -189,11 +189,9 @@ class Resumer:
             for name in (name for name in tensors if name.startswith("rng.")):
                 restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
                 restore(tensors[name])
-        except RuntimeError as error:  # bytes that torch does not take
-            raise CheckpointError(
-                f'{path}: torch refuses its random states ({reason(error)}). checkpoint.exclude_from_loading = ["rng"] '
-                "goes on without them."
-            ) from None
+        except RuntimeError as error:  # of another version of torch
+            remedy = 'checkpoint.exclude_from_loading = ["rng"] goes on without them.'
+            raise CheckpointError(f"{path}: torch refuses its random states ({reason(error)}). {remedy}") from None
 
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
@@ -287,10 +285,8 @@ def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Ids, name: obje
     """
     known = (info["train_state"].get("data") or {}).get("tokenizer")
     if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            f"{path} was trained with another tokenizer than {name} is now: its tokens would stand for other text. "
-            "Put the original file back."
-        )
+        problem = f"{path} was trained with another tokenizer than {name} is now: its tokens would stand for other text"
+        raise CheckpointError(f"{problem}. Put the original file back.")
 
 
 def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks | None) -> None:
@@ -299,19 +295,16 @@ def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks 
     Raises:
         UserError: on all ranks: they differ; with the differences.
     """
-    lines = []
-    for name, tensor in wanted.items():
-        if name not in saved:
-            lines.append(f"{name}: not in the checkpoint")
-        elif saved[name].size != tensor.shape:
-            lines.append(f"{name}: shape {tuple(saved[name].size)} saved, {tuple(tensor.shape)} now")
-    own = {"lines": lines, "names": sorted(wanted)}
-    of_ranks = [own] if ranks is None else ranks.distinct(own)  # with pipeline stages a rank knows some names only
-    known = {name for value in of_ranks for name in value["names"]}
-    extra = sorted(name for name in saved if name.startswith("model.") and name not in known)
-    misfits = sorted({line for value in of_ranks for line in value["lines"]}) + [f"{n}: only in it" for n in extra]
-    if misfits:
-        raise UserError(f"{path} does not fit this model:\n  {_abridged(misfits)}\nSet [model] as it was.")
+    there = {name: tuple(entry.size) for name, entry in saved.items()}
+    here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    if ranks is not None:  # with pipeline stages a rank knows some names only
+        here = {name: shape for of_rank in ranks.distinct(here) for name, shape in of_rank.items()}
+    lines = [f"{name}: not in the checkpoint" for name in here.keys() - there.keys()]
+    lines += [f"{n}: only in it" for n in there.keys() - here.keys() if n.startswith("model.")]
+    shared = here.keys() & there.keys()
+    lines += [f"{n}: shape {there[n]} saved, {here[n]} now" for n in shared if there[n] != here[n]]
+    if lines:
+        raise UserError(f"{path} does not fit this model:\n  {_abridged(sorted(lines))}\nSet [model] as it was.")
 
 
 def _abridged(lines: list[str], limit: int = 8) -> str:

@@ -10,25 +10,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
-from torch.distributed.checkpoint.state_dict_saver import save as sync_save
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
@@ -38,21 +34,6 @@ from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
 from titanlite.runtime.logging import Event
-
-
-@dataclasses.dataclass(frozen=True)
-class _PendingSave:
-    """A save that may still be under way.
-
-    Attributes:
-        started: on the clock, in seconds.
-        concluded: set on each rank when the log has been told how the save ended.
-    """
-
-    writer: CommittingWriter
-    started: float
-    future: Future[Any]
-    concluded: threading.Event
 
 
 class Saver:
@@ -76,7 +57,7 @@ class Saver:
         live: LiveState,
         *,
         job: dict[str, Any] | None = None,
-        write_tokenizer: Callable[[Path], dict[str, int | None]] | None = None,
+        write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
     ) -> None:
         self.loaded_step: int | None = None
         self.run: str | None = None
@@ -86,14 +67,13 @@ class Saver:
         self._begun = self._failed = self._waits = 0
         self._last_step: int | None = None  # of the newest save that is known to be complete
         self._failed_step: int | None = None  # of the newest save, if it failed
-        self._pending: _PendingSave | None = None
-        self._unfinished: list[Path] = []  # on rank 0: folders of failed saves
+        self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
         self._losses: dict[Path, float | None] = {}  # of manifests that were read, because none ever changes
         self._purger = ThreadPoolExecutor(1, "purge")
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
         self._stager: DefaultStager | None = None
-        self._staging: Future[None] | None = None  # of copies that are made beside the next step
+        self._copies: Future[None] | None = None  # that are made beside the next step
         if self._config.async_mode != "disabled":
             pinned = self._config.async_mode == "async_with_pinned_mem"
             if pinned and not torch.cuda.is_available():
@@ -109,15 +89,10 @@ class Saver:
 
     def improves(self, loss: float) -> bool:
         """Whether `checkpoint.keep_best` asks for a save, because no checkpoint has such a low validation loss."""
-
-        def lower() -> bool:
-            best = self._find_best()
-            return best is None or loss < best[0]
-
         if not self._config.keep_best or not math.isfinite(loss):
             return False
         self.settle()  # because a save in a thread talks to the other ranks, too
-        return self._ranks.on_rank0(lower)
+        return self._ranks.on_rank0(lambda: loss < self._find_best()[0])
 
     def stats(self) -> dict[str, int]:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
@@ -137,9 +112,10 @@ class Saver:
                 the older checkpoints are removed that a kill has left.
         """
         self.settle()
-        name = step_folders.step_name(step)
-        if last and self._config.last_save_model_only:
-            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(self._final / name, step)):
+        weights_only = last and self._config.last_save_model_only
+        path = (self._final if weights_only else self._folder.path) / step_folders.step_name(step)
+        if weights_only:
+            if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
                 info = self._describe(train_state) | {"weights_only": True}
                 self._write(step, self._live.tensors(optimizer=False), info, self._final)
         elif not self.holds(step):
@@ -147,33 +123,22 @@ class Saver:
         if last:
             self.settle()
             self.purge()  # the weights in `final` may be the best
-            if self._config.last_save_in_hf:
-                source = self._final if self._config.last_save_model_only else self._folder.path
-                if not self._ranks.on_rank0(lambda: self._export(source / name, step)):
-                    self._fail(step)
+            if self._config.last_save_in_hf and not self._ranks.on_rank0(lambda: self._export(path, step)):
+                self._fail(step)
 
     def settle(self) -> None:
         """Wait for the save under way, if there is one, and agree with all ranks on how it ended. `stats` and `holds`
         then know it."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        if not pending.future.done():
+        (step, ended), self._pending = self._pending, None
+        if not ended.done():
             self._waits += 1
-            self._folder.say(f"waiting for the save of step {pending.writer.step}, which is still under way")
-        pending.concluded.wait()
-        if any(self._ranks.distinct(pending.future.exception() is not None)):
-            self._fail(pending.writer.step)
+            self._folder.say(f"waiting for the save of step {step}, which is still under way")
+        if all(self._ranks.distinct(ended.result())):
+            self._last_step, self._failed_step = step, None
         else:
-            self._last_step, self._failed_step = pending.writer.step, None
-
-    def close(self) -> None:
-        """Wait for the save and the removals under way."""
-        self.settle()
-        self._purger.shutdown(wait=True)
-        self._remove_unfinished()
-        if self._stager is not None:
-            self._stager.close()
+            self._fail(step)
 
     def purge(self) -> None:
         """Remove what retention does not keep, on rank 0 and in the background. A run that was killed may have left
@@ -185,6 +150,15 @@ class Saver:
                 self._log(Event(f"old checkpoints are removed while training waits ({error})", "removal"))
                 self._purge()
 
+    def close(self) -> None:
+        """Wait for the save and the removals under way."""
+        self.settle()
+        self._purger.shutdown(wait=True)
+        if self._ranks.rank == 0:  # the fault that ended a save may have kept its files, too
+            step_folders.remove_unfinished(self._folder.path, self._log)
+        if self._stager is not None:
+            self._stager.close()
+
     def _fail(self, step: int) -> None:
         self._failed += 1
         self._failed_step = step
@@ -194,10 +168,9 @@ class Saver:
         return {
             "train_state": train_state,
             "job": self._job,
-            "job_hash": xxhash.xxh3_128_hexdigest(json.dumps(self._job, sort_keys=True).encode()),
             "architecture": dataclasses.asdict(model.arch) if isinstance(model, Llama) else None,
             "optimizer_groups": self._live.optimizer_groups(self._ranks),
-            "layout": live_tensors.world_layout(model),
+            "layout": {"world_size": self._ranks.size},
             "versions": live_tensors.library_versions(),
         }
 
@@ -206,10 +179,18 @@ class Saver:
         self._begun += 1
         started = time.perf_counter()
         writer = CommittingWriter(folder, step, f"{self._folder.token}-{self._begun}", info)
-        future = self._start(tensors, writer)
+        save = self._start(tensors, writer)
         blocked = time.perf_counter() - started
-        self._pending = pending = _PendingSave(writer, started, future, threading.Event())
-        future.add_done_callback(lambda _: self._conclude(pending, blocked))
+        ended: Future[bool] = Future()
+
+        def conclude(_: object) -> None:
+            try:
+                self._conclude(writer, save.exception(), started, blocked)
+            finally:
+                ended.set_result(save.exception() is None)
+
+        save.add_done_callback(conclude)
+        self._pending = step, ended
         if self._stager is None:
             self.settle()
 
@@ -220,61 +201,50 @@ class Saver:
             try:
                 if self._config.async_mode == "async_with_pinned_mem":
                     torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
-                started = async_save(
+                started = dcp.async_save(
                     tensors, storage_writer=writer, planner=planner, process_group=group, async_stager=self._stager
                 )
-                if isinstance(started, AsyncSaveResponse):
-                    self._staging = started.staging_completion
-                return started.upload_completion if isinstance(started, AsyncSaveResponse) else started
+                if isinstance(started, Future):
+                    return started
+                self._copies = started.staging_completion
+                return started.upload_completion
             except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
                 self._log(Event(f"step {writer.step} is saved while training waits ({reason(error)})", "save"))
         future: Future[Any] = Future()
         try:
-            future.set_result(sync_save(tensors, storage_writer=writer, planner=planner, process_group=group))
+            future.set_result(dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group))
         except CheckpointException as error:
             future.set_exception(error)
         return future
 
     def _wait_for_copies(self) -> None:
         """Before the live tensors change."""
-        if self._staging is not None:
-            concurrent.futures.wait([self._staging])
-            self._staging = None
+        if self._copies is not None:
+            concurrent.futures.wait([self._copies])
+            self._copies = None
 
-    def _conclude(self, pending: _PendingSave, blocked: float) -> None:
+    def _conclude(self, writer: CommittingWriter, error: BaseException | None, started: float, blocked: float) -> None:
         """In whichever thread the save ended: say so on rank 0, and clean up."""
-        writer = pending.writer
-        try:
-            if self._ranks.rank != 0:
-                return
-            if error := pending.future.exception():
-                self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
-                self._unfinished.append(writer.unfinished)
-            self._remove_unfinished()
-            if error is None:
-                took = f"{time.perf_counter() - pending.started:.1f} s"
-                if self._stager is not None:
-                    took += f", of which training waited {blocked:.2f} s"
-                self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
-                if writer.target.parent == self._folder.path:
-                    self.purge()
-        finally:
-            pending.concluded.set()
-
-    def _remove_unfinished(self) -> None:
-        """Remove what failed saves have left. The same fault can stop this, too, so it is tried again later."""
-        for path in self._unfinished:
-            shutil.rmtree(path, ignore_errors=True)
-        self._unfinished = [path for path in self._unfinished if path.exists()]
+        if self._ranks.rank != 0:
+            return
+        if error is not None:
+            self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
+            shutil.rmtree(writer.unfinished, ignore_errors=True)
+            return
+        took = f"{time.perf_counter() - started:.1f} s"
+        if self._stager is not None:
+            took += f", of which training waited {blocked:.2f} s"
+        self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
+        if writer.target.parent == self._folder.path:
+            self.purge()
 
     def _purge(self) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
-        try:
-            best = self._link_best() if self._config.keep_best else None
-        except OSError as error:  # then nothing is removed, because the best one could be among it
-            self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
-            return
         config = self._config
+        try:
+            best = self._link_best() if config.keep_best else None
+        except OSError as error:  # then nothing is removed, because the best one could be among it
+            return self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
         for path in step_folders.expendable(self._folder.path, config.keep_latest_k, config.keep_every_n_steps):
             try:
                 if path != best:
@@ -282,9 +252,9 @@ class Saver:
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
 
-    def _find_best(self) -> tuple[float, Path] | None:
-        """The lowest validation loss of the run, the earlier one of two that are equal, and its checkpoint. The loss is
-        in the manifest, so that the files alone say which one it is."""
+    def _find_best(self) -> tuple[float, Path | None]:
+        """The lowest validation loss of the run, and the checkpoint that has it, the earlier one of two that are equal.
+        The loss is in the manifest, so that the files alone say which one it is."""
         there = [path for folder in (self._folder.path, self._final) for path in step_folders.list_checkpoints(folder)]
         for path in there:
             if path not in self._losses:
@@ -293,19 +263,15 @@ class Saver:
                     info = step_folders.read_manifest(path)["info"]
                     if info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job):
                         self._losses[path] = info["train_state"].get("validation_loss")
-        losses = [
-            (loss, step_folders.step_of(path), path) for path in there if (loss := self._losses[path]) is not None
-        ]
-        best = min(losses, default=None)
-        return None if best is None else (best[0], best[2])
+        known = [(cast(float, self._losses[path]), path) for path in there if self._losses[path] is not None]
+        return min(known, key=lambda entry: (entry[0], step_folders.step_of(entry[1])), default=(math.inf, None))
 
     def _link_best(self) -> Path | None:
         """The best checkpoint; the link `best` leads to it then, by one rename. Without one there is no link."""
-        link, found = self._folder.path / "best", self._find_best()
-        if found is None:
+        link, (loss, best) = self._folder.path / "best", self._find_best()
+        if best is None:
             link.unlink(missing_ok=True)
             return None
-        loss, best = found
         target = os.path.relpath(best, link.parent)
         if not link.is_symlink() or os.readlink(link) != target:
             new = link.with_name(".best.new")
@@ -332,12 +298,9 @@ class Saver:
         Returns:
             Whether it is there.
         """
-        out = self._folder.path.parent / "final_hf"
-        if self._write_tokenizer is None or self._failed_step == step:
-            self._log(f"final_hf is not written: {path} could not be saved")
-            return True  # that failure is counted
+        out = path.parents[1] / "final_hf"
         try:
-            if not self._keep_or_supersede(out, step):
+            if self._failed_step != step and not self._keep_or_supersede(out, step):
                 step_folders.check_folder(path)
                 export_hf(CheckpointTensors(path), out, self._config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self._config.export_dtype}")

@@ -19,7 +19,8 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,38 +67,25 @@ class HashingFile(io.BufferedWriter):
         return {"size": self._size, "xxh3_128": self._hash.hexdigest()}
 
 
-def open_file(path: Path) -> io.BufferedReader:
+@contextmanager
+def open_file(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file of a checkpoint for reading: a regular file of its folder, and nothing else.
 
     Raises:
         Damage: there is none, or it is no regular file (a link, a pipe, a folder, a device).
-        CheckpointError: it cannot be read now.
+        CheckpointError: it cannot be read now, also while it is open.
     """
     try:
         if not stat.S_ISREG(mode := os.lstat(path).st_mode):
             raise Damage(f"{path.name}: {'a symbolic link' if stat.S_ISLNK(mode) else 'not a regular file'}")
         # O_NONBLOCK: a pipe that takes the file's place at this moment does not make open wait.
-        return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            yield file
     except FileNotFoundError:
         raise Damage(f"{path.name}: missing") from None
     except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def read_file(path: Path) -> bytes:
-    """All of a file of a checkpoint. Raises as `open_file`."""
-    with open_file(path) as file:
-        try:
-            return file.read()
-        except OSError as error:
-            raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {type(error).__name__}: {error.strerror}. That need not be damage, and nothing is "
-        "renamed. Mend it and start again, or move this checkpoint away."
-    )
+        remedy = "That need not be damage, and nothing is renamed. Mend it, or move this checkpoint away."
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error.strerror}. {remedy}") from None
 
 
 def step_name(step: int) -> str:
@@ -192,20 +180,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             has not come to.
         CheckpointError: it cannot be read now, or is of a format that this version does not know.
     """
-    raw = read_file(folder / MANIFEST)
+    with open_file(folder / MANIFEST) as file:
+        raw = file.read()
     try:
         body = json.loads(raw)
         body.pop("checksum")
         intact = raw == encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
-        if intact and body["format"] > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder / MANIFEST}: format {body['format']} is unknown to this version, which reads up to "
-                f"{FORMAT_VERSION}. Use the titanlite that wrote it."
-            )
-        inside = all(Path(name).name == name for name in body["files"])
+        version, inside = body["format"], all(Path(name).name == name for name in body["files"])
         reached = _is_reached(body["info"]["train_state"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        intact = inside = reached = False
+        version, intact, inside, reached = 0, False, False, False
+    if intact and version > FORMAT_VERSION:
+        known = f"is unknown to this version, which reads up to {FORMAT_VERSION}. Use the titanlite that wrote it."
+        raise CheckpointError(f"{folder / MANIFEST}: format {version} {known}")
     if not intact:
         raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
     if not inside or not reached:
@@ -260,14 +247,11 @@ def _verify_file(path: Path, expected: Entry) -> None:
     checksum = xxhash.xxh3_128()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
+        if size != expected["size"]:
+            raise Damage(f"{path.name}: {size} bytes instead of {expected['size']}")
         buffer = memoryview(bytearray(min(_CHUNK, size)))
-        try:
-            while size == expected["size"] and (count := file.readinto(buffer)):
-                checksum.update(buffer[:count])
-        except OSError as error:
-            raise _unreadable(path, error) from None
-    if size != expected["size"]:
-        raise Damage(f"{path.name}: {size} bytes instead of {expected['size']}")
+        while count := file.readinto(buffer):
+            checksum.update(buffer[:count])
     if checksum.hexdigest() != expected["xxh3_128"]:
         raise Damage(f"{path.name}: checksum differs ({size} bytes)")
 
@@ -288,7 +272,7 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
         UserError: another run is still there.
     """
     descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o666)
-    started, told = time.monotonic(), False
+    deadline = None
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -298,13 +282,12 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
                 log(f"{folder}: a second run in it would go unnoticed, its file system has no locks: {error.strerror}")
                 os.close(descriptor)
                 return None
-        if time.monotonic() - started > patience:
-            raise UserError(
-                f"{folder.parent}: another run is using it. Stop that one, or choose another job.dump_folder."
-            )
-        if not told:
-            log(f"{folder.parent}: another run is using it; waiting up to {patience:.0f} s for its end")
-            told = True
+        used = f"{folder.parent}: another run is using it"
+        if deadline is None:
+            deadline = time.monotonic() + patience
+            log(f"{used}; waiting up to {patience:.0f} s for its end")
+        if time.monotonic() > deadline:
+            raise UserError(f"{used}. Stop that one, or choose another job.dump_folder.")
         time.sleep(0.1)
 
 
@@ -327,21 +310,23 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> tuple[list[str], list[str]]:
+def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UNFINISHED) -> list[str]:
     """Delete what `list_unfinished` finds, if its name begins with `prefix`.
 
+    What cannot be deleted, such as a file that is open on another node, disturbs nobody, because names are never used
+    twice; `log` is told of it.
+
     Returns:
-        The names of folders that are gone, and one line for what could not be deleted, such as a file that is open on
-        another node. It disturbs nobody, because names are never used twice.
+        The names that are gone.
     """
-    gone, kept = [], []
+    gone = []
     for path in (path for path in list_unfinished(folder) if path.name.startswith(prefix)):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             gone.append(path.name)
         except OSError as error:
-            kept.append(f"could not remove the unfinished {path.name}: {error}")
-    return gone, kept
+            log(f"could not remove the unfinished {path.name}: {error}")
+    return gone
 
 
 def set_aside(path: Path, reason: str = "damaged") -> Path:

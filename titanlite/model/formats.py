@@ -1,35 +1,38 @@
 """The formats of other programs: Hugging Face's config.json and tensor names, Meta's params.json and rotary order.
 
 Invariant: a mapping that would not be exact is refused. Each key of a file must be mapped, or be known to change
-nothing, or have the one value that this model computes. Any other key is refused by its name. No files are read here.
+nothing, or have a value that this model computes. Any other key is refused by its name. No files are read here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 from torch import Tensor
 
 from titanlite.config.files import FileModel, explain, short
 from titanlite.config.flavors import Architecture
+from titanlite.model.llama import Llama
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-MOST_LAYERS = 10_000  # a limit, because lists of this length are made before any tensor is read
+Layers = Annotated[int, Field(gt=0, le=10_000)]  # lists of this length are made before any tensor is read
 
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
 _BLOCK_NAMES = {
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
 }
 # In old files. It is computed and not learned.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -39,66 +42,34 @@ def hf_name(name: str) -> str:
     """Our parameter name -> Hugging Face's. Both have the same order of rotary channels, so the values are the same."""
     if name in _NAMES:
         return _NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{_BLOCK_NAMES[rest]}"
+    _, layer, rest = name.removesuffix(".weight").split(".", 2)
+    return f"model.layers.{layer}.{_BLOCK_NAMES[rest]}.weight"
 
 
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the model's own order."""
-    kv_dim = arch.n_kv_heads * arch.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (arch.vocab_size, arch.dim)}
-    of_block = {
-        "attention_norm.weight": (arch.dim,),
-        "attention.wq.weight": (arch.dim, arch.dim),
-        "attention.wk.weight": (kv_dim, arch.dim),
-        "attention.wv.weight": (kv_dim, arch.dim),
-        "attention.wo.weight": (arch.dim, arch.dim),
-        "ffn_norm.weight": (arch.dim,),
-        "feed_forward.w1.weight": (arch.ffn_dim, arch.dim),
-        "feed_forward.w2.weight": (arch.dim, arch.ffn_dim),
-        "feed_forward.w3.weight": (arch.ffn_dim, arch.dim),
-    }
-    for layer in range(arch.n_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_block.items()}
-    shapes["norm.weight"] = (arch.dim,)
-    if not arch.tied_embeddings:
-        shapes["output.weight"] = (arch.vocab_size, arch.dim)
-    return shapes
+    with torch.device("meta"):
+        of_one_block = Llama(dataclasses.replace(arch, n_layers=1)).named_parameters()
+    shapes = {name: tuple(parameter.shape) for name, parameter in of_one_block}
+    names = list(shapes)
+    block = [name for name in names if name.startswith("layers.")]
+    first, last = names.index(block[0]), names.index(block[-1])
+    blocks = [name.replace(".0.", f".{layer}.", 1) for layer in range(arch.n_layers) for name in block]
+    return {n: shapes[re.sub(r"^layers\.\d+", "layers.0", n)] for n in [*names[:first], *blocks, *names[last + 1 :]]}
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """config.json of a LlamaForCausalLM. `dtype` is that of the saved tensors, such as "bfloat16"."""
-    scaling = None
-    if arch.rope_scaling_factor != 1.0:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": arch.rope_scaling_factor,
-            "low_freq_factor": arch.rope_low_freq_factor,
-            "high_freq_factor": arch.rope_high_freq_factor,
-            "original_max_position_embeddings": arch.rope_original_max_seq_len,
-        }
+    scaling = {key: getattr(arch, name) for name, key in _aliases(_Rotary).items()} | {"rope_type": "llama3"}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": arch.dim,
-        "intermediate_size": arch.ffn_dim,
+        **{key: getattr(arch, name) for name, key in _aliases(_Config).items()},
         "head_dim": arch.head_dim,
-        "num_hidden_layers": arch.n_layers,
-        "num_attention_heads": arch.n_heads,
-        "num_key_value_heads": arch.n_kv_heads,
-        "vocab_size": arch.vocab_size,
-        "max_position_embeddings": arch.max_seq_len,
-        "rms_norm_eps": arch.norm_eps,
         "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": arch.tied_embeddings,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": dtype,
+        "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
+        **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_act": "silu"},
+        **{"initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype},
     }
 
 
@@ -110,29 +81,35 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """
     if (kind := config.get("model_type")) != "llama":
         raise ValueError(f'model_type is {short(repr(kind))}, expected "llama"')
+    wrong = [
+        f"{key} is {short(repr(config[key]))}, expected {' or '.join(map(repr, allowed))}"
+        for key, allowed in _ALLOWED.items()
+        if key in config and config[key] not in allowed
+    ]
+    rest = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT and key not in _ALLOWED}
     try:
-        parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
+        parsed = _Config.model_validate(rest)
     except ValidationError as failure:
-        raise ValueError(explain(failure)) from None
-    heads, width = parsed.num_attention_heads, parsed.hidden_size
-    kv_heads, head_dim = parsed.num_key_value_heads or heads, parsed.head_dim or width // heads
+        wrong.append(explain(failure))
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    heads, width = parsed.n_heads, parsed.dim
+    kv_heads, head_dim = parsed.n_kv_heads or heads, parsed.head_dim or width // heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads = {heads}")
     if head_dim * heads != width or head_dim % 2:
         share = f"hidden_size / num_attention_heads = {width / heads}"
         raise ValueError(f"head_dim is {head_dim}, expected {share}, an even number")
-    return Architecture(
-        dim=width,
-        n_layers=parsed.num_hidden_layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        ffn_dim=parsed.intermediate_size,
-        vocab_size=parsed.vocab_size,
-        max_seq_len=parsed.max_position_embeddings,
-        norm_eps=parsed.rms_norm_eps,
-        tied_embeddings=parsed.tie_word_embeddings,
-        **_rotary(parsed),
-    )
+    rotary = [table.fields(parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
+    if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
+        raise ValueError("rope_scaling and rope_parameters differ. Remove the one that is wrong")
+    same = {name: getattr(parsed, name) for name in _aliases(_Config)} | {"n_kv_heads": kv_heads}
+    return Architecture(**same, **(rotary or [_Rotary().fields(parsed)])[0])
+
+
+def _aliases(model: type[FileModel]) -> dict[str, str]:
+    """Field of Architecture -> key of the file."""
+    return {name: field.alias for name, field in model.model_fields.items() if field.alias}
 
 
 class _Rotary(FileModel):
@@ -141,69 +118,73 @@ class _Rotary(FileModel):
     rope_type: Literal["default", "llama3"] = "default"
     type: str = "default"
     rope_theta: PositiveFloat | None = None
-    factor: Annotated[float, Field(ge=1.0)] | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    original_max_position_embeddings: Size | None = None
+    rope_scaling_factor: Annotated[float | None, Field(ge=1.0, alias="factor")] = None
+    rope_low_freq_factor: Annotated[PositiveFloat | None, Field(alias="low_freq_factor")] = None
+    rope_high_freq_factor: Annotated[PositiveFloat | None, Field(alias="high_freq_factor")] = None
+    rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
     partial_rotary_factor: Literal[1] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_word(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "type" in values and "rope_type" not in values:
-            return {**values, "rope_type": values["type"]}
-        return values
 
     @model_validator(mode="after")
     def _belongs_to_its_type(self) -> Self:
-        scaling = {key: getattr(self, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        if self.rope_type == "default":
-            given = [key for key, value in scaling.items() if value is not None]
-            if given:
-                raise ValueError(f"{', '.join(given)} without rope_type: is it llama3?")
-        elif missing := [key for key, value in scaling.items() if value is None]:
-            raise ValueError(f"rope_type llama3 needs {', '.join(missing)}")
-        elif scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        found = {
+            key: getattr(self, name) for name, key in _aliases(_Rotary).items() if "freq" in key or key == "factor"
+        }
+        given = [key for key, value in found.items() if value is not None]
+        if self.rope_type == "default" and given:
+            raise ValueError(f"{', '.join(given)} without rope_type: is it llama3?")
+        if self.rope_type == "llama3" and len(given) < len(found):
+            raise ValueError(f"rope_type llama3 needs {', '.join(found.keys() - given)}")
+        if given and found["high_freq_factor"] <= found["low_freq_factor"]:
             raise ValueError("high_freq_factor must be greater than low_freq_factor")
         return self
 
+    def fields(self, config: _Config) -> dict[str, Any]:
+        """The rotary fields of Architecture."""
+        theta = {"rope_theta": float(self.rope_theta or config.rope_theta)}
+        if self.rope_type == "default" or self.rope_scaling_factor == 1.0:
+            return theta
+        scaling = {name: getattr(self, name) for name in _aliases(_Rotary)}
+        return theta | scaling | {"rope_original_max_seq_len": self.rope_original_max_seq_len or config.max_seq_len}
 
-_RotaryTable = Annotated[_Rotary | None, BeforeValidator(lambda table: table or None)]  # {} means none
+
+def _rotary_table(table: Any) -> Any:
+    """{} means none, and `type` is the old name of rope_type."""
+    return {"rope_type": table["type"], **table} if isinstance(table, dict) and "type" in table else table or None
+
+
+_RotaryTable = Annotated[_Rotary | None, BeforeValidator(_rotary_table)]
 
 
 class _Config(FileModel):
-    """config.json of a Llama, with the defaults of transformers' LlamaConfig. If a key has a single allowed value, this
-    model does not compute the others."""
+    """config.json of a Llama, with the defaults of transformers' LlamaConfig."""
 
     model_type: Literal["llama"]
-    vocab_size: Size = 32000
-    hidden_size: Size = 4096
-    intermediate_size: Size = 11008
-    num_hidden_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
-    num_attention_heads: Size = 32
-    num_key_value_heads: Size | None = None
+    vocab_size: Annotated[Size, Field(alias="vocab_size")] = 32000
+    dim: Annotated[Size, Field(alias="hidden_size")] = 4096
+    ffn_dim: Annotated[Size, Field(alias="intermediate_size")] = 11008
+    n_layers: Annotated[Layers, Field(alias="num_hidden_layers")] = 32
+    n_heads: Annotated[Size, Field(alias="num_attention_heads")] = 32
+    n_kv_heads: Annotated[Size | None, Field(alias="num_key_value_heads")] = None
+    max_seq_len: Annotated[Size, Field(alias="max_position_embeddings")] = 2048
+    norm_eps: Annotated[PositiveFloat, Field(alias="rms_norm_eps")] = 1e-6
+    tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Size | None = None
-    max_position_embeddings: Size = 2048
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: _RotaryTable = None
     rope_parameters: _RotaryTable = None
-    hidden_act: Literal["silu", "swish"] = "silu"
-    attention_bias: Literal[False] = False
-    mlp_bias: Literal[False] = False
-    attention_dropout: Literal[0] | None = None
-    partial_rotary_factor: Literal[1] | None = None
-    rope_interleaved: Literal[False] = False
-    sliding_window: None = None
-    layer_types: None = None
-    is_causal: Literal[True] = True
-    add_cross_attention: Literal[False] = False
-    is_encoder_decoder: Literal[False] = False
-    quantization_config: None = None
-    per_layer_config: None = None
-    pruned_heads: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "pruned_heads": ({}, None),
+    **{key: (False,) for key in ("attention_bias", "mlp_bias", "rope_interleaved", "add_cross_attention")},
+    **{key: (None,) for key in ("sliding_window", "layer_types", "quantization_config", "per_layer_config")},
+    "is_encoder_decoder": (False,),
+}
+"""Keys of which this model computes some values only."""
 
 # Keys that do not change what a causal Llama computes from its weights: descriptions, the dtype of the stored weights,
 # heads for other tasks, how attention is computed, and defaults of generate().
@@ -222,30 +203,6 @@ _WITHOUT_EFFECT = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """.split()  # noqa: SIM905
 )
-
-
-def _rotary(config: _Config) -> dict[str, Any]:
-    """The rotary fields of Architecture.
-
-    Raises:
-        ValueError: rope_scaling and rope_parameters differ, so the result would depend on the version of transformers.
-    """
-    found = [_rotary_of(table, config) for table in (config.rope_scaling, config.rope_parameters) if table is not None]
-    if len(found) == 2 and found[0] != found[1]:
-        raise ValueError("rope_scaling and rope_parameters differ. Remove the one that is wrong")
-    return found[0] if found else _rotary_of(_Rotary(), config)
-
-
-def _rotary_of(table: _Rotary, config: _Config) -> dict[str, Any]:
-    theta = {"rope_theta": float(table.rope_theta or config.rope_theta)}
-    if table.rope_type == "default" or table.factor == 1.0:
-        return theta
-    return theta | {
-        "rope_scaling_factor": table.factor,
-        "rope_low_freq_factor": table.low_freq_factor,
-        "rope_high_freq_factor": table.high_freq_factor,
-        "rope_original_max_seq_len": table.original_max_position_embeddings or config.max_position_embeddings,
-    }
 
 
 def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) -> list[str]:
@@ -277,7 +234,7 @@ class MetaParams(FileModel):
     sizes."""
 
     dim: Size
-    n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+    n_layers: Layers
     n_heads: Size
     n_kv_heads: Size | None = None
     vocab_size: Size | Literal[-1] = -1
