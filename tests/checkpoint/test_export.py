@@ -114,8 +114,7 @@ def test_what_transformers_saved_is_imported_exactly(tmp_path, shape, capsys):
 def test_weights_survive_export_and_import_in_each_dtype(tmp_path, dtype):
     model = build(PLAIN)
     write_hf(tmp_path / "hf", model, dtype)
-    with HuggingFaceReader(tmp_path / "hf") as reader:
-        import_weights(tmp_path / "ckpt", reader, "test")
+    import_weights(tmp_path / "ckpt", HuggingFaceReader(tmp_path / "hf"), "test")
     source = CheckpointTensors(tmp_path / "ckpt" / "step-00000000")
     for name, parameter in model.named_parameters():
         assert torch.equal(source.read(name), parameter.to(getattr(torch, dtype)))
@@ -173,7 +172,7 @@ def test_another_architecture_or_other_tensors_are_refused_with_the_list(tmp_pat
     write_hf(tmp_path / "hf", build(PLAIN))
     rewrite_config(tmp_path / "hf", **changes)
     with pytest.raises(UserError, match=message):
-        HuggingFaceReader(tmp_path / "hf").__enter__()
+        HuggingFaceReader(tmp_path / "hf")
 
 
 def test_a_folder_that_is_no_model_or_half_a_model_is_refused(tmp_path):
@@ -186,7 +185,7 @@ def test_a_folder_that_is_no_model_or_half_a_model_is_refused(tmp_path):
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"{shard.name} cannot be read"):
-        HuggingFaceReader(tmp_path / "hf").__enter__()
+        HuggingFaceReader(tmp_path / "hf")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
@@ -225,8 +224,7 @@ def test_imported_weights_are_not_resumed_from_by_accident(tmp_path, one_rank):
     model = Llama(run.model.arch)
     model.init_weights(3)
     write_hf(tmp_path / "hf", model)
-    with HuggingFaceReader(tmp_path / "hf") as reader:
-        import_weights(tmp_path / "ckpt", reader, "test")
+    import_weights(tmp_path / "ckpt", HuggingFaceReader(tmp_path / "hf"), "test")
     with pytest.raises(CheckpointError, match="initial_load_path"):
         run.manager(tmp_path / "ckpt").load()
 

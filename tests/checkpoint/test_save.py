@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import importlib
 import os
 import resource
@@ -23,7 +24,6 @@ from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import load_model_weights
 from titanlite.config import schema
 from titanlite.config.errors import UserError
-from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -54,15 +54,10 @@ def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
     info = manifest["info"]
     assert manifest["step"] == 4
     assert info["train_state"] == run.train_state()
-    assert info["layout"] == {"world_size": 1, "meshes": {"dp_shard": [1]}}
+    assert info["layout"] == {"world_size": 1}
     assert info["architecture"] == dataclasses.asdict(run.model.arch)
     assert info["versions"]["torch"] == version("torch")
     assert [group["weight_decay"] for group in info["optimizer_groups"]] == [0.1, 0.0]
-    hashes = set()
-    for seed in (0, 0, 1):
-        job = JobConfig.model_validate({"training": {"seed": seed}}).model_dump(mode="json")
-        hashes.add(run.manager(folder, job=job).saver._describe({})["job_hash"])
-    assert len(hashes) == 2
 
 
 def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_saved):
@@ -104,6 +99,7 @@ def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
 @contextlib.contextmanager
 def no_files_left() -> Iterator[None]:
     """This process can open no further file."""
+    gc.collect()  # files of other tests are closed now, not meanwhile
     importlib.import_module("tracemalloc")  # pytest reports exceptions in destructors with it
     limits, filled = resource.getrlimit(resource.RLIMIT_NOFILE), []
     try:

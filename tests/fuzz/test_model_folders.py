@@ -52,8 +52,8 @@ def test_mutants_of_a_hugging_face_folder(tmp_path, good, count):
         result = []
 
         def act(folder=folder, result=result):
-            with HuggingFaceReader(folder) as reader:
-                ours = Llama(reader.arch)
+            reader = HuggingFaceReader(folder)
+            ours = Llama(reader.arch)
             load_hf_weights(folder, ours)
             with torch.no_grad():
                 result.append(ours(TOKENS % reader.arch.vocab_size))
@@ -109,7 +109,7 @@ def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         index["weight_map"]["model.norm.weight"] = name
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert not ends_well(number, HuggingFaceReader(folder).__enter__)
+        assert not ends_well(number, lambda folder=folder: HuggingFaceReader(folder))
     for kind in ("hf", "meta"):
         for file in sorted(path.name for path in (good / kind).iterdir() if path.name != "generation_config.json"):
             for trap in ("pipe", "link", "loop", "folder"):
@@ -122,9 +122,5 @@ def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good
                     (folder / file).mkdir()
                 else:
                     (folder / file).symlink_to("../moved" if trap == "link" else file)
-                open_it = (
-                    (lambda f=folder: HuggingFaceReader(f).__enter__())
-                    if kind == "hf"
-                    else (lambda f=folder: MetaReader(f))
-                )
+                open_it = (lambda f=folder: HuggingFaceReader(f)) if kind == "hf" else (lambda f=folder: MetaReader(f))
                 assert not ends_well(0, open_it), folder

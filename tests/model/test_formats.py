@@ -80,8 +80,8 @@ def test_logits_are_those_of_transformers(tmp_path, name):
 
     write(tmp_path, BASE | SAME[name])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with HuggingFaceReader(tmp_path) as reader:
-        ours = Llama(reader.arch)
+    reader = HuggingFaceReader(tmp_path)
+    ours = Llama(reader.arch)
     load_hf_weights(tmp_path, ours)
     tokens = torch.randint(97, (2, 200), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -149,12 +149,11 @@ def test_tied_embeddings_with_another_output_matrix_in_the_files_are_refused(tmp
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    with HuggingFaceReader(tmp_path) as reader:  # a copy of the embedding is none
-        assert reader.arch.tied_embeddings
+    assert HuggingFaceReader(tmp_path).arch.tied_embeddings  # a copy of the embedding is none
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        HuggingFaceReader(tmp_path).__enter__()
+        HuggingFaceReader(tmp_path)
 
 
 def test_an_adapter_is_not_left_out_in_silence(tmp_path):

@@ -186,6 +186,12 @@ def reason(error: BaseException) -> str:
     return first if isinstance(error, CheckpointError) else f"{type(error).__name__}: {first}"
 
 
+def abridged(lines: list[str], limit: int = 8) -> str:
+    """The first lines of a list for a message."""
+    more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n  ".join([*lines[:limit], *more])
+
+
 @contextmanager
 def alone() -> Generator[None, None, None]:
     """Silence DCP's warning that it works on one process, where that is intended."""

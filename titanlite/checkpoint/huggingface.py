@@ -12,10 +12,9 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, RootModel
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, alone, load_tensors, reason
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, alone, load_tensors, reason
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.config.flavors import Architecture
@@ -52,7 +51,7 @@ _COMPARED_NUMBERS = 1 << 24  # of a matrix at a time
 SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """The weights of a Llama by our names."""
 
     arch: Architecture
@@ -61,12 +60,8 @@ class Weights(Protocol):
         """A whole parameter in this model's layout."""
         ...
 
-
-class WeightSource(Weights, Protocol):
-    """Weights whose dtypes are known without reading them."""
-
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter."""
+        """Its dtype, without reading it."""
         ...
 
 
@@ -81,22 +76,24 @@ class CheckpointTensors:
         info = step_folders.read_manifest(path)["info"]
         if info["architecture"] is None:
             raise CheckpointError(f"{path} does not say of which architecture its weights are")
-        self.arch = Architecture(**info["architecture"])
-        self._reader = SafeReader(path)
+        self.arch, self._reader = Architecture(**info["architecture"]), SafeReader(path)
         saved = {name: tuple(entry.size) for name, entry in self._reader.index.items() if name.startswith("model.")}
         if lines := differences({f"model.{n}": shape for n, shape in parameter_shapes(self.arch).items()}, saved):
             raise CheckpointError(f"{path} does not fit its architecture: {lines[0]}")
 
     def read(self, name: str) -> Tensor:
         """A whole parameter in its saved dtype."""
-        entry = self._reader.index[f"model.{name}"]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = torch.empty(self._reader.index[f"model.{name}"].size, dtype=self.dtype(name))
         load_tensors(self._reader, {f"model.{name}": tensor})
         return tensor
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter."""
+        return self._reader.index[f"model.{name}"].properties.dtype
+
 
 def export_hf(
-    source: Weights,
+    source: WeightSource,
     out: Path,
     dtype: str,
     write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
@@ -115,37 +112,45 @@ def export_hf(
     if out.exists():
         raise UserError(f"{out} exists already. Choose another folder, or remove it.")
     folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
+    shapes, (code, torch_dtype) = parameter_shapes(source.arch), _DTYPES[dtype]
+    sizes = {name: math.prod(shape) * torch_dtype.itemsize for name, shape in shapes.items()}
+    shards, weight_map = _split(sizes, shard_bytes), {}
+
+    def content(names: list[str]) -> Iterator[bytes | memoryview]:
+        yield _header({hf_name(name): (shapes[name], sizes[name]) for name in names}, code)
+        for name in names:
+            data = source.read(name).detach().to("cpu", torch_dtype).contiguous()
+            yield data.flatten().view(torch.uint8).numpy().data
+
     try:
         folder.mkdir(parents=True)
         token_ids = write_tokenizer(folder)
-        code, torch_dtype = _DTYPES[dtype]
-        shapes = parameter_shapes(source.arch)
-        sizes = {name: math.prod(shape) * torch_dtype.itemsize for name, shape in shapes.items()}
-        shards = _split(sizes, shard_bytes)
-        weight_map = {}
         for number, names in enumerate(shards, 1):
             file_name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= {hf_name(name): file_name for name in names}
-            with (folder / file_name).open("wb") as file:
-                file.write(_header({hf_name(name): (shapes[name], sizes[name]) for name in names}, code))
-                for name in names:
-                    data = source.read(name).detach().to("cpu", torch_dtype).contiguous()
-                    file.write(data.flatten().view(torch.uint8).numpy().data)
-                _flush(file)
-        _write_json(folder / "config.json", {**hf_config(source.arch, dtype), **token_ids})
-        _write_json(folder / "generation_config.json", {"do_sample": True, **token_ids})
-        if len(shards) > 1:
-            _write_json(folder / _INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+            _write(folder / file_name, content(names))
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        tables = {"config.json": hf_config(source.arch, dtype) | token_ids} | ({_INDEX: index} if shards[1:] else {})
+        for name, table in (tables | {"generation_config.json": {"do_sample": True, **token_ids}}).items():
+            _write(folder / name, [(json.dumps(table, indent=2) + "\n").encode()])
         step_folders.flush_folder(folder)
         folder.rename(out)
         step_folders.flush_folder(out.parent)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
-            raise UserError(
-                f"{out} cannot be written: {error.strerror}. Choose another folder, or make room."
-            ) from None
+            text = f"{out} cannot be written: {error.strerror}. Choose another folder, or make room."
+            raise UserError(text) from None
         raise
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write and flush a file, one part after the other."""
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _split(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
@@ -179,56 +184,30 @@ def _header(tensors: dict[str, tuple[tuple[int, ...], int]], code: str) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-        _flush(file)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 class HuggingFaceReader:
-    """A Llama in a Hugging Face folder; the context manager keeps its files mapped.
+    """A Llama in a Hugging Face folder, whose files are mapped while this object lives.
 
     Raises:
         UserError: there is no such model, or it would not be computed exactly; with all that is missing or superfluous.
     """
 
     def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
         if exists(folder / _ADAPTER):
-            raise UserError(
-                f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it into the model first."
-            )
+            raise UserError(f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it first.")
         if not exists(folder / "config.json"):
             raise UserError(f"{folder} has no config.json. Expected a Hugging Face model folder.")
         path = file_inside(folder, "config.json")
-        config = parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root
         try:
+            config = parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root
             self.arch = architecture_from_hf(config)
         except ValueError as error:
             raise UserError(f"{path}: this Llama cannot be imported: {error}.") from None
-        self._folder = folder
-        self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # Hugging Face tensor name -> open file
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:  # closes what is open already if anything is refused
-            self._open(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self._stack.close()
-
-    def _open(self, stack: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        for path in self._paths():
+        for path in _safetensors(folder):
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                file: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError, ValueError) as error:
                 raise UserError(f"{path} cannot be read: {short(str(error))}") from None
             if twice := self._files.keys() & file.keys():
@@ -236,17 +215,14 @@ class HuggingFaceReader:
             self._files |= dict.fromkeys(file.keys(), file)
         parts = {name: file.get_slice(name) for name, file in self._files.items()}
         if lines := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
-            more = f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else ""
-            listed = "\n  ".join(lines[:20]) + more
-            raise UserError(f"{self._folder}: its tensors are not those of its config.json:\n  {listed}")
+            raise UserError(f"{folder}: its tensors are not those of its config.json:\n  {abridged(lines, 20)}")
         for name in parameter_shapes(self.arch):
             if (code := parts[hf_name(name)].get_dtype()) not in _DTYPE_OF:
-                raise UserError(f"{self._folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported.")
+                raise UserError(f"{folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported.")
         if self.arch.tied_embeddings and HF_OUTPUT in parts and not self._tied(parts[HF_EMBEDDING], parts[HF_OUTPUT]):
-            raise UserError(
-                f"{self._folder}: config.json ties the embeddings (tie_word_embeddings), but {HF_OUTPUT} differs from "
-                f"{HF_EMBEDDING}. Set tie_word_embeddings to false to keep both, or remove {HF_OUTPUT}."
-            )
+            both = f"{HF_OUTPUT} differs from {HF_EMBEDDING}"
+            remedy = f"Set tie_word_embeddings to false to keep both, or remove {HF_OUTPUT}"
+            raise UserError(f"{folder}: config.json ties the embeddings, but {both}. {remedy}.")
 
     def _tied(self, embedding: Any, output: Any) -> bool:
         rows, width = self.arch.vocab_size, self.arch.dim
@@ -264,15 +240,16 @@ class HuggingFaceReader:
         """The dtype of a tensor by our name."""
         return _DTYPE_OF[self._files[hf_name(name)].get_slice(hf_name(name)).get_dtype()]
 
-    def _paths(self) -> list[Path]:
-        """The files that transformers would read: one, or those of the index."""
-        if exists(self._folder / _SINGLE):
-            return [file_inside(self._folder, _SINGLE)]
-        if not exists(self._folder / _INDEX):
-            raise UserError(f"{self._folder} has no {_SINGLE} and no {_INDEX}. Pickled .bin weights are not read.")
-        index = file_inside(self._folder, _INDEX)
-        names = parse_json(index, read_file(index, _MOST_JSON), _Index).weight_map.values()
-        return [file_inside(self._folder, name) for name in sorted(set(names))]
+
+def _safetensors(folder: Path) -> list[Path]:
+    """The files that transformers would read: one, or those of the index."""
+    if exists(folder / _SINGLE):
+        return [file_inside(folder, _SINGLE)]
+    if not exists(folder / _INDEX):
+        raise UserError(f"{folder} has no {_SINGLE} and no {_INDEX}. Pickled .bin weights are not read.")
+    index = file_inside(folder, _INDEX)
+    names = parse_json(index, read_file(index, _MOST_JSON), _Index).weight_map.values()
+    return [file_inside(folder, name) for name in sorted(set(names))]
 
 
 class _Index(FileModel):
@@ -289,25 +266,19 @@ def load_hf_weights(folder: Path, model: nn.Module) -> None:
     Raises:
         UserError: it is no Llama, or not this one; with the differences.
     """
-    with HuggingFaceReader(folder) as reader:
-        _check_same_model(folder, reader.arch, model)
-        for name, tensor in live_tensors.model_tensors(model).items():
-            if not isinstance(tensor, DTensor):
-                tensor.copy_(reader.read(name))
-                continue
-            for chunk in tensor.__create_chunk_list__():  # DCP's protocol is exact for uneven and strided shards, too
-                local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
-                local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
-
-
-def _check_same_model(origin: Path, found: Architecture, model: nn.Module) -> None:
-    """Raises UserError if weights of architecture `found` would compute something else in `model`."""
     assert isinstance(model, Llama)
-    there, here = (dataclasses.asdict(arch) for arch in (found, model.arch))
-    differ = [key for key in here if key != "max_seq_len" and there[key] != here[key]]
-    if differ:
+    reader = HuggingFaceReader(folder)
+    there, here = (dataclasses.asdict(arch) for arch in (reader.arch, model.arch))
+    if differ := [key for key in here if key != "max_seq_len" and there[key] != here[key]]:
         lines = "\n  ".join(f"{key}: {there[key]} there, {here[key]} in this job" for key in differ)
-        raise UserError(f"{origin} is another model. Set these keys of [model] as there:\n  {lines}")
+        raise UserError(f"{folder} is another model. Set these keys of [model] as there:\n  {lines}")
+    for name, tensor in live_tensors.model_tensors(model).items():
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(reader.read(name))
+            continue
+        for chunk in tensor.__create_chunk_list__():  # DCP's protocol is exact for uneven and strided shards, too
+            local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+            local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
 
 
 def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
@@ -352,7 +323,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
 class _ReadingPlanner(DefaultSavePlanner):
     """Plans with tensors that have shapes only, and reads each value when it is about to be written."""
 
-    def __init__(self, source: Weights, origin: str) -> None:
+    def __init__(self, source: WeightSource, origin: str) -> None:
         super().__init__(flatten_state_dict=False)
         self._source, self._origin = source, origin
 

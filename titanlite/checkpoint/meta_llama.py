@@ -29,13 +29,11 @@ class MetaReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not exists(folder / "params.json"):
-            raise UserError(f"{folder} has no params.json. Expected Meta's files of a Llama.")
+        names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
+        if not exists(folder / "params.json") or not names:
+            raise UserError(f"{folder} has no params.json or no consolidated.*.pth. Expected Meta's files of a Llama.")
         path = file_inside(folder, "params.json")
         params = parse_json(path, read_file(path, _MOST_PARAMS), MetaParams)
-        names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
-        if not names:
-            raise UserError(f"{folder} holds no consolidated.*.pth file")
         self._shards = [_load(file_inside(folder, name)) for name in names]
         first = self._shards[0]
         embedding, w1 = first.get("tok_embeddings.weight"), first.get("layers.0.feed_forward.w1.weight")
@@ -44,20 +42,15 @@ class MetaReader:
         by_rows = embedding.shape[1] == params.dim  # Llama 3 splits the vocabulary, Llama 2 the width
         vocab_size = embedding.shape[0] * (len(names) if by_rows else 1)
         if params.vocab_size not in (-1, vocab_size):
-            raise UserError(
-                f"{path}: vocab_size is {params.vocab_size}, but tok_embeddings.weight has {vocab_size} rows"
-            )
-        self.arch = architecture_from_meta(params, vocab_size, w1.shape[0] * len(names))
-        if "output.weight" in first and all(_is_tied(shard) for shard in self._shards):
-            self.arch = dataclasses.replace(self.arch, tied_embeddings=True)
+            raise UserError(f"{path}: vocab_size is {params.vocab_size}; tok_embeddings.weight has {vocab_size} rows")
+        tied = all(_is_tied(shard) for shard in self._shards)
+        arch = architecture_from_meta(params, vocab_size, w1.shape[0] * len(names))
+        self.arch = dataclasses.replace(arch, tied_embeddings=tied)
         self._shapes = parameter_shapes(self.arch)
-        expected = self._shapes.keys() | ({"output.weight"} if self.arch.tied_embeddings else set())
         for name, shard in zip(names, self._shards, strict=True):
-            if odd := sorted(shard.keys() ^ expected):
-                raise UserError(
-                    f"{folder / name}: tensors that are missing or not part of this architecture: "
-                    f"{short(', '.join(odd))}"
-                )
+            if odd := sorted(shard.keys() ^ (self._shapes.keys() | ({"output.weight"} if tied else set()))):
+                problem = "tensors that are missing or not part of this architecture"
+                raise UserError(f"{folder / name}: {problem}: {short(', '.join(odd))}")
         self._cuts = {name: self._cut(name) for name in self._shapes}
 
     def _cut(self, name: str) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import Index, SafeReader, load_tensors, reason
+from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors, reason
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.huggingface import load_hf_weights
@@ -181,7 +181,7 @@ class Resumer:
             if moved := live_tensors.group_differences(info["optimizer_groups"], now):
                 remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
                 problem = "the optimizer's parameter groups differ from those saved"
-                raise UserError(f"{path}: {problem}:\n  {_abridged(moved)}\n{remedy}")
+                raise UserError(f"{path}: {problem}:\n  {abridged(moved)}\n{remedy}")
         return wanted
 
     def _restore_rng(self, path: Path, tensors: dict[str, Tensor]) -> None:
@@ -261,7 +261,7 @@ def _check_finite(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -
     bad = [n for n, t in weights.items() if not live_tensors.local(t).isfinite().all()]
     of_ranks = [bad] if ranks is None else ranks.distinct(bad)
     if lines := sorted({name for names in of_ranks for name in names}):
-        raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {_abridged(lines)}")
+        raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(lines)}")
 
 
 class Ids(Protocol):
@@ -304,10 +304,4 @@ def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks 
     shared = here.keys() & there.keys()
     lines += [f"{n}: shape {there[n]} saved, {here[n]} now" for n in shared if there[n] != here[n]]
     if lines:
-        raise UserError(f"{path} does not fit this model:\n  {_abridged(sorted(lines))}\nSet [model] as it was.")
-
-
-def _abridged(lines: list[str], limit: int = 8) -> str:
-    """The first lines of a list for a message."""
-    more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n  ".join([*lines[:limit], *more])
+        raise UserError(f"{path} does not fit this model:\n  {abridged(sorted(lines))}\nSet [model] as it was.")

@@ -38,16 +38,12 @@ class Export(Options):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises as `export`."""
     options = parse(Export, argv, "export")
-    from titanlite.checkpoint.step_folders import folder_size
-
     path = export(options.checkpoint, options.out, options.dtype, options.tokenizer)
-    size = folder_size(options.out)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
     report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
-    if options.as_json:
-        print(json.dumps(report))
-    else:
-        print(f"Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with")
-        print(f'  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")')
+    text = f"""Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with
+  transformers.AutoModelForCausalLM.from_pretrained("{options.out}")"""
+    print(json.dumps(report) if options.as_json else text)
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path | None = None) -> Path:
@@ -60,24 +56,18 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
         UserError: the folder exists or cannot be made, or no tokenizer is known.
         CheckpointError: there is no good checkpoint.
     """
-    from titanlite.checkpoint.find import use_newest
-
-    return use_newest(checkpoint, lambda step_folder: _export(step_folder, out, dtype, tokenizer), log=note)
-
-
-def _export(step_folder: Path, out: Path, dtype: str, tokenizer: Path | None) -> Path:
-    from titanlite.checkpoint.find import saved_job
+    from titanlite.checkpoint.find import saved_job, use_newest
     from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
     from titanlite.data.tokenizer_export import write_tokenizer
 
-    source = CheckpointTensors(step_folder)
-    if tokenizer is None:
-        job = saved_job(step_folder)
-        if job is None:
-            raise UserError(
-                f"{step_folder} does not say which tokenizer it was trained with. Name it: --tokenizer FILE."
-            )
-        tokenizer = Run(job).tokenizer_path
-    make_folder(out.parent)
-    export_hf(source, out, dtype, lambda folder: write_tokenizer(tokenizer, folder, source.arch.max_seq_len))
-    return step_folder
+    def use(step_folder: Path) -> Path:
+        source, job = CheckpointTensors(step_folder), None if tokenizer else saved_job(step_folder)
+        path = tokenizer or (job and Run(job).tokenizer_path)
+        if path is None:
+            problem = f"{step_folder} does not say which tokenizer it was trained with"
+            raise UserError(f"{problem}. Name it: --tokenizer FILE.")
+        make_folder(out.parent)
+        export_hf(source, out, dtype, lambda folder: write_tokenizer(path, folder, source.arch.max_seq_len))
+        return step_folder
+
+    return use_newest(checkpoint, use, log=note)

@@ -5,12 +5,11 @@ Invariant: the imported model computes the same as the original. If it would not
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import tyro
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -71,25 +70,21 @@ def main(argv: Sequence[str]) -> None:
     from titanlite.model.formats import parameter_shapes
     from titanlite.torchtitan.weights import Said, TorchtitanReader
 
-    origin = options.torchtitan or options.meta or options.hf
-    assert origin is not None
-    with contextlib.ExitStack() as files:
-        if options.torchtitan:
-            reader = TorchtitanReader(origin, Said(**said), options.torchtitan_version)
-            origin = reader.path
-        else:
-            reader = MetaReader(origin) if options.meta else files.enter_context(HuggingFaceReader(origin))
-        arch, path = reader.arch, import_weights(make_folder(options.out), reader, str(origin))
-    print(f"Wrote {path}: {len(parameter_shapes(arch))} tensors. A job that starts from it needs\n")
-    print(job_tables(arch, path, origin))
+    if options.torchtitan:
+        reader = TorchtitanReader(options.torchtitan, Said(**said), options.torchtitan_version)
+        origin = reader.path
+    else:
+        origin = cast(Path, options.meta or options.hf)
+        reader = MetaReader(origin) if options.meta else HuggingFaceReader(origin)
+    path = import_weights(make_folder(options.out), reader, str(origin))
+    print(f"Wrote {path}: {len(parameter_shapes(reader.arch))} tensors. A job that starts from it needs\n")
+    print(job_tables(reader.arch, path, origin))
 
 
 def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
     """The part of a job file that a run with the imported weights needs."""
-    keys = {
-        key: json.dumps(value) for key, value in dataclasses.asdict(arch).items()
-    }  # TOML writes these values as JSON does
-    lines = ["[model]", *(f"{key} = {value}" for key, value in keys.items())]
+    values = dataclasses.asdict(arch).items()  # which TOML writes as JSON does
+    lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
     tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
     if tokenizers:
         lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"]
