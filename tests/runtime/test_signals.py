@@ -13,7 +13,9 @@ from titanlite.runtime.signals import SAVE, Signals
 @pytest.fixture
 def signals() -> Iterator[Signals]:
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, SAVE)}
-    yield Signals()
+    taken = Signals()
+    taken.catch()
+    yield taken
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -1,12 +1,15 @@
-"""The heap on a CPU: memory that is kept, in a process of its own, as it cannot be undone."""
+"""The world of ranks, and the heap on a CPU: memory that is kept, in a process of its own, as it cannot be undone."""
 
 import platform
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from titanlite import cli
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library's own heap")
 
@@ -36,13 +39,25 @@ def test_freed_tensors_leave_their_pages_to_the_next_ones():
 
 
 @pytest.mark.slow
-def test_ranks_of_another_launcher_meet_by_its_variables(tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    sizes = "dim = 64\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64"
-    job.write_text(f"[model]\n{sizes}\n[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n")
+def test_the_programs_of_the_documentation_run_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
+    """They start one world after the other in a process, each of which resumes, or scores, what the one before made."""
+    page = (Path(__file__).parents[2] / "docs/python.md").read_text()
+    (tmp_path / "program.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "-m", "titanlite", "train", "--job.config_file", job, "--job.dump_folder", tmp_path / "out"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(
+        [*torchrun, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 x cpu" in ended.stdout
-    assert (tmp_path / "out" / "checkpoint" / "step-00000002").is_dir()
+    assert ended.stdout.count("step 6: loss") == 2
+    assert (tmp_path / "outputs/python-hf/config.json").exists()
+
+
+def test_a_world_that_no_launcher_has_described_is_answered_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["train"]) == 2
+    assert "WORLD_SIZE=2, but no MASTER_ADDR and no MASTER_PORT" in capsys.readouterr().err

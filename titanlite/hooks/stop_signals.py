@@ -9,10 +9,11 @@ from titanlite.runtime.signals import Signals
 class StopSignals(Hook):
     """Catches signals from when `Trainer.train` begins."""
 
-    _signals: Signals
+    def __init__(self) -> None:
+        self._signals = Signals()
 
     def train_begins(self, step: int) -> None:
-        self._signals = Signals()
+        self._signals.catch()
 
     def wants(self, step: int) -> Request:
         return Request(stop=self._signals.stop, save=self._signals.take_save())

@@ -38,7 +38,7 @@ def _catch(numbers: Iterable[signal.Signals], handler: Handler) -> None:
 
 
 class Signals:
-    """Catches SIGINT, SIGTERM, SIGHUP and SIGUSR1, which stop the run, and SIGUSR2, which saves it.
+    """SIGINT, SIGTERM, SIGHUP and SIGUSR1, which stop the run, and SIGUSR2, which saves it.
 
     A SIGINT after one of the first four ends the process at once. A further SIGTERM does not, because a scheduler's
     SIGTERM comes twice: the launcher passes it on.
@@ -48,8 +48,10 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        """Install the handlers."""
         self.stop, self._save = 0, False
+
+    def catch(self) -> None:
+        """Install the handlers."""
         _catch((*STOP_SIGNALS, SAVE), self._receive)
 
     def take_save(self) -> bool:
