@@ -26,7 +26,6 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.tokenizer_file import read_vocab_size
 from titanlite.observe.outputs import FILES, FOLDERS
 from titanlite.observe.writers import load_writer
 
@@ -101,14 +100,14 @@ def _complete(job: JobConfig) -> JobConfig:
 def _vocabulary(run: Run) -> int:
     """Number of ids of the run's tokenizer. Raises UserError."""
     path = run.tokenizer_path
-    with suppress(OSError):  # read_vocab_size reports it
+    with suppress(OSError):  # load_tokenizer reports it
         return _read_vocabulary(path, path.stat().st_mtime_ns)
-    return read_vocab_size(path)
+    return load_tokenizer(path).vocab_size
 
 
 @lru_cache(maxsize=1)
 def _read_vocabulary(path: Path, _changed: int) -> int:
-    return read_vocab_size(path)
+    return load_tokenizer(path).vocab_size
 
 
 # ------------------------------------------------------------------------------------------------------ tokenizer, data

@@ -17,8 +17,7 @@ from titanlite.cli import main
 from titanlite.completion import load_checkpoint
 from titanlite.config.load import resolve_path
 from titanlite.config.schema import Tokenizer
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.tokenizer_file import llama3_special_tokens
+from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
 
 SHAPE = """dim = 64
 n_layers = 2
@@ -101,7 +100,7 @@ def test_the_data_of_a_job_will_do(text, tmp_path, capsys):
     ("words", "said"),
     [
         (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size 512: must be a whole number greater than 512"),
-        (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf: the name must end in .jsonl"),
+        (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf: the name of a file must end in .txt"),
         (["--vocab-size", "600", "--data", "none.txt"], "matches no file"),
         (["--vocab-size", "600", "--data", "a.txt", "--dataset.source", "text"], "not both"),
         (["--vocab-size", "100000", "--data", "a.txt"], "The text gives a vocabulary of 5"),

@@ -11,10 +11,11 @@ import pyarrow.parquet
 import torch
 
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, JobConfig, Training, Validation
+from titanlite.config.schema import Comm, Dataset, JobConfig, Training, Validation
 from titanlite.data.loader import Loader
-from titanlite.data.order import Permutation
+from titanlite.data.shuffle import Permutation
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.validation import ValidationSet
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER_PATH = ROOT / "assets/tokenizer/tokenizer.model"
@@ -67,10 +68,15 @@ def dataset_of(tmp_path, texts, **keys):
     return Dataset(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), num_workers=0, **keys)
 
 
-def run_of(dataset, validation=None, dp_size=1, **training):
+def run_of(dataset, validation=None, dp_size=1, comm=None, **training):
     """The run of a job that reads `dataset`; the other keywords are keys of [training]."""
     training = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
-    sections = {"dataset": dataset, "validation": validation or Validation(), "training": Training(**training)}
+    sections = {
+        "dataset": dataset,
+        "comm": Comm(**(comm or {})),
+        "validation": validation or Validation(),
+        "training": Training(**training),
+    }
     return Run(JobConfig(**sections), dp_size)
 
 
@@ -78,6 +84,12 @@ def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_grou
     """A loader of rank 0 of 1 unless told otherwise."""
     run = run_of(dataset, Validation(holdout=holdout), **keys)
     return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), gather=gather)
+
+
+def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
+    """The rows of [validation] on one rank."""
+    run = run_of(dataset, validation, size, local_batch_size=local, **keys)
+    return ValidationSet(run, TOKENIZER, rank, torch.device("cpu"))
 
 
 class Ranks:

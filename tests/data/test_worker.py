@@ -4,68 +4,76 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import ROOT, Ranks, dataset_of, hide_bad_records, make_loader, some_texts, write_jsonl
+from data_helpers import ROOT, Ranks, dataset_of, hide_bad_records, make_loader, some_texts
+from ranks import descendants
 
+from titanlite import Loader
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data.loader import OutOfData
-from titanlite.data.worker import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.slow
 
 
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
+def workers(parent: int | None = None) -> list[int]:
+    """The living data workers of a process."""
+    found = []
+    for pid in descendants(parent or os.getpid()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found += [pid] * (b"titanlite.data.worker" in words)
+    return sorted(found)
 
 
-def pids(loader):
-    assert isinstance(loader._reader, WorkerPool)
-    return [worker._process._process.pid for worker in loader._reader._workers]
+def wait_until(true: object, seconds: float = 60.0) -> None:
+    assert callable(true)
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-def count_batches(loader):
+def count_batches(loader: Loader) -> int:
     return sum(1 for _ in iter(loader.next_global_batch, None))
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 1), (1, 3), (2, 2)])
-def test_workers_change_no_row_and_no_state(tmp_path, size, workers):
+@pytest.mark.parametrize(("size", "number"), [(1, 1), (2, 2)])
+def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Path, size: int, number: int) -> None:
     dataset = dataset_of(tmp_path, some_texts(150))
-    alone = Ranks(dataset, 1)
-    ranks = Ranks(dataset.model_copy(update={"num_workers": workers, "prefetch": 3}), size)
+    alone, ranks = Ranks(dataset, 1), Ranks(dataset.model_copy(update={"num_workers": number, "prefetch": 3}), size)
     for _ in range(6):
         assert torch.equal(ranks.batch(), alone.batch())
+    assert len(workers()) == size * number
+    for worker in workers():  # signals that are for the trainer
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(worker, name)
     state = ranks.state()
     assert state == alone.state()  # what lies prefetched does not count
     expected = alone.batch()
     assert torch.equal(ranks.batch(), expected)
     assert torch.equal(ranks.load(state).batch(), expected)  # and is thrown away
-    processes = [pid for loader in ranks.loaders for pid in pids(loader)]
     ranks.close()
-    assert not any(map(alive, processes))
+    assert not workers()
 
 
-def test_a_mistake_in_the_data_is_raised_in_the_trainer(tmp_path):
+def test_the_end_and_mistakes_arrive_as_without_workers(tmp_path: Path) -> None:
     (line,) = hide_bad_records(path := tmp_path / "a.jsonl", some_texts(200))
-    loader = make_loader(Dataset(source="jsonl", path=str(path), num_workers=2))
+    dataset, steps = Dataset(source="jsonl", path=str(path), num_workers=2), []
+    loader = make_loader(dataset)
     with pytest.raises(UserError, match=rf"a\.jsonl, line {line}, column 1: not valid JSON"):
         count_batches(loader)
     loader.close()
-
-
-def test_the_end_of_the_data_arrives_at_the_step_it_would_without_workers(tmp_path):
-    dataset = dataset_of(tmp_path, some_texts(100), max_epochs=1)
-    steps = []
-    for workers in (0, 2):
-        loader = make_loader(dataset.model_copy(update={"num_workers": workers}))
+    for number in (0, 2):
+        loader = make_loader(
+            dataset.model_copy(update={"num_workers": number, "max_epochs": 1, "on_bad_record": "skip"})
+        )
         with pytest.raises(OutOfData):
             count_batches(loader)
         steps.append(loader.state_dict()["schedule"]["step"])
@@ -73,62 +81,85 @@ def test_the_end_of_the_data_arrives_at_the_step_it_would_without_workers(tmp_pa
     assert steps[0] == steps[1] > 2
 
 
-def test_a_killed_worker_is_reported_at_once(tmp_path):
+def test_a_killed_worker_is_reported_at_once(tmp_path: Path) -> None:
     loader = make_loader(dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 2}))
     loader.next_global_batch()
-    os.kill(pids(loader)[1], signal.SIGKILL)
-    time.sleep(0.1)
-    with pytest.raises(WorkerError, match=r"a data worker \(process \d+\) ended by signal SIGKILL"):
+    os.kill(workers()[1], signal.SIGKILL)
+    wait_until(lambda: len(workers()) == 1)
+    with pytest.raises(UserError, match=r"a data worker \(process \d+\) ended by signal SIGKILL") as error:
         loader.next_global_batch()  # although many batches of it still lie in the queue and the socket
+    assert error.value.exit_code == 1
     loader.close()
+    assert not workers()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_their_trainer_however_it_ends(tmp_path, number):
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(100))
-    script = tmp_path / "main.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys, time
-            sys.path[:0] = [{str(ROOT / "tests/data")!r}]
-            from data_helpers import hide_bad_records, Dataset, make_loader
-            loader = make_loader(Dataset(source="jsonl", path={str(path)!r}, num_workers=2))
-            loader.next_global_batch()
-            print(*[worker._process._process.pid for worker in loader._reader._workers], flush=True)
-            time.sleep(60)
-            """
-        )
-    )
-    trainer = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert trainer.stdout is not None
-    processes = [int(word) for word in trainer.stdout.readline().split()]
-    assert len(processes) == 2
-    assert all(map(alive, processes))
-    trainer.send_signal(number)
-    trainer.wait()
-    deadline = time.monotonic() + 5
-    while any(map(alive, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_waiting_for_a_worker_that_stands_still_has_a_limit_and_ends_when_told(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 1, "prefetch": 1})
+    loader = make_loader(dataset, comm={"train_timeout_seconds": 2}, global_batch_size=512, seq_len=256)
+    loader.next_global_batch()
+    os.kill(workers()[0], signal.SIGSTOP)
+    given_up = time.monotonic()
+    assert loader.fails_within(50, lambda: True)
+    assert loader.failure() is None
+    assert time.monotonic() - given_up < 30.0
+    with pytest.raises(
+        UserError, match=r"stood still for 1 seconds in jsonl .*a\.jsonl, document \d+: .*a\.jsonl, byte"
+    ):
+        count_batches(loader)
+    loader.close()
+    assert not workers()
 
 
-def test_workers_run_ahead_only_so_far(tmp_path):
-    """A queue of `prefetch` batches, one batch in the receiving thread's hand, and what fits into the socket."""
+def test_workers_run_ahead_only_so_far(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, some_texts(100), prefetch=2).model_copy(update={"num_workers": 1})
     loader = make_loader(dataset, seq_len=2048, global_batch_size=64)  # 0.5 MiB a batch, more than a socket holds
     loader.next_global_batch()
-    assert isinstance(loader._reader, WorkerPool)
-    worker = loader._reader._workers[0]
 
-    def cpu_time():
-        with open(f"/proc/{worker._process._process.pid}/stat") as file:
-            return sum(map(int, file.read().rsplit(") ", 1)[1].split()[11:13]))
+    def cpu_time() -> int:
+        return sum(map(int, Path(f"/proc/{workers()[0]}/stat").read_text().rsplit(") ", 1)[1].split()[11:13]))
 
-    deadline, times = time.monotonic() + 30, [-1, cpu_time()]
+    times = [-1, cpu_time()]
     while times[-1] != times[-2]:  # until it sleeps
-        assert time.monotonic() < deadline
+        assert len(times) < 60
         time.sleep(1.0)
         times.append(cpu_time())
-    assert worker._received.qsize() == 2
     loader.close()
+
+
+BUSY = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+from data_helpers import *
+import tokenizers
+path = write_jsonl(Path(sys.argv[2]) / "a.jsonl", ["word " * 40] * 20 + ["a" * 60 + "!"] * 500)
+value = json.loads((ROOT / "assets/tokenizer/tokenizer.json").read_text())
+value["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "[ab]*?[ab]*?[ab]*?[ab]*?[ab]*?c|."}
+file = Path(sys.argv[2]) / "tokenizer.json"
+file.write_text(json.dumps(value))
+loader = make_loader(Dataset(source="jsonl", path=str(path), num_workers=1), tokenizer=load_tokenizer(file))
+loader.start()
+print("started", flush=True)
+loader.next_global_batch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, number: signal.Signals) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"started\n"
+    wait_until(lambda: workers(trainer.pid))
+    found = workers(trainer.pid)
+    time.sleep(2.0)  # it has begun with the text that takes for ever
+    trainer.send_signal(number)
+    trainer.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and _alive(pid) for pid in found))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from mutants import ALL, SAMPLE, ends_well, mutant
 
-from titanlite.data.bpe import tiktoken_to_json
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.tokenizer_file import read_vocab_size
+from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from titanlite.data.tokenizer_files import tiktoken_to_json
 
 TEXTS = ("def f(x):\n    return x  # Zürich 日本語 12345\r\n", "don't <|end_of_text|> \ud800 \x00", "", " " * 300)
 
@@ -20,7 +19,7 @@ def good(tmp_path_factory) -> Path:
     tokens = [bytes([byte]) for byte in range(256)] + [b"re", b"tu", b"rn", b"retu", b"return", b"  ", b"    ", b"ef"]
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
     (folder / "tokenizer.model").write_text("".join(lines))
-    tiktoken_to_json(folder / "tokenizer.model", folder / "tokenizer.json")
+    tiktoken_to_json(TiktokenTokenizer(folder / "tokenizer.model")).save(str(folder / "tokenizer.json"))
     config = {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>", "model_max_length": 10}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -35,7 +34,6 @@ def test_mutants_of_a_tiktoken_file(tmp_path, good, count):
 
         def act(path=path):
             tokenizer = load_tokenizer(path)
-            assert tokenizer.vocab_size == read_vocab_size(path)
             for text in TEXTS:
                 ids = tokenizer.encode(text)
                 assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd")
@@ -59,7 +57,6 @@ def test_mutants_of_hugging_faces_files(tmp_path, good, count, name):
 
         def act(path=path):
             tokenizer = load_tokenizer(path)
-            assert tokenizer.vocab_size == read_vocab_size(path)
             assert tokenizer.eos_id < tokenizer.vocab_size
             theirs = Tokenizer.from_file(str(path))
             theirs.no_truncation()

@@ -58,7 +58,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
     """
     from titanlite.checkpoint.find import saved_job, use_newest
     from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
-    from titanlite.data.tokenizer_export import write_tokenizer
+    from titanlite.data.tokenizer_files import write_tokenizer
 
     def use(step_folder: Path) -> Path:
         source, job = CheckpointTensors(step_folder), None if tokenizer else saved_job(step_folder)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.packing import Row
+from titanlite.data.stream import Row
 from titanlite.parallel.forward_backward import Microbatch
 
 IGNORED = -100

@@ -20,21 +20,36 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
-from titanlite.data.documents import MAX_TURN, Encoder, Place, num_units
-from titanlite.data.mixing import Schedule
-from titanlite.data.packing import Cursor
-from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow, open_sources, report_skipped, start_cursors
+from titanlite.data.mixture import Mixture
 from titanlite.data.show import lost_characters, source_table
-from titanlite.data.sources.base import Sequential, Source
+from titanlite.data.sources.base import RandomAccess, Source
+from titanlite.data.stream import (
+    MAX_COUNT,
+    BatchReader,
+    DocumentTokenizer,
+    OutOfData,
+    Part,
+    Place,
+    ReadRow,
+    StreamPosition,
+    first_positions,
+    open_sources,
+    report_skipped,
+)
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import WorkerPool
 
 __all__ = ["GlobalBatch", "Loader", "Microbatch", "OutOfData"]
 
 _STATE_VERSION = 2
+_MOST_ROWS = 1 << 24  # of a step; the largest batches have thousands of rows
 _MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
 
 Gather = Callable[[Any], list[Any]]
+
+
+def _never() -> bool:
+    return False
 
 
 class Loader:
@@ -61,21 +76,25 @@ class Loader:
         *,
         gather: Gather | None = None,
     ) -> None:
-        training, dataset, holdout = run.job.training, run.job.dataset, run.job.validation.holdout
+        training, comm = run.job.training, run.job.comm
         if run.global_batch_size % (run.degrees.data * training.local_batch_size):
             raise UserError(
                 f"training.global_batch_size = {run.global_batch_size} must be a multiple of training.local_batch_size "
                 f"= {training.local_batch_size} times the data-parallel degree = {run.degrees.data}."
             )
-        self._dataset, self._tokenizer, self._seq_len, self._seed = dataset, tokenizer, training.seq_len, run.data_seed
-        self._global_batch_size, self._local_batch_size = run.global_batch_size, training.local_batch_size
-        self._dp_rank, self._dp_size, self._device = dp_rank, run.degrees.data, device
-        self._gather = gather or _gather_over(dp_group)
-        self._encoder = Encoder(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
-        self.sources = open_sources(dataset, self._encoder, self._seq_len)
-        self._schedule = Schedule(dataset, self._global_batch_size)
-        self._cursors = start_cursors(dataset, self.sources, holdout)
-        self._turns = [[0] * len(cursors) for cursors in self._cursors]  # of all ranks' streams, by the last `stats`
+        self.global_batch_size = run.global_batch_size
+        """Rows of one optimizer step, over all ranks."""
+        self._dataset, self._seq_len, self._seed = run.job.dataset, training.seq_len, run.data_seed
+        self._local_batch_size, self._device = training.local_batch_size, device
+        self._part, self._gather = Part(dp_rank, run.degrees.data), gather or _gather_over(dp_group)
+        # The other ranks wait for this one in a collective. They are told before that one's limit.
+        self._patience = comm.init_timeout_seconds / 2, comm.train_timeout_seconds / 2
+        skip_bad = self._dataset.on_bad_record == "skip"
+        self._tokenizer = DocumentTokenizer(tokenizer, run.job.validation.holdout, skip_bad=skip_bad)
+        self.sources = open_sources(self._dataset, self._tokenizer, self._seq_len)
+        self._mixture = Mixture(self._dataset, self.global_batch_size)
+        self._positions = first_positions(self._dataset, self.sources, self._tokenizer.holdout)
+        self._turns = [[0] * len(positions) for positions in self._positions]  # of all ranks' streams, by last `stats`
         self._moved: set[tuple[int, int]] = set()  # (source, stream) of this rank's rows since then
         self._reader: BatchReader | WorkerPool | None = None
         self._ahead: deque[list[ReadRow] | Exception] = deque()  # read already, not yet asked for
@@ -87,11 +106,6 @@ class Loader:
         """The training data of a job in one process, on the CPU. Raises UserError as the class does."""
         run = Run(job)
         return cls(run, load_tokenizer(run.tokenizer_path), 0, None, torch.device("cpu"))
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of one optimizer step, over all ranks."""
-        return self._global_batch_size
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """The global batches from where the loader stands, until the data ends (never, without dataset.max_epochs)."""
@@ -106,33 +120,35 @@ class Loader:
         arguments = {
             "dataset": self._dataset,
             "sources": self.sources,
+            "tokenizer": self._tokenizer,
             "seed": self._seed,
             "seq_len": self._seq_len,
-            "schedule": self._new_schedule(),  # a copy, because the reader is ahead of this one
-            "cursors": [list(cursors) for cursors in self._cursors],
+            "mixture": self._new_mixture(self._mixture.state_dict()),  # a copy, because the reader is ahead of this one
+            "positions": [list(positions) for positions in self._positions],
+            "part": self._part,
         }
         if self._dataset.num_workers:
-            workers, prefetch = self._dataset.num_workers, self._dataset.prefetch
-            self._reader = WorkerPool(arguments, self._encoder, self._dp_rank, self._dp_size, workers, prefetch)
+            dataset = self._dataset
+            self._reader = WorkerPool(arguments, dataset.num_workers, dataset.prefetch, self._patience)
         else:
-            self._reader = BatchReader(**arguments, encoder=self._encoder, part=Part(self._dp_rank, self._dp_size))
+            self._reader = BatchReader(**arguments)
 
     def next_global_batch(self) -> GlobalBatch:
         """The next optimizer step's rows of this rank, on the device.
 
         Raises:
             OutOfData: a source with max_epochs has no further batch; all ranks raise it at the same step.
-            UserError: a record cannot be read.
-            WorkerError: a background process died.
+            UserError: a record cannot be read, or a file has changed.
+            WorkerError: a background process died or stands still.
         """
         self._read_ahead(1)
         read = self._ahead[0]
         if isinstance(read, Exception):
             raise read
         self._ahead.popleft()
-        self._schedule.next_batch()
+        self._mixture.next_batch()
         for row in read:
-            self._cursors[row.source][row.stream] = row.cursor
+            self._positions[row.source][row.stream] = row.position
             self._moved.add((row.source, row.stream))
             self._skipped += row.skipped
             self._num_skipped += len(row.skipped)
@@ -145,25 +161,33 @@ class Loader:
         self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * self._seq_len
         return GlobalBatch([microbatch for microbatch, _ in batches], valid)
 
-    def fails_within(self, batches: int) -> bool:
+    def fails_within(self, batches: int, give_up: Callable[[], bool] = _never) -> bool:
         """Whether this rank cannot read one of its next `batches` global batches; waits until they are read. The other
         ranks can then be told in time: they would wait in a collective for a rank that ends alone. The end of the data
-        is no failure."""
-        self._read_ahead(batches)
-        ahead = itertools.islice(self._ahead, batches)
-        return any(isinstance(batch, Exception) and not isinstance(batch, OutOfData) for batch in ahead)
+        is no failure.
+
+        Args:
+            give_up: is asked several times a second while this waits. If it says so, the answer is True.
+        """
+        self._read_ahead(batches, give_up)
+        ahead = list(itertools.islice(self._ahead, batches))
+        ends = any(isinstance(batch, OutOfData) for batch in ahead)
+        return any(isinstance(batch, Exception) and not isinstance(batch, OutOfData) for batch in ahead) or (
+            len(ahead) < batches and not ends
+        )
 
     def failure(self) -> Exception | None:
-        """Why this rank cannot read its next global batch, if it cannot."""
-        first = self._ahead[0] if self.fails_within(1) else None
-        assert not isinstance(first, list)
-        return first
+        """Why this rank cannot read its next global batch, if that is known."""
+        first = self._ahead[0] if self._ahead else None
+        return first if isinstance(first, Exception) and not isinstance(first, OutOfData) else None
 
-    def _read_ahead(self, batches: int) -> None:
+    def _read_ahead(self, batches: int, give_up: Callable[[], bool] = _never) -> None:
         self.start()
         assert self._reader is not None
         while len(self._ahead) < batches and not (self._ahead and isinstance(self._ahead[-1], Exception)):
             try:
+                if isinstance(self._reader, WorkerPool) and not self._reader.wait(give_up):
+                    return
                 self._ahead.append(self._reader.next_batch())
             except Exception as error:  # raised when its batch is due
                 self._ahead.append(error)
@@ -173,23 +197,22 @@ class Loader:
         of records skipped; since the run began, the tokens of the rows of each source and how many times it was read.
         Reports the records skipped since the last call. All ranks of dp_group call it together."""
         now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
-        moved = [(source, stream, self._cursors[source][stream].place.turn) for source, stream in sorted(self._moved)]
+        moved = [(source, stream, self._positions[source][stream].place.turn) for source, stream in sorted(self._moved)]
         self._moved.clear()
         shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now, moved))
         valid, tokens, skipped = (sum(share[i] for share in shares) for i in range(3))
-        if self._dp_rank == 0:
+        if self._part.dp_rank == 0:
             report_skipped([reason for share in shares for reason in share[3]])
         for source, stream, turn in (place for share in shares for place in share[4]):
             self._turns[source][stream] = max(turn, self._turns[source][stream])
         names = [source.name for source in self.sources]
         names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
-        epochs = [sum(turns) / num_units(source) for turns, source in zip(self._turns, self.sources, strict=True)]
+        epochs = [sum(turns) / source.num_units for turns, source in zip(self._turns, self.sources, strict=True)]
+        rows = [rows * self._seq_len for rows in self._mixture.rows]
         return {
             "utilization": valid / max(1, tokens),
             "skipped_records": skipped,
-            "source_tokens": {
-                name: rows * self._seq_len for name, rows in zip(names, self._schedule.rows, strict=True)
-            },
+            "source_tokens": dict(zip(names, rows, strict=True)),
             "source_epochs": dict(zip(names, epochs, strict=True)),
         }
 
@@ -197,27 +220,28 @@ class Loader:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
         dp_group call it together, because each one knows only the streams that it has read."""
         self.stats()  # what was skipped before a checkpoint is reported before it
-        known = [list(cursors) for cursors in self._cursors]
-        for gathered in self._gather(self._cursors):
-            for mine, theirs in zip(known, gathered, strict=True):
-                mine[:] = [max(pair, key=lambda cursor: cursor.row) for pair in zip(mine, theirs, strict=True)]
-        for rows, cursors in zip(self._schedule.rows, known, strict=True):
-            assert all(cursor.row == _rows_before(rows, v, len(cursors)) for v, cursor in enumerate(cursors))
+        everywhere = self._gather(self._positions)
+        known = [
+            [max(stream, key=lambda position: position.row) for stream in zip(*streams, strict=True)]
+            for streams in zip(*everywhere, strict=True)
+        ]
+        for rows, positions in zip(self._mixture.rows, known, strict=True):
+            assert all(position.row == _rows_before(rows, v, len(positions)) for v, position in enumerate(positions))
         return {
             "version": _STATE_VERSION,
             "seed": self._seed,
             "seq_len": self._seq_len,
             "packing": self._dataset.packing,
-            "tokenizer": self._tokenizer.fingerprint,
-            "holdout": self._encoder.holdout,
-            "schedule": self._schedule.state_dict(),
+            "tokenizer": self._tokenizer.tokenizer.fingerprint,
+            "holdout": self._tokenizer.holdout,
+            "schedule": self._mixture.state_dict(),
             "sources": [
                 {
                     "name": source.name,
                     "fingerprint": source.fingerprint,
-                    "streams": [[*cursor.place, cursor.offset] for cursor in cursors],
+                    "streams": [[*position.place, position.offset] for position in positions],
                 }
-                for source, cursors in zip(self.sources, known, strict=True)
+                for source, positions in zip(self.sources, known, strict=True)
             ],
         }
 
@@ -229,7 +253,7 @@ class Loader:
             CheckpointError, Damage: as `compare`.
         """
         place, contents, accepted = self.compare(state)
-        if not self._tokenizer.is_known_as(state["tokenizer"]):
+        if not self._tokenizer.tokenizer.is_known_as(state["tokenizer"]):
             place.append("the tokenizer is another one")
         if place or contents:
             remedy = "Restore that, or start a new run in another job.dump_folder"
@@ -237,19 +261,20 @@ class Loader:
             listed = "; ".join([*place, *contents, *accepted])
             raise UserError(f"cannot go on with the data of the checkpoint: {listed}. {remedy}")
         self.close()
-        self._schedule = self._new_schedule(state["schedule"])
-        self._cursors = [
-            [
-                Cursor(
-                    _rows_before(rows, v, len(saved["streams"])),
+        self._mixture = self._new_mixture(state["schedule"])
+        self._positions = []
+        for rows, saved, source in zip(self._mixture.rows, state["sources"], self.sources, strict=True):
+            same, streams = saved["fingerprint"] == source.fingerprint, saved["streams"]
+            self._positions.append(
+                [
                     # A place within a document means nothing if the documents are others.
-                    *((Place(*at[:3]), at[3]) if saved["fingerprint"] == source.fingerprint else (Place(at[0]), 0)),
-                )
-                for v, at in enumerate(saved["streams"])
-            ]
-            for rows, saved, source in zip(self._schedule.rows, state["sources"], self.sources, strict=True)
-        ]
-        self._turns = [[cursor.place.turn for cursor in cursors] for cursors in self._cursors]
+                    StreamPosition(
+                        _rows_before(rows, v, len(streams)), Place(*(at[:3] if same else at[:1])), at[3] if same else 0
+                    )
+                    for v, at in enumerate(streams)
+                ]
+            )
+        self._turns = [[position.place.turn for position in positions] for positions in self._positions]
         self._moved.clear()
 
     def describe(self) -> str:
@@ -260,10 +285,10 @@ class Loader:
         """A table of the sources for a run of `steps`, to be shown before the first one. Warns of text that the
         tokenizer cannot represent."""
         for source in self.sources:
-            if lost := lost_characters(source, self._tokenizer):
+            if lost := lost_characters(source, self._tokenizer.tokenizer):
                 logging.getLogger("titanlite").warning(lost)
-        arguments = (self._dataset, self.sources, self._encoder, self._seq_len, self._global_batch_size, steps)
-        return source_table(*arguments)
+        tokens = self.global_batch_size * self._seq_len * steps
+        return source_table(self._dataset, self.sources, self._tokenizer, steps, tokens)
 
     def close(self) -> None:
         """End the background processes, and forget what was read ahead. The next batch starts them again."""
@@ -282,26 +307,30 @@ class Loader:
 
         Raises:
             CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
-            Damage: a place that no run comes to.
+            Damage: rows or a place that no run comes to.
         """
         if (found := state["version"]) != _STATE_VERSION:
             raise CheckpointError(f"the data state has version {found}; this titanlite reads {_STATE_VERSION}")
+        rows, steps = sum(state["schedule"]["rows"]), state["schedule"]["step"]
+        if rows >= MAX_COUNT or rows > steps * _MOST_ROWS:
+            raise Damage(f"its data state counts {rows:,} rows in {steps:,} steps, which no run reads")
         place: list[str] = []
         contents: list[str] = []
         for key, now, name in (
             ("seed", self._seed, "the seed of the data order"),
             ("seq_len", self._seq_len, "training.seq_len"),
             ("packing", self._dataset.packing, "dataset.packing"),
-            ("holdout", self._encoder.holdout, "validation.holdout"),
+            ("holdout", self._tokenizer.holdout, "validation.holdout"),
         ):
             if state[key] != now:
                 place.append(f"{name} was {state[key]}, it is now {now}")
         if len(state["sources"]) != len(self.sources):
             place.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
             return place, [], []
-        for saved, source, cursors in zip(state["sources"], self.sources, self._cursors, strict=True):
-            before, now = len(saved["streams"]), len(cursors)
-            if before != now and state["holdout"] == self._encoder.holdout:  # which decides their number, too
+        counts = state["schedule"]["rows"]
+        for rows, saved, source, positions in zip(counts, state["sources"], self.sources, self._positions, strict=True):
+            before, now = len(saved["streams"]), len(positions)
+            if before != now and state["holdout"] == self._tokenizer.holdout:  # which decides their number, too
                 cause = f"another {'dataset.max_epochs or ' if 1 in (before, now) else ''}number of documents or files"
                 streams = f"{before} streams, {source.name} is read in {now}: {cause}"
                 place.append(f"the source {saved['name']} was read in {streams}")
@@ -309,19 +338,21 @@ class Loader:
                 same = saved["name"] == source.name
                 what = "has changed since: other files, contents or text_column" if same else f"is now {source.name}"
                 contents.append(f"the source {saved['name']} {what}")
-            elif any(not _can_be_reached(source, Place(*stream[:3])) for stream in saved["streams"]):
+            elif not all(_can_be_reached(source, Place(*stream[:3])) for stream in saved["streams"]) or not all(
+                map(any, saved["streams"][:rows])  # a stream that has had a row has moved
+            ):
                 raise Damage(f"its places in {source.name} are none that a run comes to")
         return (place, [], contents) if self._dataset.on_change == "warn" else (place, contents, [])
 
-    def _new_schedule(self, state: dict[str, Any] | None = None) -> Schedule:
-        schedule = Schedule(self._dataset, self._global_batch_size)
-        schedule.load_state_dict(state or self._schedule.state_dict())
-        return schedule
+    def _new_mixture(self, state: dict[str, Any]) -> Mixture:
+        mixture = Mixture(self._dataset, self.global_batch_size)
+        mixture.load_state_dict(state)
+        return mixture
 
 
 def _can_be_reached(source: Source, place: Place) -> bool:
     """Whether a stream of `source` may come to `place`, as far as that is known without reading the source."""
-    return place.turn < MAX_TURN and (isinstance(source, Sequential) or not (place.window or place.index))
+    return place.turn < MAX_COUNT and not (isinstance(source, RandomAccess) and (place.window or place.index))
 
 
 def _rows_before(rows: int, stream: int, streams: int) -> int:

@@ -7,46 +7,43 @@ from fractions import Fraction
 from titanlite.config.errors import UserError, printable
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
-from titanlite.data.documents import Encoder
-from titanlite.data.mixing import Schedule, stage_weights
-from titanlite.data.reader import (
-    BatchReader,
-    OutOfData,
-    Part,
-    Row,
-    open_sources,
-    sample_numbers,
-    source_specs,
-    start_cursors,
-)
+from titanlite.data.mixture import Mixture, stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import Shards
+from titanlite.data.stream import (
+    BatchReader,
+    DocumentTokenizer,
+    OutOfData,
+    Part,
+    first_positions,
+    open_sources,
+    sample,
+    sample_numbers,
+    source_specs,
+)
 from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 def source_table(
-    dataset: Dataset, sources: list[Source], encoder: Encoder, seq_len: int, global_batch_size: int, steps: int
+    dataset: Dataset, sources: list[Source], tokenizer: DocumentTokenizer, steps: int, run_tokens: int
 ) -> str:
-    """Documents, tokens, share and epochs of each source in a run of `steps`. A "~" marks a number of tokens that is
-    estimated from 64 documents."""
+    """Documents, tokens, share and epochs of each source in a run of `steps`, which reads `run_tokens`. A "~" marks a
+    number of tokens that is estimated from 64 documents."""
     lines = [("source", "documents", "tokens", "share", "epochs in this run", "left out")]
-    shares = _shares(dataset, steps)
-    for source, spec, share in zip(sources, source_specs(dataset), shares, strict=True):
-        tokens, exact = estimate_tokens(source, encoder)
-        kept = None if tokens is None else tokens * (1 - encoder.holdout)
-        read = float(share) * steps * global_batch_size * seq_len
-        epochs = "unknown" if kept is None else f"{read / max(1, kept):,.2f}"
+    for source, spec, share in zip(sources, source_specs(dataset), _shares(dataset, steps), strict=True):
+        tokens, exact = _estimate_tokens(source, tokenizer.tokenizer)
+        documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
+        count = epochs = "unknown"
+        if tokens is not None:
+            count = f"{'' if exact else '~'}{tokens:,}"
+            epochs = f"{float(share) * run_tokens / max(1, tokens * (1 - tokenizer.holdout)):,.2f}"
         if spec.max_epochs:
             epochs += f" (ends after {spec.max_epochs})"
-        documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
-        count = "unknown" if tokens is None else f"{'' if exact else '~'}{tokens:,}"
-        left_out = f"{encoder.holdout:.2%} held out" if encoder.holdout else "nothing"
+        left_out = f"{tokenizer.holdout:.2%} held out" if tokenizer.holdout else "nothing"
         lines.append((source.name, documents, count, f"{float(share):.1%}", epochs, left_out))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _shares(dataset: Dataset, steps: int) -> list[Fraction]:
@@ -62,12 +59,9 @@ def _shares(dataset: Dataset, steps: int) -> list[Fraction]:
 def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
     """What to say about characters in a sample of `source` that the tokenizer cannot represent; None if it keeps all.
     tiktoken's format always does."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer) or not isinstance(source, RandomAccess):
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
-    characters: set[str] = set()
-    for index in sample_numbers(source):
-        record = source.record(index)
-        characters.update(record if isinstance(record, str) else "")
+    characters = set("".join(record for record in sample(source) if isinstance(record, str)))
     lost = [c for c in sorted(characters) if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
     if not lost:
         return None
@@ -78,21 +72,20 @@ def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
     )
 
 
-def estimate_tokens(source: Source, encoder: Encoder) -> tuple[int | None, bool]:
+def _estimate_tokens(source: Source, tokenizer: Tokenizer) -> tuple[int | None, bool]:
     """Tokens of a source (None: unknown), and whether this number is exact."""
     if isinstance(source, Shards):
         return source.num_tokens, True
     if not isinstance(source, RandomAccess):
         return None, False
-    whole = Encoder(encoder.tokenizer, skip_bad=True)
-    sample = sample_numbers(source)
-    tokens = sum(len(whole.fetch(source, index)) for index in sample)
-    if len(sample) == len(source):
-        return tokens, True
+    numbers = sample_numbers(source)
+    tokens = sum(map(len, map(DocumentTokenizer(tokenizer, skip_bad=True).encode, sample(source))))
     if isinstance(source, FileSpans):  # tokens per byte vary less than tokens per document
         sizes = source.sizes()
-        return int(tokens * sizes.sum() / max(1, sizes[sample].sum())), False
-    return tokens * len(source) // len(sample), False
+        whole, part = sizes.sum(), sizes[numbers].sum()
+    else:
+        whole, part = len(source), len(numbers)
+    return int(tokens * int(whole) / max(1, int(part))), len(numbers) == len(source)
 
 
 def show_step(run: Run, step: int, row: int | None) -> str:
@@ -108,35 +101,27 @@ def show_step(run: Run, step: int, row: int | None) -> str:
         raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
-    tokenizer = load_tokenizer(run.tokenizer_path)
-    holdout = run.job.validation.holdout
-    encoder = Encoder(tokenizer, holdout, False, dataset.on_bad_record == "skip")
-    sources = open_sources(dataset, encoder, training.seq_len)
-    schedule = Schedule(dataset, size)
+    holdout, skip_bad = run.job.validation.holdout, dataset.on_bad_record == "skip"
+    tokenizer = DocumentTokenizer(load_tokenizer(run.tokenizer_path), holdout, skip_bad=skip_bad)
+    sources = open_sources(dataset, tokenizer, training.seq_len)
+    mixture, positions = Mixture(dataset, size), first_positions(dataset, sources, holdout)
     for _ in range(step - 1):
-        schedule.next_batch()
-    cursors = start_cursors(dataset, sources, holdout)
-    reader = BatchReader(dataset, sources, encoder, run.data_seed, training.seq_len, schedule, cursors, Part(0, 1))
-    parts = []
-    for k, (source, number) in enumerate(schedule.next_batch()):
-        if row is None or k == row:
-            try:
-                read = reader.read(source, number)[0]
-            except OutOfData as error:
-                raise UserError(f"step {step} does not exist: {error}") from None
-            parts.append(
-                f"=== step {step}, row {k}, {sources[source].name}\n" + _show_row(read, sources[source], reader)
-            )
-    return printable("\n".join(parts))
-
-
-def _show_row(row: Row, source: Source, reader: BatchReader) -> str:
-    lines, start = [], 0
-    for part, number, offset, length in row.segments.tolist():
-        tokens = row.tokens[start : start + length].tolist()
-        lines.append(f"--- {source.where(part, number)}, tokens {offset} to {offset + length - 1}")
-        lines.append(reader.tokenizer.decode(tokens))
-        start += length
-    if start < len(row.tokens):
-        lines.append(f"--- {len(row.tokens) - start} tokens of padding")
-    return "\n".join(lines)
+        mixture.next_batch()
+    reader = BatchReader(dataset, sources, tokenizer, run.data_seed, training.seq_len, mixture, positions, Part())
+    lines = []
+    for k, (source, number) in enumerate(mixture.next_batch()):
+        if row not in (None, k):
+            continue
+        try:
+            found, _ = reader.read(source, number)
+        except OutOfData as error:
+            raise UserError(f"step {step} does not exist: {error}") from None
+        lines.append(f"=== step {step}, row {k}, {sources[source].name}")
+        start = 0
+        for part, document, offset, length in found.segments.tolist():
+            lines.append(f"--- {sources[source].where(part, document)}, tokens {offset} to {offset + length - 1}")
+            lines.append(tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
+            start += length
+        if start < len(found.tokens):
+            lines.append(f"--- {len(found.tokens) - start} tokens of padding")
+    return printable("\n".join(lines))

@@ -2,36 +2,53 @@
 
 Invariant: text is only text. What looks like a special token in a document ("<|end_of_text|>") is encoded as ordinary
 characters, so that only the packer can begin or end a document. tiktoken and tokenizers are imported where they are
-used, so that a rank whose data processes encode for it never pays for them.
+used, so that a rank whose data processes encode for it does not pay for tiktoken.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import short
-from titanlite.data.fingerprint import of_json, of_ranks
-from titanlite.data.tokenizer_file import (
-    LLAMA3_PATTERN,
-    json_ids,
-    llama3_special_tokens,
-    parse_ranks,
-    read_tokenizer_file,
-)
+from titanlite.config.files import exists, file_inside, parse_json, read_file, short
 
 if TYPE_CHECKING:
     import tiktoken
 
+# Llama 3's split pattern: contractions, words with one leading symbol, numbers of up to three digits, punctuation,
+# line ends, spaces.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMED = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_NAMES = {
+    "bos_token": ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
+    "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]"),
+}
+CONFIG = "tokenizer_config.json"
+_MOST_BYTES = 1 << 27  # of a file; the largest vocabularies have a million tokens and 60 MB
 # Longer texts are encoded in pieces: the regex engines keep a stack that grows with the longest match.
 _PIECE_CHARS = 1 << 18
 _NOT_BLANK = re.compile(r"[^\S\r\n]*\S")
@@ -54,6 +71,9 @@ class Tokenizer(ABC):
     eos_id: int
     file_fingerprint: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_tokenizer, (self.path,)  # in a background process
+
     @property
     @abstractmethod
     def fingerprint(self) -> str:
@@ -69,7 +89,11 @@ class Tokenizer(ABC):
 
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as uint32. Texts beyond 256 Ki characters are cut at line starts first, which for Llama 3's pattern
-        changes no id."""
+        changes no id.
+
+        Raises:
+            UserError: a Hugging Face tokenizer has no token for a part of the text.
+        """
         try:
             pieces = [self._encode_piece(piece) for piece in _pieces(text)]
         except UnicodeEncodeError:  # lone surrogates, which JSON escapes can hold, have no UTF-8 form
@@ -89,31 +113,44 @@ class Tokenizer(ABC):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """`tokenizer.model` as Llama 3 ships it: base64 tokens with ranks, and 256 special tokens after them."""
+    """`tokenizer.model` as Llama 3 ships it: base64 tokens with ranks, and 256 special tokens after them.
+
+    Attributes:
+        ranks: token -> rank, which is its id.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._raw = path, read_tokenizer_file(path)
-        base = len(parse_ranks(path, self._raw))
+        self.path, raw = path, read_file(path, _MOST_BYTES)
+        try:
+            lines = (line.split() for line in raw.splitlines() if line)
+            self.ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        except ValueError:
+            raise UserError(
+                f"{path}: not a tiktoken tokenizer, whose lines are a token in base64 and its rank. (A SentencePiece "
+                "tokenizer.model, as of Llama 2, must be converted to a tokenizer.json.)"
+            ) from None
+        base = len(self.ranks)
+        if sorted(self.ranks.values()) != list(range(base)) or any(bytes([b]) not in self.ranks for b in range(256)):
+            raise UserError(
+                f"{path}: not a tiktoken tokenizer, in which each of the 256 bytes is a token, and the ranks of the "
+                f"tokens (here {base:,}) count from 0, each once."
+            )
         self._special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
         self.vocab_size = base + len(self._special)
-        self.bos_id = self._special["<|begin_of_text|>"]
-        self.eos_id = self._special["<|end_of_text|>"]
-        self.file_fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw).hexdigest()
+        self.bos_id, self.eos_id = self._special["<|begin_of_text|>"], self._special["<|end_of_text|>"]
+        self.file_fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + raw).hexdigest()
 
     @cached_property
     def fingerprint(self) -> str:
-        ranks = parse_ranks(self.path, self._raw)
-        return of_ranks(LLAMA3_PATTERN, ranks, self._special, self.bos_id, self.eos_id)
+        return _fingerprint_of_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
         """Made when first used: a training rank, whose data processes encode for it, never pays for it."""
         import tiktoken
 
-        ranks = parse_ranks(self.path, self._raw)
-        return tiktoken.Encoding(
-            self.path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self._special
-        )
+        name, special = self.path.stem, self._special
+        return tiktoken.Encoding(name, pat_str=LLAMA3_PATTERN, mergeable_ranks=self.ranks, special_tokens=special)
 
     def _encode_piece(self, text: str) -> np.ndarray:
         # Twice as fast as encode_ordinary followed by np.array, because no Python integer is made.
@@ -133,27 +170,38 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        self.path = path
-        raw = read_tokenizer_file(path)
-        self.vocab_size, self.bos_id, self.eos_id, added = json_ids(path, raw)
+        self.path, self._raw = path, read_file(path, _MOST_BYTES)
         with self._library("load it"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        for name, token in added.items():
-            if (given := self._tokenizer.token_to_id(name)) != token:
-                raise UserError(
-                    f"{path}: {short(repr(name))} has the id {token} there, but {given} in the tokenizers library."
-                )
-        self._byte_level = byte_level_symbols() if b"ByteLevel" in raw else {}
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._raw)
+            ids = self._tokenizer.get_vocab()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        self.vocab_size, self.bos_id, eos_id = 1 + max(ids.values(), default=0), *self._named(ids)
+        if eos_id is None:
+            raise UserError(
+                f"{path}: found no token that ends documents. Looked for eos_token in {CONFIG} beside it, then for "
+                f"{', '.join(_NAMES['eos_token'])}. Put a {CONFIG} with eos_token beside the file."
+            )
+        self.eos_id = eos_id
+        self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
         chosen = f"huggingface {self.bos_id} {self.eos_id} "
-        self.file_fingerprint = hashlib.sha256(chosen.encode() + raw).hexdigest()
-        self._raw = raw
+        self.file_fingerprint = hashlib.sha256(chosen.encode() + self._raw).hexdigest()
+
+    def _named(self, ids: Mapping[str, int]) -> Iterator[int | None]:
+        """The ids of bos and eos."""
+        config = read_config(self.path)
+        for key, names in _NAMES.items():
+            name = config.get(key)
+            name = name.get("content") if isinstance(name, dict) else name
+            if name is not None and (not isinstance(name, str) or name not in ids):
+                held = f"which {self.path.name} does not hold"
+                raise UserError(f"{self.path.with_name(CONFIG)}: {key} is {short(repr(name))}, {held}")
+            yield next((ids[found] for found in ([name] if name is not None else names) if found in ids), None)
 
     @cached_property
     def fingerprint(self) -> str:
-        return of_json(self._raw, byte_level_symbols(), self.bos_id, self.eos_id)
+        return _fingerprint_of_json(self._raw, self.bos_id, self.eos_id)
 
     @contextmanager
     def _library(self, what: str) -> Iterator[None]:
@@ -168,7 +216,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode_piece(self, text: str) -> np.ndarray:
         text.encode()  # raises UnicodeEncodeError for a lone surrogate, of which the library makes a TypeError
         with self._library("encode a text (one with byte fallback or a byte-level vocabulary can)"):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # it lets go of the GIL
+            return np.array(encoded.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -183,14 +232,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return text.replace("\u2581", " ").encode()
 
 
-def byte_level_symbols() -> dict[str, int]:
-    """Symbol -> byte in byte-level vocabularies: printable Latin-1 bytes stand for themselves, the others for U+0100
-    onwards (the table of GPT-2's encoder.py)."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load `path`: a name that ends in .json is a Hugging Face tokenizer, any other is in tiktoken's format.
 
@@ -198,7 +239,32 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: the file is missing, or is not a tokenizer; the message names it.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"tokenizer {path} is a folder; name the file in it (tokenizer.model or tokenizer.json)")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else TiktokenTokenizer(path)
+
+
+def llama3_special_tokens() -> list[str]:
+    """The 256 special tokens of Llama 3.1 in the order of their ids, which follow the ordinary ones."""
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
+    return [_LLAMA3_NAMED.get(i) or next(reserved) for i in range(256)]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside the tokenizer `path`; empty if there is none. Raises UserError: it is no JSON
+    object, or a link that leaves the folder."""
+    if not exists(path.with_name(CONFIG)):
+        return {}
+    config = file_inside(path.parent, CONFIG)
+    return parse_json(config, read_file(config, _MOST_BYTES), RootModel[dict[str, Any]]).root
+
+
+def byte_level_symbols() -> dict[str, int]:
+    """Symbol -> byte in byte-level vocabularies: printable Latin-1 bytes stand for themselves, the others for U+0100
+    onwards (the table of GPT-2's encoder.py)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -213,3 +279,61 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:cut]
         start = cut
     yield text[start:]
+
+
+# -------------------------------------------------------------------------------------------------------- fingerprints
+# What decides about an id of a text is in a fingerprint, and nothing else is: no path, no order of keys, no setting
+# that only other programs read. A tokenizer.json that computes what a tokenizer.model does has its fingerprint.
+
+
+def _fingerprint_of_ranks(
+    pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos_id: int | None, eos_id: int
+) -> str:
+    """Of a byte-level BPE in tiktoken's way: texts are split by `pattern`; of the neighbours in a piece whose bytes
+    together are a token, the one of the lowest rank is joined first."""
+    digest = hashlib.sha256(json.dumps([pattern, sorted(special.items()), bos_id, eos_id]).encode())
+    for token, rank in sorted(ranks.items()):
+        digest.update(b"%d %d " % (rank, len(token)) + token)
+    return f"ids:{digest.hexdigest()}"
+
+
+def _fingerprint_of_json(raw: bytes, bos_id: int | None, eos_id: int) -> str:
+    """Of a tokenizer.json, which the tokenizers library has taken."""
+    value = json.loads(raw)
+    model = value["model"]
+    if (pattern := _pattern_of_ranks(value)) is not None and _joins_by_rank(model["vocab"], model["merges"]):
+        to_byte = byte_level_symbols()
+        ranks = {bytes(to_byte[symbol] for symbol in token): rank for token, rank in model["vocab"].items()}
+        special = {token["content"]: token["id"] for token in value["added_tokens"]}
+        return _fingerprint_of_ranks(pattern, ranks, special, bos_id, eos_id)
+    unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
+    kept = {key: part for key, part in value.items() if key not in unused}
+    text = json.dumps([kept, bos_id, eos_id], sort_keys=True)
+    return f"ids:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _pattern_of_ranks(value: Any) -> str | None:
+    """The split pattern, if a tokenizer.json consists of the parts of a byte-level BPE in tiktoken's way; else None."""
+    match value:
+        case {
+            "model": {"type": "BPE", "ignore_merges": True, **model},  # a piece that is a token is that token
+            "pre_tokenizer": {
+                "pretokenizers": [
+                    {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": pattern}, **split},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ]
+            },
+        }:
+            unset = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+            plain = not (model.get("byte_fallback") or split.get("invert") or value.get("normalizer"))
+            plain = plain and all(model.get(key) is None for key in unset)
+            return pattern if plain and all(token.get("special") for token in value.get("added_tokens") or []) else None
+    return None
+
+
+def _joins_by_rank(vocab: dict[str, int], merges: list[Any]) -> bool:
+    """Whether any neighbours that make a token are joined, and those of a lower rank first."""
+    pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in merges]
+    made = [vocab.get("".join(pair), -1) for pair in pairs]
+    splits = {(t[:cut], t[cut:]) for t in vocab for cut in range(1, len(t)) if t[:cut] in vocab and t[cut:] in vocab}
+    return made == sorted(made) and len(pairs) == len(splits) and set(pairs) == splits

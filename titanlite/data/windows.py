@@ -14,14 +14,11 @@ import numpy as np
 import torch
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import TextSource
 from titanlite.data.batch import IGNORED, Microbatch
-from titanlite.data.sources import open_source
-from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, Source
+from titanlite.data.sources import open_source, source_of_file
+from titanlite.data.sources.base import BadRecord, Prepared, Source
 from titanlite.data.tokenizer import Tokenizer
 
-# Name of a file -> the source that reads it.
-KINDS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
 _BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
 _LENGTH_UNIT = 64  # rows are padded to a multiple of this, so that there are few shapes
 
@@ -81,7 +78,8 @@ class TextWindows:
         """
         begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
         for source in self.sources:
-            for text in _records(source):
+            for text in source:
+                assert not isinstance(text, Prepared)
                 if isinstance(text, BadRecord):
                     raise _of_this_command(text)
                 tokens = self.tokenizer.encode_array(text)
@@ -89,19 +87,6 @@ class TextWindows:
                 self.tokens += len(tokens)
                 self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
                 yield from sliding_windows(np.append(begin, tokens), self.length, self.stride)
-
-
-def _records(source: Source) -> Iterator[str | BadRecord]:
-    """All documents of a source, in their order."""
-    if isinstance(source, RandomAccess):
-        for index in range(len(source)):
-            record = source.record(index)
-            assert not isinstance(record, np.ndarray)
-            yield record
-        return
-    assert isinstance(source, Sequential)
-    for part in range(source.num_parts):
-        yield from source.read(part, 0)
 
 
 def open_files(files: Sequence[Path], column: str) -> list[Source]:
@@ -112,13 +97,10 @@ def open_files(files: Sequence[Path], column: str) -> list[Source]:
     """
     sources = []
     for file in files:
-        kind = next((kind for suffix, kind in KINDS.items() if file.name.lower().endswith(suffix)), None)
-        if kind is None:
-            raise UserError(f"--data {file}: the name of a file must end in {', '.join(KINDS)}.")
+        spec = source_of_file(file, column)
         if not file.is_file():
             found = "is a folder; name files" if file.is_dir() else "there is no such file"
             raise UserError(f"--data {file}: {found}.")
-        spec = TextSource.model_validate({"source": kind, "path": str(file), "text_column": column})
         try:
             sources.append(open_source(spec))
         except UserError as error:

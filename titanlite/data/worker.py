@@ -1,62 +1,72 @@
 """Background processes that read and tokenize ahead of the trainer.
 
-Invariant: a worker never outlives its trainer. An error in a worker, or its death, is raised in the trainer. Nothing
-here imports torch, so that a worker starts in a fraction of a second.
+Invariant: a worker never outlives its trainer. An error in a worker, its death, or that it stands still is raised in
+the trainer, which never waits longer than a limit. Nothing here imports torch, so that a worker starts in a fraction of
+a second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from titanlite.config.errors import UserError
-from titanlite.data.documents import Encoder
-from titanlite.data.reader import BatchReader, OutOfData, Part, ReadRow
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.sources.base import Source
+from titanlite.data.stream import BatchReader, OutOfData, ReadRow
 from titanlite.runtime.process import serve_parent, start_python
 
+_AT_BYTES = 3 * 8  # of what a worker reads just now: numbers of source, part and document
+_LOOK_SECONDS = 0.1
 
-class WorkerError(RuntimeError):
-    """A worker failed by a fault of titanlite, or was killed."""
+
+class WorkerError(UserError):
+    """A worker stands still, was killed, or failed by a fault of titanlite."""
+
+    exit_code = 1
 
 
 class WorkerPool:
     """The workers of one rank; together they deliver the batches of one `BatchReader`.
 
     Args:
-        arguments: the arguments of `BatchReader` except encoder and part; they are pickled.
-        encoder: its settings; each worker loads the tokenizer itself.
+        arguments: of `BatchReader`; they are pickled.
+        workers: number of processes.
         prefetch: batches that each worker may be ahead of the trainer.
+        patience: seconds that a worker may stand still while the trainer waits: before its first batch, and later.
     """
 
-    def __init__(
-        self, arguments: dict[str, Any], encoder: Encoder, dp_rank: int, dp_size: int, workers: int, prefetch: int
-    ) -> None:
-        settings = {name: getattr(encoder, name) for name in ("holdout", "held_out", "skip_bad", "section")}
-        setup = (arguments, encoder.tokenizer.path, settings)
-        self._workers = [_Worker((*setup, Part(dp_rank, dp_size, w, workers)), prefetch) for w in range(workers)]
+    def __init__(self, arguments: dict[str, Any], workers: int, prefetch: int, patience: tuple[float, float]) -> None:
+        parts = [replace(arguments["part"], worker=worker, workers=workers) for worker in range(workers)]
+        self._workers = [_Worker({**arguments, "part": part}, prefetch, patience) for part in parts]
 
-    def next_batch(self) -> list[ReadRow]:
-        """As `BatchReader.next_batch`.
+    def wait(self, give_up: Callable[[], bool]) -> bool:
+        """Wait for the next batch; False if `give_up` said so.
 
         Raises:
-            OutOfData, UserError: a worker raised it at this batch.
-            WorkerError: a worker died. Raised at once, also if batches of it are still waiting.
+            UserError, WorkerError: a worker died, also if batches of it are still waiting, or stands still.
         """
         for worker in self._workers:
             worker.check_alive()
-        results = [worker.get() for worker in self._workers]
+        return all(worker.wait(give_up) for worker in self._workers)
+
+    def next_batch(self) -> list[ReadRow]:
+        """As `BatchReader.next_batch`, after `wait`. Raises what a worker raised at this batch."""
+        results = [worker.take() for worker in self._workers]
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:  # a mistake in the data goes before its end
             raise min(failures, key=lambda failure: isinstance(failure, OutOfData))
@@ -69,100 +79,91 @@ class WorkerPool:
             worker.close()
 
 
-def send(connection: Connection, value: Any) -> None:
-    """Send `value` as a plain pickle. Connection.send would use torch's reductions, which share the memory of tensors
-    and need a common parent process."""
-    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def receive(connection: Connection) -> Any:
-    """What the other end sent."""
-    return pickle.loads(connection.recv_bytes())
-
-
-class WorkerProcess:
-    """A fresh interpreter that runs a module of titanlite with one end of a socket. It is not a fork, because forking a
-    process that has torch's threads or a CUDA context is not safe.
-
-    Attributes:
-        connection: our end.
-    """
-
-    def __init__(self, module: str) -> None:
-        ours, theirs = socket.socketpair()
-        variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with theirs:
-            number = theirs.fileno()
-            command = ["-m", module, str(number)]
-            self._process = start_python(command, variables, pass_fds=[number], stdin=subprocess.DEVNULL)
-        self.connection = Connection(ours.detach())
-
-    @staticmethod
-    def serve(main: Callable[[Connection], None]) -> None:
-        """Call `main` with the other end of the socket, in the new process. Returns when the starter is gone."""
-        serve_parent()
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))
-        logging.getLogger("titanlite").addHandler(handler)
-        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-            main(Connection(int(sys.argv[1])))
-
-    def failed(self) -> bool:
-        """Whether it ended by a signal or with an exit code other than 0."""
-        return self._process.poll() not in (None, 0)
-
-    def error(self) -> WorkerError:
-        """How the process ended."""
-        code = self._process.wait()
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}")
-
-    def kill(self) -> None:
-        """End it by SIGKILL: it holds nothing that must be closed."""
-        self._process.kill()
-        self._process.wait()
-
-
 class _Worker:
     """One process, and the thread that receives its batches. The queue limits how far the process runs ahead: when the
-    queue is full, the thread stops receiving, and the process blocks in sending."""
+    queue is full, the thread stops receiving, and the process blocks in sending.
 
-    def __init__(self, setup: tuple[Any, ...], prefetch: int) -> None:
-        self._process = WorkerProcess("titanlite.data.worker")
+    The process is a fresh interpreter, not a fork, because forking a process that has torch's threads or a CUDA context
+    is not safe.
+    """
+
+    def __init__(self, arguments: dict[str, Any], prefetch: int, patience: tuple[float, float]) -> None:
+        self._sources: list[Source] = arguments["sources"]
+        self._patience, self._later = patience
+        ours, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as shared:
+            shared.truncate(_AT_BYTES)
+            self._at = memoryview(mmap.mmap(shared.fileno(), _AT_BYTES)).cast("q")
+            numbers = [theirs.fileno(), shared.fileno()]
+            self._process: subprocess.Popen[bytes] = start_python(
+                ["-m", "titanlite.data.worker", *map(str, numbers)],
+                {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
         self._received: queue.Queue[list[ReadRow] | Exception] = queue.Queue(maxsize=prefetch)
-        self._died, self._closing = False, False
-        self._thread = threading.Thread(target=self._receive, args=(setup,), daemon=True)
+        self._next: list[ReadRow] | Exception | None = None
+        self._died = self._closing = False
+        self._thread = threading.Thread(target=self._receive, args=(arguments,), daemon=True)
         self._thread.start()
 
-    def get(self) -> list[ReadRow] | Exception:
-        """The rows of the next batch, or what the worker raised."""
-        while True:
-            try:
-                return self._received.get(timeout=1.0)
-            except queue.Empty:
-                self.check_alive()
+    def wait(self, give_up: Callable[[], bool]) -> bool:
+        """As `WorkerPool.wait`."""
+        at, since = self._at.tolist(), time.monotonic()
+        while self._next is None:
+            with contextlib.suppress(queue.Empty):
+                self._next = self._received.get(timeout=_LOOK_SECONDS)
+                break
+            if give_up():
+                return False
+            self.check_alive()
+            if (now := self._at.tolist()) != at:
+                at, since = now, time.monotonic()
+            elif time.monotonic() - since > self._patience:
+                source = self._sources[at[0]]
+                raise WorkerError(
+                    f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds "
+                    f"in {source.name}, {source.where(*at[1:])}. Look whether the disk or the network that holds it "
+                    "answers, and whether the process is stopped. Then start again."
+                )
+        return True
+
+    def take(self) -> list[ReadRow] | Exception:
+        """What `wait` waited for."""
+        result, self._next, self._patience = self._next, None, self._later
+        assert result is not None
+        return result
 
     def check_alive(self) -> None:
-        """Raise WorkerError if the process died. (After it has sent an error it ends with exit code 0.)"""
-        if self._died or self._process.failed():
-            raise self._process.error()
+        """Raises an error if the process died. (After it has sent an error it ends with exit code 0.)"""
+        code = self._process.poll()
+        if code in (None, 0) and not self._died:
+            return
+        code = self._process.wait()
+        if code == -signal.SIGBUS:  # a memory-mapped file has become shorter
+            for source in self._sources:
+                source.files.check_all()
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
 
     def close(self) -> None:
+        """End the process by SIGKILL: it holds nothing that must be closed."""
         self._closing = True
         self._process.kill()
-        while self._thread.is_alive():  # the thread may be waiting for room in the queue
-            try:
-                self._received.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        self._process.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
+            self._process.wait(timeout=5.0)
+            while self._thread.is_alive():  # it may be waiting for room in the queue
+                with contextlib.suppress(queue.Empty):
+                    self._received.get(timeout=0.05)
+            self._connection.close()
 
-    def _receive(self, setup: tuple[Any, ...]) -> None:
+    def _receive(self, arguments: dict[str, Any]) -> None:
         try:
-            send(self._process.connection, setup)
+            _send(self._connection, arguments)
             while not self._closing:
-                message = receive(self._process.connection)
+                message = pickle.loads(self._connection.recv_bytes())
                 self._received.put(message)
                 if isinstance(message, Exception):
                     return
@@ -170,26 +171,33 @@ class _Worker:
             self._died = not self._closing
 
 
-def main(connection: Connection) -> None:
-    """Send batch after batch, until the socket is closed or an error is sent."""
-    arguments, tokenizer, settings, part = receive(connection)
-    logging.getLogger("titanlite").setLevel(logging.ERROR if part.dp_rank else logging.INFO)  # ranks would repeat it
+def _send(connection: Connection, value: Any) -> None:
+    """Send `value` as a plain pickle. Connection.send would use torch's reductions, which share the memory of tensors
+    and need a common parent process."""
+    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def main(connection: Connection, at: memoryview) -> None:
+    """Send batch after batch, until the trainer closes its end or an error is sent."""
     try:
-        reader = BatchReader(**arguments, encoder=Encoder(load_tokenizer(tokenizer), **settings), part=part)
+        arguments = pickle.loads(connection.recv_bytes())
+        level = logging.ERROR if arguments["part"].dp_rank else logging.INFO  # ranks would repeat it
+        logging.getLogger("titanlite").setLevel(level)
+        reader = BatchReader(**arguments, at=at)
         while True:
-            send(connection, reader.next_batch())
-    except (BrokenPipeError, ConnectionResetError):
-        raise
+            _send(connection, reader.next_batch())
+    except (UserError, OutOfData) as error:
+        _send(connection, error)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
     except Exception as error:
-        send(connection, _portable(error))
-
-
-def _portable(error: Exception) -> Exception:
-    """`error` if a user can mend it; otherwise a WorkerError with its traceback."""
-    if isinstance(error, (UserError, OutOfData)):
-        return error
-    return WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error)))
+        _send(connection, WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error))))
 
 
 if __name__ == "__main__":
-    WorkerProcess.serve(main)
+    serve_parent()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))
+    logging.getLogger("titanlite").addHandler(handler)
+    socket_number, at_number = map(int, sys.argv[1:])
+    main(Connection(socket_number), memoryview(mmap.mmap(at_number, _AT_BYTES)).cast("q"))

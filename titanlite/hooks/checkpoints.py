@@ -15,7 +15,7 @@ from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import CheckpointError
-from titanlite.data.tokenizer_export import write_tokenizer
+from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook, Request, Training
 
 

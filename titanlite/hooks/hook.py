@@ -100,6 +100,11 @@ class Hook:
         """What this rank asks for after step number `step`, which begins now. All ranks get it in `act`."""
         return Request()
 
+    def stopping(self) -> int:
+        """Number of the signal that has asked this rank to stop, or 0. Asked several times a second while this rank
+        waits for its data."""
+        return 0
+
     def act(self, step: int, asked: Request) -> None:
         """The time after a step to do what takes time. `asked` is what the ranks have agreed on."""
 

@@ -18,6 +18,9 @@ class StopSignals(Hook):
     def wants(self, step: int) -> Request:
         return Request(stop=self._signals.stop, save=self._signals.take_save())
 
+    def stopping(self) -> int:
+        return self._signals.stop
+
     def act(self, step: int, asked: Request) -> None:
         if asked.save:  # it also serves ranks that got the signal after they were asked
             self._signals.take_save()

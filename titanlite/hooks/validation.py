@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from titanlite.data.heldout import ValidationSet
+from titanlite.data.validation import ValidationSet
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.runtime.logging import Event
 from titanlite.score import Score, make_score

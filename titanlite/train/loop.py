@@ -193,7 +193,7 @@ class Trainer(Training):
                 exchange.receive()
                 break
             asked = exchange.receive()
-            failure = self._data_failure() if asked.data_fails else None
+            failure = self._data_failure() if asked.data_fails and not asked.stop else None
             finished = self.steps_done == steps
             if not finished:
                 self._act(asked)
@@ -267,14 +267,21 @@ class Trainer(Training):
 
     def _data_fails(self, steps: int) -> bool:
         """Whether this rank cannot read its data for one of the next `steps` steps. It waits until they have been
-        read."""
+        read, or a signal asks it to stop."""
         with self.meter.timing("data"):
-            return self.loader.fails_within(max(0, min(steps, self.job.training.steps - self.steps_done)))
+            steps = max(0, min(steps, self.job.training.steps - self.steps_done))
+            return self.loader.fails_within(steps, lambda: bool(self._stopping()))
+
+    def _stopping(self) -> int:
+        return max(hook.stopping() for hook in self.hooks)
 
     def _data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
         failures: list[Exception | None] = [None] * dist.get_world_size()
-        own = self.loader.failure() if self._data_fails(1) else None
+        own = None
+        if self._data_fails(1) and (own := self.loader.failure()) is None:
+            said = f"Stopped by {signal.Signals(self._stopping()).name} before the data of step {self.steps_done + 1}"
+            own = StoppedUnsaved(f"{said} came. Nothing was trained since the start.", self._stopping())
         dist.all_gather_object(failures, own, self.mesh.world_group)
         return next((failure for failure in failures if failure is not None), None)
 

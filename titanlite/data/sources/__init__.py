@@ -1,4 +1,4 @@
-"""Where documents come from: local files, parquet, Hugging Face `datasets`, prepared shards.
+"""Where documents come from: local files, tables, Hugging Face `datasets`, prepared shards.
 
 `open_source` makes the source that a table of the job file names.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite.config.errors import UserError
-from titanlite.data.sources.base import Source, listed
+from titanlite.config.schema import DataSource, TextSource
+from titanlite.data.sources.base import Source
 from titanlite.data.sources.files import COMPRESSED, CompressedLines, JsonLines, open_stdlib, open_text, stdlib_files
-from titanlite.data.sources.hf_datasets import open_datasets
-from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.shards import Shards
+from titanlite.data.sources.tables import Parquet, open_datasets
 
-if TYPE_CHECKING:
-    from titanlite.config.schema import TextSource
+_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSED), "jsonl"), ".parquet": "parquet"}
+# What is in a folder that a source reads, and what makes such folders.
+_FOLDERS = {
+    "shards": (("manifest.json",), "titanlite prepare"),
+    "arrow": (("dataset_info.json", "dataset_dict.json"), "datasets' save_to_disk"),
+}
 
 
 def open_source(spec: TextSource) -> Source:
@@ -44,6 +47,14 @@ def open_source(spec: TextSource) -> Source:
             return CompressedLines(name, files, column) if compressed else JsonLines(name, files, column)
 
 
+def source_of_file(file: Path, column: str) -> DataSource:
+    """The table for a file that the option --data of a command names. Raises UserError: its ending is unknown."""
+    if file.suffix.lower() not in _KINDS:
+        raise UserError(f"--data {file}: the name of a file must end in {', '.join(_KINDS)}.")
+    keys = {"source": _KINDS[file.suffix.lower()], "path": str(file), "text_column": column}
+    return DataSource.model_validate(keys)
+
+
 def find_files(spec: TextSource) -> list[Path]:
     """The files of a source in a stable order; none for what `datasets` loads. Opens none of them, so that the checks
     before a run can call it.
@@ -60,14 +71,11 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "huggingface":
         return []
     path = Path(spec.path)
-    if spec.source in ("arrow", "shards"):
-        marks = ["manifest.json"] if spec.source == "shards" else ["dataset_info.json", "dataset_dict.json"]
-        files = [path / mark for mark in marks if (path / mark).is_file()]
-        if not files:
-            maker = "titanlite prepare" if spec.source == "shards" else "datasets' save_to_disk"
-            raise UserError(
-                f"dataset.path = {spec.path!r} is not a folder made by {maker}: no {' or '.join(marks)} in it"
-            )
+    if spec.source in _FOLDERS:
+        marks, maker = _FOLDERS[spec.source]
+        if not (files := [path / mark for mark in marks if (path / mark).is_file()]):
+            missing = " or ".join(marks)
+            raise UserError(f"dataset.path = {spec.path!r} is not a folder made by {maker}: no {missing} in it")
         return files
     # A name that holds glob characters is still a name.
     files = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(spec.path, recursive=True))]
@@ -77,5 +85,5 @@ def find_files(spec: TextSource) -> list[Path]:
         raise UserError(f"dataset.path = {spec.path!r} {found} (current folder: {Path.cwd()})")
     packed = [file for file in files if file.suffix in COMPRESSED]
     if packed and spec.source == "text":
-        raise UserError(f'{listed(packed)}: source "text" reads plain files only; decompress them, or use "jsonl"')
+        raise UserError(f'{packed[0]}: source "text" reads plain files only; decompress them, or use "jsonl"')
     return files

@@ -1,8 +1,8 @@
-"""Token shards that `titanlite prepare` made, memory-mapped.
+"""Token shards that `titanlite prepare` made.
 
 Invariant: what is read is what was written. Names, sizes, the tokenizer and the index are checked when shards are
 opened. A block of 64 KiB is checked against its checksum when it is first touched, so that terabytes need no reading in
-advance.
+advance. Files are read, not mapped into memory: to touch a mapped file that became shorter would end the process.
 
 A folder holds manifest.json and three files for each shard. NAME.bin: the token ids of its documents, bos and eos
 included, as uint16 or uint32, little-endian; a record that was skipped is a document without tokens. NAME.idx: the end
@@ -12,24 +12,27 @@ only a run with a holdout reads it.
 
 from __future__ import annotations
 
-import mmap
+import os
+import struct
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.data.sources.base import RandomAccess, open_file
+from titanlite.config.files import parse_json, read_file
+from titanlite.data.sources.base import Files, Prepared, RandomAccess, is_empty, open_file
 from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 2
 """Format 1 had no hashes of the texts."""
 BLOCK_BYTES = 1 << 16
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
+_MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
 class ShardEntry(BaseModel):
@@ -63,29 +66,10 @@ class Header(BaseModel):
 class Manifest(Header):
     """manifest.json."""
 
-    shards: tuple[ShardEntry, ...]
+    shards: Annotated[tuple[ShardEntry, ...], Field(strict=False)]
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in the file `path`.
-
-    Raises:
-        UserError: it is damaged, or of a format that this version does not read.
-    """
-    with open_file(path) as file:
-        raw = file.read()
-    try:
-        manifest = Manifest.model_validate_json(raw, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{path} is damaged: {place}: {first['msg']}. {_REMEDY}") from None
-    if manifest.format not in (1, FORMAT):
-        raise UserError(f"{path.parent}: shards of format {manifest.format}; this titanlite reads 1 to {FORMAT}")
-    return manifest
-
-
-def block_checksums(raw: memoryview | bytes) -> np.ndarray:
+def block_checksums(raw: bytes) -> np.ndarray:
     """xxh3 of each block of a shard, uint64."""
     view = memoryview(raw)
     sums = [xxhash.xxh3_64_intdigest(view[i : i + BLOCK_BYTES]) for i in range(0, len(view), BLOCK_BYTES)]
@@ -93,30 +77,32 @@ def block_checksums(raw: memoryview | bytes) -> np.ndarray:
 
 
 class Shards(RandomAccess):
-    """Documents as token arrays."""
+    """Documents as token arrays.
+
+    Raises:
+        UserError: the folder is damaged, empty, or of a format that this version does not read.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self._folder = name, folder
-        self.manifest = read_manifest(folder / "manifest.json")
-        self._shards = [_Shard(folder, entry, self.manifest) for entry in self.manifest.shards]
-        self._first = list(accumulate((entry.documents for entry in self.manifest.shards), initial=0))
+        self.name, self._folder, path = name, folder, folder / "manifest.json"
+        raw = read_file(path, _MOST_BYTES)
+        self.manifest = manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
+        if manifest.format not in (1, FORMAT):
+            raise UserError(f"{folder}: shards of format {manifest.format}; this titanlite reads 1 to {FORMAT}")
+        self._shards = [_Shard(folder, entry, manifest) for entry in manifest.shards]
+        self._first = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first[-1]
-        self.num_tokens = sum(entry.tokens for entry in self.manifest.shards)
+        self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         if not self.num_tokens:
-            raise UserError(f"{name} is empty: no token in {folder}")
-        self.size = self.num_tokens * np.dtype(self.manifest.dtype).itemsize
-        self.fingerprint = xxhash.xxh3_128_hexdigest((folder / "manifest.json").read_bytes())
+            raise is_empty(name, [folder])
+        self.size = self.num_tokens * np.dtype(manifest.dtype).itemsize
+        self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
+        self.files = Files([path for shard in self._shards for path in shard.sizes])
+        self._with_hashes = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Shards, (self.name, self._folder)  # a background process maps the files itself
-
-    def record(self, index: int) -> np.ndarray:
+    def record(self, index: int) -> Prepared:
         number = bisect_right(self._first, index) - 1
-        return self._shards[number].document(index - self._first[number])
-
-    def text_hash(self, index: int) -> int:
-        number = bisect_right(self._first, index) - 1
-        return self._shards[number].text_hash(index - self._first[number])
+        return self._shards[number].document(index - self._first[number], self._with_hashes)
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Refuse ids of another tokenizer, and shards that do not know which documents are held out.
@@ -129,7 +115,8 @@ class Shards(RandomAccess):
                 f"{self._folder} was made with another tokenizer ({self.manifest.tokenizer_path}) than "
                 f"{tokenizer.path}. Set tokenizer.path to that one, or run titanlite prepare again."
             )
-        if holdout and self.manifest.format == 1:
+        self._with_hashes = holdout > 0
+        if self._with_hashes and self.manifest.format == 1:
             raise UserError(
                 f"validation.holdout = {holdout}: {self._folder} was prepared by an older titanlite, which did not "
                 "keep the hashes that say which documents are held out. Remove the folder and run titanlite prepare "
@@ -141,60 +128,70 @@ class Shards(RandomAccess):
 
 
 class _Shard:
+    """One shard. Each of its files is opened once, when it is first read.
+
+    Attributes:
+        sizes: bytes of each of its files.
+    """
+
     def __init__(self, folder: Path, entry: ShardEntry, manifest: Manifest) -> None:
         self._entry, self._dtype = entry, np.dtype(manifest.dtype).newbyteorder("<")
-        self._path, self._hash_path = folder / f"{entry.name}.bin", folder / f"{entry.name}.hash"
         self._vocab_size, size = manifest.vocab_size, entry.tokens * self._dtype.itemsize
         blocks = -(-size // BLOCK_BYTES)
-        index = folder / f"{entry.name}.idx"
-        sizes = {self._path: size, index: 8 * (entry.documents + blocks)}
+        self._bin, self._index, self._hash = (folder / f"{entry.name}{end}" for end in (".bin", ".idx", ".hash"))
+        self.sizes = {self._bin: size, self._index: 8 * (entry.documents + blocks)}
         if manifest.format > 1:
-            sizes[self._hash_path] = 8 * entry.documents
-        for path, expected in sizes.items():
+            self.sizes[self._hash] = 8 * entry.documents
+        for path, expected in self.sizes.items():
             if not path.is_file():
                 raise UserError(f"{path} is missing: run titanlite prepare again")
-            if path.stat().st_size != expected:
-                found = path.stat().st_size
+            if (found := path.stat().st_size) != expected:
                 raise UserError(f"{path} is truncated or altered: {found:,} bytes, not {expected:,}. {_REMEDY}")
-        numbers = _map_checked(index, entry.index_checksum)
-        self._ends, self._sums = numbers[: entry.documents], numbers[entry.documents :]
+        self._open: dict[Path, BinaryIO] = {}
         self._checked = bytearray(blocks)
-        self._tokens: np.ndarray | None = None
-        self._hashes: np.ndarray | None = None
+        self._check_whole(self._index, entry.index_checksum)
 
-    def document(self, index: int) -> np.ndarray:
-        if self._tokens is None:
-            self._raw = _map(self._path)
-            self._tokens = np.frombuffer(self._raw, dtype=self._dtype)
-        start, end = (int(self._ends[index - 1]) if index else 0), int(self._ends[index])
-        size = self._dtype.itemsize
-        for block in range(start * size // BLOCK_BYTES, (end * size - 1) // BLOCK_BYTES + 1):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a background process opens the files itself
+
+    def document(self, index: int, with_hash: bool) -> Prepared:
+        """Document `index`. `with_hash`: also the hash of its text."""
+        start, end = self._numbers(self._index, index - 1, 2) if index else (0, *self._numbers(self._index, 0, 1))
+        start, end = start * self._dtype.itemsize, end * self._dtype.itemsize
+        raw, text_hash = self._read(self._bin, start, end), -1
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if not self._checked[block]:
                 self._check(block)
-        return self._tokens[start:end]
+        if with_hash:
+            if self._hash not in self._open:
+                self._check_whole(self._hash, self._entry.hash_checksum)
+            (text_hash,) = self._numbers(self._hash, index, 1)
+        return Prepared(np.frombuffer(raw, self._dtype), text_hash)
 
-    def text_hash(self, index: int) -> int:
-        if self._hashes is None:
-            self._hashes = _map_checked(self._hash_path, self._entry.hash_checksum)
-        return int(self._hashes[index])
+    def _read(self, path: Path, start: int, end: int) -> bytes:
+        if path not in self._open:
+            self._open[path] = open_file(path)
+        raw = os.pread(self._open[path].fileno(), end - start, start)
+        if len(raw) < end - start:
+            raise UserError(f"{path} has changed while it was read: it is shorter than it was. {_REMEDY}")
+        return raw
+
+    def _numbers(self, path: Path, start: int, count: int) -> tuple[int, ...]:
+        return struct.unpack(f"<{count}Q", self._read(path, 8 * start, 8 * (start + count)))
 
     def _check(self, block: int) -> None:
-        raw = memoryview(self._raw)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        if xxhash.xxh3_64_intdigest(raw) != int(self._sums[block]):
-            raise UserError(f"{self._path} is altered: the checksum of block {block} does not match. {_REMEDY}")
-        if int(np.frombuffer(raw, dtype=self._dtype).max()) >= self._vocab_size:
-            raise UserError(f"{self._path} holds token ids beyond its vocabulary of {self._vocab_size:,}. {_REMEDY}")
+        start = block * BLOCK_BYTES
+        raw = self._read(self._bin, start, min(start + BLOCK_BYTES, self.sizes[self._bin]))
+        (checksum,) = self._numbers(self._index, self._entry.documents + block, 1)
+        if xxhash.xxh3_64_intdigest(raw) != checksum:
+            raise UserError(f"{self._bin} is altered: the checksum of block {block} does not match. {_REMEDY}")
+        if int(np.frombuffer(raw, self._dtype).max()) >= self._vocab_size:
+            raise UserError(f"{self._bin} holds token ids beyond its vocabulary of {self._vocab_size:,}. {_REMEDY}")
         self._checked[block] = 1
 
-
-def _map_checked(path: Path, checksum: str | None) -> np.ndarray:
-    """The numbers in a file, uint64."""
-    raw = _map(path)
-    if xxhash.xxh3_64_hexdigest(raw) != checksum:
-        raise UserError(f"{path} is altered: its checksum does not match manifest.json. {_REMEDY}")
-    return np.frombuffer(raw, dtype="<u8")
-
-
-def _map(path: Path) -> mmap.mmap | bytes:
-    with open_file(path) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    def _check_whole(self, path: Path, checksum: str | None) -> None:
+        digest = xxhash.xxh3_64()
+        for start in range(0, self.sizes[path], 1 << 24):
+            digest.update(self._read(path, start, min(start + (1 << 24), self.sizes[path])))
+        if digest.hexdigest() != checksum:
+            raise UserError(f"{path} is altered: its checksum does not match manifest.json. {_REMEDY}")

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, run_of, some_texts
+from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, make_validation, some_texts
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset, Validation, ValidationSource
-from titanlite.data.heldout import ValidationSet
 from titanlite.data.loader import OutOfData
 from titanlite.data.prepare import prepare
-
-
-def make_set(validation, dataset, *, rank=0, size=1, local=3, **keys):
-    run = run_of(dataset, validation, size, local_batch_size=local, **keys)
-    return ValidationSet(run, TOKENIZER, rank, torch.device("cpu"))
 
 
 def of_files(dataset, **keys):
@@ -37,8 +31,8 @@ def dataset(tmp_path_factory):
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
 def test_rows_and_counts_do_not_depend_on_the_number_of_ranks(dataset, size, local, holdout):
     validation = of_files(dataset, sequences=20, holdout=holdout)
-    one = make_set(validation, dataset)
-    many = [make_set(validation, dataset, rank=rank, size=size, local=local) for rank in range(size)]
+    one = make_validation(validation, dataset)
+    many = [make_validation(validation, dataset, rank=rank, size=size, local=local) for rank in range(size)]
     (expected, _), (found, counts) = rows([one]), rows(many)
     assert len(expected) == len(found) == one.num_sequences == 20
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -49,7 +43,7 @@ def test_rows_and_counts_do_not_depend_on_the_number_of_ranks(dataset, size, loc
 
 
 def test_bytes_are_those_of_the_text(dataset):
-    found = make_set(of_files(dataset, sequences=10_000), dataset)  # all of it, once
+    found = make_validation(of_files(dataset, sequences=10_000), dataset)  # all of it, once
     # the first token of all, a bos, is not predicted; bos and eos stand for no text
     assert found.num_bytes == sum(len(text.encode()) for text in some_texts(400))
     assert found.num_tokens == sum(len(TOKENIZER.encode(text)) + 2 for text in some_texts(400)) - 1
@@ -61,7 +55,7 @@ def documents_of(rows):
 
 
 def test_held_out_documents_are_never_trained_on_and_all_others_are(dataset):
-    held = documents_of(rows([make_set(Validation(sequences=10_000, holdout=0.2), dataset)])[0])
+    held = documents_of(rows([make_validation(Validation(sequences=10_000, holdout=0.2), dataset)])[0])
     loader = make_loader(dataset.model_copy(update={"max_epochs": 1}), holdout=0.2, global_batch_size=1)
     batches = []
     with pytest.raises(OutOfData):
@@ -79,7 +73,7 @@ def test_shards_hold_out_the_documents_that_the_text_does(dataset, tmp_path):
     prepare(run_of(dataset), tmp_path / "out", 1)
     shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
     validation = Validation(sequences=10_000, holdout=0.2)
-    (text, _), (tokens, _) = rows([make_set(validation, dataset)]), rows([make_set(validation, shards)])
+    (text, _), (tokens, _) = rows([make_validation(validation, dataset)]), rows([make_validation(validation, shards)])
     assert len(text) > 10
     assert torch.equal(torch.stack(text), torch.stack(tokens))
     ranks = Ranks(shards, 1, holdout=0.2)
@@ -90,7 +84,7 @@ def test_shards_hold_out_the_documents_that_the_text_does(dataset, tmp_path):
 
 def test_too_few_held_out_documents_are_an_error(tmp_path):
     with pytest.raises(UserError, match=r"the held-out documents of jsonl .* have 0 tokens together"):
-        make_set(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
+        make_validation(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
     with pytest.raises(UserError, match=r"the documents of .* have 0 tokens together"):
         make_loader(dataset_of(tmp_path, some_texts(50)), holdout=0.9999)
 
@@ -98,14 +92,14 @@ def test_too_few_held_out_documents_are_an_error(tmp_path):
 def test_a_mix_is_shared_out_by_weight(dataset, tmp_path):
     other = dataset_of(tmp_path, [f"other {text}" for text in some_texts(100)])
     tables = [ValidationSource(source="jsonl", path=d.path, weight=w) for d, w in ((dataset, 1.0), (other, 3.0))]
-    mix = make_set(Validation(sources=tuple(tables), sequences=8), dataset)
-    alone = [make_set(of_files(d, sequences=rows), dataset) for d, rows in ((dataset, 2), (other, 6))]
+    mix = make_validation(Validation(sources=tuple(tables), sequences=8), dataset)
+    alone = [make_validation(of_files(d, sequences=rows), dataset) for d, rows in ((dataset, 2), (other, 6))]
     assert mix.num_tokens == sum(part.num_tokens for part in alone)
     assert mix.num_bytes == sum(part.num_bytes for part in alone)
 
 
 def test_document_masks_apply_to_validation(dataset):
     masked = dataset.model_copy(update={"document_mask": True})
-    batch = next(make_set(of_files(dataset, sequences=3), masked).batches())
+    batch = next(make_validation(of_files(dataset, sequences=3), masked).batches())
     assert batch.document_ids is not None
     assert (batch.labels == -100).any()

@@ -6,7 +6,6 @@ has had its share of them, less than one sequence more or less.
 
 from __future__ import annotations
 
-import copy
 import math
 from fractions import Fraction
 from typing import Any
@@ -15,14 +14,14 @@ from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 
 
-class Schedule:
+class Mixture:
     """The sources of the sequences, batch by batch.
 
     Tijdeman's rule ("The chairman assignment problem", 1980): consider the sources that lag far enough behind their
     share; take the one that would be the first to lag by a whole sequence. All numbers are whole: nothing is rounded.
 
     Attributes:
-        step: batches scheduled so far.
+        step: batches so far.
         rows: sequences of each source so far.
     """
 
@@ -66,8 +65,12 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON value."""
-        own = {"step": self.step, "rows": self.rows, "weights": self._weights, "stage_rows": self._stage_rows}
-        return copy.deepcopy(own)
+        return {
+            "step": self.step,
+            "rows": list(self.rows),
+            "weights": list(self._weights),
+            "stage_rows": list(self._stage_rows),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. If the weights have changed since, the sequences of the stage are counted from 0."""
@@ -82,18 +85,13 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     Raises:
         UserError: the number of weights is wrong, or all of them are 0.
     """
-    stages = [(0, [source.weight for source in dataset.sources] or [1.0], "dataset.sources")]
-    for number, stage in enumerate(dataset.stages):
-        stages.append((stage.start_step, list(stage.weights), f"dataset.stages.{number}"))
-    for start, weights, key in stages:
-        if len(weights) != len(stages[0][1]) or (not dataset.sources and dataset.stages):
-            found = f"{len(weights)} weights for {len(dataset.sources)} sources"
-            raise UserError(f"{key}: {found}; give one weight for each of [[dataset.sources]], in their order")
-        if not any(weights):
-            raise UserError(
-                f"{key}: all weights are 0 from step {start} on; at least one source needs a weight above 0"
-            )
-    return [(start, _whole(weights)) for start, weights, _ in sorted(stages, key=lambda stage: stage[0])]
+    first = [source.weight for source in dataset.sources] or [1.0]
+    stages = [(0, first), *((stage.start_step, list(stage.weights)) for stage in dataset.stages)]
+    for start, weights in stages:
+        if len(weights) != len(first) or not any(weights):
+            need = "one weight for each of [[dataset.sources]] is needed, and one above 0"
+            raise UserError(f"dataset.stages: from step {start} on the weights are {weights}; {need}")
+    return [(start, _whole(weights)) for start, weights in sorted(stages, key=lambda stage: stage[0])]
 
 
 def _whole(weights: list[float]) -> list[int]:

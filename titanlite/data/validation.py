@@ -15,10 +15,17 @@ import torch
 from titanlite.config import schema
 from titanlite.config.run import Run
 from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
-from titanlite.data.documents import Encoder
-from titanlite.data.mixing import Schedule
-from titanlite.data.packing import Row
-from titanlite.data.reader import BatchReader, OutOfData, Part, open_sources, report_skipped, start_cursors
+from titanlite.data.mixture import Mixture
+from titanlite.data.stream import (
+    BatchReader,
+    DocumentTokenizer,
+    OutOfData,
+    Part,
+    Row,
+    first_positions,
+    open_sources,
+    report_skipped,
+)
 from titanlite.data.tokenizer import Tokenizer
 
 
@@ -48,21 +55,20 @@ class ValidationSet:
         once = {"max_epochs": 1}
         mix = tuple(spec.model_copy(update=once) for spec in chosen.sources)
         chosen = chosen.model_copy(update={"sources": mix, **once})
-        section = "dataset" if held_out else "validation"
-        encoder = Encoder(tokenizer, validation.holdout, held_out, chosen.on_bad_record == "skip", section)
-        sources = open_sources(chosen, encoder, seq_len)
+        section, skip_bad = "dataset" if held_out else "validation", chosen.on_bad_record == "skip"
+        documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
+        sources = open_sources(chosen, documents, seq_len)
         self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
         self._name = " + ".join(source.name for source in sources)
 
-        schedule = Schedule(chosen, validation.sequences)
-        cursors = start_cursors(chosen, sources, validation.holdout)
-        reader = BatchReader(chosen, sources, encoder, run.validation_seed, seq_len, schedule, cursors, Part(0, 1))
+        mixture, positions = Mixture(chosen, validation.sequences), first_positions(chosen, sources, validation.holdout)
+        reader = BatchReader(chosen, sources, documents, run.validation_seed, seq_len, mixture, positions, Part())
         rows: list[Row] = []
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
-            for source, number in schedule.next_batch():
+            for source, number in mixture.next_batch():
                 rows.append(reader.read(source, number)[0])
                 if not held_out:  # otherwise the training reads, and reports, the same records
-                    report_skipped(encoder.skipped)
+                    report_skipped(documents.skipped)
         self.num_sequences = len(rows)
         filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
         own = rows[dp_rank::dp_size]

@@ -1,0 +1,400 @@
+"""Invariants 2 and 4: row k of global batch s is the same on any layout, after any restart, and in each version."""
+
+import gzip
+import hashlib
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from data_helpers import (
+    TOKENIZER,
+    Ranks,
+    dataset_of,
+    hide_bad_records,
+    make_loader,
+    some_texts,
+    write_hub,
+    write_jsonl,
+    write_parquet,
+    write_zst,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.nn import functional as F
+
+from titanlite import Loader
+from titanlite.config.errors import UserError
+from titanlite.config.flavors import Architecture
+from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig
+from titanlite.data.loader import OutOfData
+from titanlite.model.attention import document_mask
+from titanlite.model.llama import Llama
+
+STEPS = 9
+TEXTS = some_texts(230)
+# Rows of nine global batches, and the states after each. They must never change, because old runs are resumed.
+DIGESTS = {
+    "concat": "d0caf91b1757f7f3",
+    "best_fit": "b4f3a602995c609f",
+    "mask": "0482132c9c1858dc",
+    "holdout": "747736b19dbeb28a",
+    "capped": "4b3bb69282cc632b",
+    "capped best_fit": "bc379da785e01277",
+    "skip": "23ada54c4b10a58b",
+    "gz": "9014d83484f73d4a",
+    "zst": "dc70b286c70ee3fd",
+    "parquet": "75ce60ff74e6ccb4",
+    "arrow": "ab284fce0ae4c7b1",
+    "streaming": "e8f528c49a6c8ee7",
+    "text": "1385d6b57c636f00",
+    "windows": "4d6c225a408d9357",
+    "mix": "77f552317a3b5d25",
+}
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    """Those of DIGESTS."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(5):
+        write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5], gzip.open)
+        write_zst(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
+    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20), gzip.open)  # more than one window
+    write_parquet(folder / "a.parquet", TEXTS[:100])
+    write_parquet(folder / "b.parquet", TEXTS[100:])
+    write_hub(folder / "hub", TEXTS)
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
+    hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
+    for name, line in (("a", "x" * 99 + "\n"), ("b", "日本" * 40_000 + "\n"), ("c", "é" * 999)):
+        (folder / f"{name}.txt").write_text(line * (200_000 // len(line.encode()) + 1), encoding="utf-8", newline="")
+    (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
+    plain = dataset_of(folder, some_texts(150))
+
+    def of(source: str, path: str, **keys: Any) -> Dataset:
+        return Dataset.model_validate({"source": source, "path": str(folder / path), "num_workers": 0, **keys})
+
+    mix = (
+        DataSource(source="jsonl", path=plain.path, weight=0.7),
+        DataSource(source="jsonl", path=str(folder / "*0.jsonl.gz"), weight=0.2),
+        DataSource(source="jsonl", path=plain.path, weight=0.1, max_epochs=3),
+    )
+    stages = (DataStage(start_step=4, weights=(0.2, 0.7, 0.1)),)
+    return {
+        "concat": plain,
+        "best_fit": plain.model_copy(update={"packing": "best_fit"}),
+        "mask": plain.model_copy(update={"document_mask": True}),
+        "holdout": plain,
+        "capped": plain.model_copy(update={"max_epochs": 2}),
+        "capped best_fit": plain.model_copy(update={"max_epochs": 2, "packing": "best_fit"}),
+        "skip": of("jsonl", "bad.jsonl", on_bad_record="skip"),
+        "gz": of("jsonl", "a*.gz"),
+        "zst": of("jsonl", "*.zst", packing="best_fit", max_epochs=1),
+        "parquet": of("parquet", "*.parquet"),
+        "arrow": of("arrow", "arrow"),
+        "streaming": of("huggingface", "hub", streaming=True, packing="best_fit"),
+        "text": of("text", "*.txt"),
+        "windows": of("jsonl", "large.jsonl.gz"),
+        "mix": Dataset(sources=mix, stages=stages, num_workers=0),
+    }
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    return {"holdout": 0.2 if name == "holdout" else 0.0, "seq_len": 512 if name == "text" else 32}
+
+
+References = dict[str, tuple[list[torch.Tensor], list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def references(datasets: dict[str, Dataset]) -> References:
+    """Rows and states on one rank."""
+    found: References = {}
+    for name, dataset in datasets.items():
+        ranks = Ranks(dataset, 1, **keys_of(name))
+        found[name] = [], []
+        for _ in range(STEPS):
+            found[name][0].append(ranks.batch())
+            found[name][1].append(ranks.state())
+    return found
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_rows_and_states_never_change_between_versions(references: References, name: str) -> None:
+    digest = hashlib.sha256()
+    for rows, state in zip(*references[name], strict=True):
+        places = [state["schedule"], state["seed"], state["packing"], [s["streams"] for s in state["sources"]]]
+        plain = name not in (
+            "gz",
+            "zst",
+            "mix",
+            "windows",
+            "parquet",
+        )  # which hold times, or a version of their library
+        prints = [s["fingerprint"] for s in state["sources"] if plain]
+        digest.update(rows.numpy().tobytes() + json.dumps([places, prints], sort_keys=True).encode())
+    assert digest.hexdigest()[:16] == DIGESTS[name]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 1), (8, 3), (24, 6)])
+@pytest.mark.parametrize("name", DIGESTS)
+def test_rows_and_states_depend_on_no_layout_and_no_restart(
+    datasets: dict[str, Dataset], references: References, name: str, sizes: tuple[int, int]
+) -> None:
+    batches, states = references[name]
+    ranks = Ranks(datasets[name], sizes[0], local=24 // sizes[0] if sizes[0] < 8 else 1, **keys_of(name))
+    for step in range(STEPS):
+        if step in (2, 5):
+            state = ranks.state()
+            ranks = Ranks(datasets[name], sizes[step == 2], **keys_of(name)).load(state)
+            assert ranks.state() == state
+        assert torch.equal(ranks.batch(), batches[step])
+        assert ranks.state() == states[step]
+    assert len(json.dumps(states[-1])) < 8000
+
+
+def test_another_global_batch_size_goes_on_with_the_same_rows(
+    datasets: dict[str, Dataset], references: References
+) -> None:
+    batches, states = references["concat"]
+    ranks = Ranks(datasets["concat"], 2, global_batch=8).load(states[3])
+    assert torch.equal(torch.cat([ranks.batch() for _ in range(6)]), torch.cat(batches[4:6]))
+
+
+def test_the_seed_changes_the_order(datasets: dict[str, Dataset]) -> None:
+    assert not torch.equal(*(Ranks(datasets["concat"], 1, seed=seed).batch() for seed in (1, 2)))
+
+
+def rows_and_state(path: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """What a rank gets of four batches, and what it saves then."""
+    place = {"dp_rank": dist.get_rank(), "dp_size": dist.get_world_size(), "dp_group": dist.group.WORLD}
+    loader = make_loader(Dataset(source="jsonl", path=path), **place, local_batch_size=4)
+    batches = [loader.next_global_batch().microbatches for _ in range(4)]
+    state = loader.state_dict()
+    loader.close()
+    return [torch.cat([microbatch.input_ids for microbatch in batch]) for batch in batches], state
+
+
+@pytest.mark.slow
+def test_two_real_ranks_save_the_state_of_one(datasets: dict[str, Dataset], references: References) -> None:
+    batches, states = references["concat"]
+    for rank, (rows, state) in enumerate(run_ranks(2, rows_and_state, datasets["concat"].path)):
+        assert state == states[3]
+        for step, batch in enumerate(rows):
+            assert torch.equal(batch, batches[step][rank::2, 0])
+
+
+# ------------------------------------------------------------------------------------------------- what the rows hold
+
+
+def stream_of(dataset: Dataset, seq_len: int = 32) -> list[tuple[list[int], list[int]]]:
+    """Inputs and labels of all rows, in their order, of a dataset that ends."""
+    loader = make_loader(dataset, global_batch_size=1, seq_len=seq_len)
+    batches = [batch.microbatches[0] for batch in loader]
+    return [(batch.input_ids[0].tolist(), batch.labels[0].tolist()) for batch in batches]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=3, max_size=40), seq_len=st.integers(1, 20), epochs=st.integers(1, 2)
+)
+def test_concat_predicts_each_token_exactly_once(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, epochs: int
+) -> None:
+    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+    dataset = dataset_of(tmp_path_factory.mktemp("concat"), texts, max_epochs=epochs)
+    rows = stream_of(dataset, seq_len)
+    for (_, before), (after, _) in itertools.pairwise(rows):
+        assert before[-1] == after[0]  # the last token of a row is the first of the next
+    tokens = [rows[0][0][0], *(label for _, labels in rows for label in labels if label != -100)]
+    documents = TOKENIZER.decode(tokens).removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
+    found = documents.split("<|end_of_text|><|begin_of_text|>")
+    for epoch in range(epochs):
+        assert sorted(found[epoch * len(texts) : (epoch + 1) * len(texts)]) == sorted(texts)
+    assert all(
+        label == -100 or label == token
+        for inputs, labels in rows
+        for token, label in zip(inputs[1:], labels, strict=False)
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=3, max_size=40), seq_len=st.integers(4, 20))
+def test_best_fit_cuts_only_documents_longer_than_a_row(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int
+) -> None:
+    texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
+    dataset = dataset_of(
+        tmp_path_factory.mktemp("best_fit"), texts, max_epochs=1, packing="best_fit", document_mask=True
+    )
+    lengths = [len(TOKENIZER.encode(text)) + 2 for text in texts]
+    rows = stream_of(dataset, seq_len)
+    # With the mask no document predicts the next, so each token of a document but its first is predicted once.
+    assert sum(label != -100 for _, labels in rows for label in labels) == sum(lengths) - len(lengths)
+    whole = "\n".join(
+        TOKENIZER.decode([inputs[0], *(label for label in labels if label >= 0)]) for inputs, labels in rows
+    )
+    loader = make_loader(dataset, global_batch_size=1, seq_len=seq_len)
+    found = Counter[str]()
+    for batch in loader:
+        tokens = [*batch.microbatches[0].input_ids[0].tolist(), batch.microbatches[0].labels[0, -1].item()]
+        for part in TOKENIZER.decode([t for t in tokens if t >= 0]).split("<|begin_of_text|>")[1:]:
+            found[part.split("<|end_of_text|>")[0]] += 1
+    assert whole
+    for text, length in zip(texts, lengths, strict=True):
+        if length <= seq_len:
+            assert found[text] >= 1
+
+
+def test_best_fit_wastes_little(tmp_path: Path) -> None:
+    """Documents of 3 to 180 tokens in rows of 512: over 97 % of the positions are trained on."""
+    loader = make_loader(dataset_of(tmp_path, some_texts(900, words=180), packing="best_fit"), seq_len=512)
+    for _ in range(8):
+        loader.next_global_batch()
+    assert 0.97 < loader.stats()["utilization"] <= 1
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_document_masks_say_where_documents_begin(tmp_path: Path, packing: str) -> None:
+    dataset = dataset_of(tmp_path, some_texts(150), packing=packing, document_mask=True)
+    micro = make_loader(dataset, global_batch_size=64, local_batch_size=64).next_global_batch().microbatches[0]
+    assert micro.document_ids is not None
+    assert micro.positions is not None
+    arrays = (micro.document_ids, micro.positions, micro.input_ids, micro.labels)
+    for ids, positions, tokens, labels in zip(*(array.tolist() for array in arrays), strict=True):
+        starts = [t for t in range(32) if positions[t] == 0]
+        assert starts[0] == 0
+        assert ids == [sum(s <= t for s in starts) - 1 for t in range(32)]
+        assert positions == [t - max(s for s in starts if s <= t) for t in range(32)]
+        for t in range(31):
+            assert labels[t] == (tokens[t + 1] if ids[t] == ids[t + 1] else -100) or tokens[t + 1] == TOKENIZER.eos_id
+        if packing == "concat":  # best_fit may begin in mid-document, too: after a cut, and with the padding
+            assert all(tokens[s] == TOKENIZER.bos_id for s in starts[1:])
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_the_loss_of_packed_rows_is_that_of_their_documents_one_by_one(tmp_path: Path, packing: str) -> None:
+    """From the loader through the model; equal up to the order of summation in float32."""
+    model = Llama(Architecture(64, 2, 2, 1, 96, vocab_size=4096))
+    model.init_weights()
+    dataset = dataset_of(tmp_path, some_texts(60, words=40), packing=packing, document_mask=True)
+    (micro,) = make_loader(dataset, seq_len=96, local_batch_size=24).next_global_batch().microbatches
+    assert micro.document_ids is not None
+    with torch.no_grad():
+        logits = model(micro.input_ids, micro.positions, document_mask(micro.document_ids))
+        packed = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
+        alone, documents = torch.zeros(()), 0
+        for tokens, labels, ids in zip(micro.input_ids, micro.labels, micro.document_ids, strict=True):
+            for document in ids.unique():
+                own = ids == document
+                if (labels[own] != -100).any():
+                    alone += F.cross_entropy(model(tokens[own][None])[0], labels[own], reduction="sum")
+                    documents += 1
+    assert documents > 60
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)])
+def test_few_documents_give_no_row_twice_in_a_batch(tmp_path: Path, count: int, holdout: float) -> None:
+    texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
+    ranks = Ranks(dataset_of(tmp_path, texts), 1, global_batch=64, holdout=holdout)
+    for _ in range(3 if count == 1 else 10):
+        assert len(ranks.batch()[:, 0].unique(dim=0)) == 64
+
+
+def times_begun(dataset: Dataset, documents: int, tokens: int) -> np.ndarray:
+    """How often each document was begun when `tokens` tokens have been read."""
+    loader, counts = make_loader(dataset, global_batch_size=1), np.zeros(documents, dtype=int)
+    for _ in range(tokens // 32):
+        row = loader.next_global_batch().microbatches[0].input_ids[0].tolist()
+        for start in np.flatnonzero(np.array(row) == TOKENIZER.bos_id):
+            text = TOKENIZER.decode(row[start + 1 :])
+            if ">" in text:  # otherwise the number of the document lies in the next row of the stream
+                counts[int(text[1:].split(">")[0])] += 1
+    return counts
+
+
+def test_streams_drift_as_the_page_on_data_says_and_not_with_max_epochs(tmp_path: Path) -> None:
+    texts = some_texts(1000)
+    lengths = np.array([len(TOKENIZER.encode(text)) + 2 for text in texts])
+    dataset = dataset_of(tmp_path, texts)
+    counts = times_begun(dataset, 1000, lengths.sum())
+    expected = 0.4 * lengths.std() / lengths.mean() * (64 / 1000) ** 0.5
+    assert expected / 2 < (counts == 2).mean() < 2 * expected
+    exactly = times_begun(dataset.model_copy(update={"max_epochs": 9}), 1000, lengths.sum() - 32)
+    assert exactly.max() == 1
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_capped_epochs_end_at_one_step_on_all_ranks(datasets: dict[str, Dataset], epochs: int) -> None:
+    dataset, seen = datasets["concat"].model_copy(update={"max_epochs": epochs}), []
+    for size in (1, 2, 3):
+        ranks, batches = Ranks(dataset, size, global_batch=6), []
+        with pytest.raises(OutOfData, match=r"has been read (once|2 times) \(dataset\.max_epochs\)"):
+            batches.extend(iter(ranks.batch, None))
+        for loader in ranks.loaders:
+            assert not loader.fails_within(2)  # the end is no failure
+            with pytest.raises(OutOfData):
+                loader.next_global_batch()
+        assert ranks.state()["schedule"]["step"] == len(batches)
+        seen.append(torch.cat(batches))
+    assert all(torch.equal(rows, seen[0]) for rows in seen)
+    text = TOKENIZER.decode(seen[0][:, 0].flatten().tolist())
+    counts = Counter(int(part.split(">")[0]) for part in text.split("<|begin_of_text|><")[1:] if ">" in part)
+    assert 0 <= epochs * 150 - sum(counts.values()) <= 5 * 32 / 4  # at most an incomplete global batch is left over
+    assert set(counts.values()) <= {epochs, epochs - 1}
+
+
+def test_a_loader_of_a_job_is_an_iterable_that_ends_with_the_data(tmp_path: Path) -> None:
+    spec = dataset_of(tmp_path, some_texts(60)).model_dump() | {"max_epochs": 1}
+    training = {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
+    batches = list(Loader.of_job(JobConfig.model_validate({"dataset": spec, "training": training})))
+    assert len(batches) > 3
+    assert {len(batch.microbatches) for batch in batches} == {2}
+    with pytest.raises(UserError, match=r"training.global_batch_size = 3 must be a multiple of .* 2 times .* = 1"):
+        Loader.of_job(JobConfig.model_validate({"training": {"local_batch_size": 2, "global_batch_size": 3}}))
+
+
+# --------------------------------------------------------------------------------------------------------------- mixes
+
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.integers(1, 1000).map(lambda n: n / 100)), min_size=2, max_size=5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=WEIGHTS.filter(any), batch=st.integers(1, 7))
+def test_each_share_of_a_mix_is_within_one_row_of_its_weight_at_all_times(
+    tmp_path_factory: pytest.TempPathFactory, weights: list[float], batch: int
+) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("mix") / "a.jsonl", some_texts(30))
+    sources = tuple(DataSource(source="jsonl", path=str(path), weight=weight) for weight in weights)
+    loader, rows = make_loader(Dataset(sources=sources, num_workers=0), global_batch_size=batch), 0
+    for _ in range(25):
+        loader.next_global_batch()
+        rows += batch
+        counts = loader.state_dict()["schedule"]["rows"]
+        assert all(abs(count - w / sum(weights) * rows) < 1 for count, w in zip(counts, weights, strict=True))
+
+
+def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(tmp_path: Path) -> None:
+    paths = [str(write_jsonl(tmp_path / f"{m}.jsonl", some_texts(90, mark=m))) for m in "ab"]
+    sources = tuple(DataSource(source="jsonl", path=path) for path in paths)
+    stages = (DataStage(start_step=4, weights=(0.0, 1.0)), DataStage(start_step=2, weights=(1.0, 3.0)))
+    ranks = Ranks(Dataset(sources=sources, stages=stages, num_workers=0), 1, global_batch=8)
+    before = [0, 0]
+    for step in range(6):
+        texts = [TOKENIZER.decode(row) for row in ranks.batch()[:, 0].tolist()]
+        assert not any("<a" in text and "<b" in text for text in texts)
+        rows = ranks.state()["schedule"]["rows"]
+        assert [now - then for now, then in zip(rows, before, strict=True)] == [[4, 4], [2, 6], [0, 8]][step // 2]
+        before = rows
+    for wrong in ((DataStage(start_step=5, weights=(1.0,)),), (DataStage(start_step=5, weights=(0.0, 0.0)),)):
+        with pytest.raises(UserError, match=r"dataset\.stages: from step 5 on"):
+            Ranks(Dataset(sources=sources, stages=wrong, num_workers=0), 1)

@@ -1,0 +1,210 @@
+"""Makes tokenizer files: a byte-level BPE from text, and what other programs read.
+
+Invariant: a tokenizer.model and the tokenizer.json made of it give the same ids on any text, and the same texts give
+the same files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titanlite.config.errors import UserError
+from titanlite.config.files import make_folder
+from titanlite.config.schema import DataSource
+from titanlite.data.shuffle import Permutation
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Source
+from titanlite.data.tokenizer import (
+    CONFIG,
+    LLAMA3_PATTERN,
+    TiktokenTokenizer,
+    Tokenizer,
+    byte_level_symbols,
+    llama3_special_tokens,
+    load_tokenizer,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_LONGEST_TOKEN = 256  # bytes: a longer one is a ruler of dashes, not a word
+
+
+@dataclass
+class Trained:
+    """A tokenizer that was made, and the text that it was made from.
+
+    Attributes:
+        tiktoken, json: its files, which give the same ids.
+        documents, num_bytes: what it was trained on.
+        skipped: number of records that could not be read, and why for the first of them.
+        held_out: documents that were kept back.
+    """
+
+    tiktoken: Path
+    json: Path
+    documents: int = 0
+    num_bytes: int = 0
+    skipped: tuple[int, BadRecord | None] = (0, None)
+    held_out: list[str] = field(default_factory=list)
+
+
+def train_tokenizer(
+    sources: Sequence[DataSource], out: Path, vocab_size: int, *, max_bytes: int = 1_000_000_000, holdout: int = 50
+) -> Trained:
+    """Make a byte-level BPE with Llama 3's split pattern and special tokens, in both file formats.
+
+    Args:
+        sources: where the text is. Each source is read by its weight.
+        out: a folder, which is made if it is not there.
+        vocab_size: number of ids, with Llama 3's 256 special tokens.
+        max_bytes: largest amount of text to read.
+        holdout: of this many documents one is held out; 0: none.
+
+    Raises:
+        UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
+    """
+    made = Trained(out / "tokenizer.model", out / "tokenizer.json")
+    if there := [file for file in (made.tiktoken, made.json) if os.path.lexists(file)]:
+        raise UserError(f"{there[0]} exists already. Choose another folder, or remove it.")
+    make_folder(out)
+    total = sum(source.weight for source in sources)
+    if not total:
+        raise UserError("dataset.sources: each weight is 0, so there is nothing to read.")
+    shares = [(open_source(spec), int(max_bytes * spec.weight / total)) for spec in sources if spec.weight]
+    texts = chain.from_iterable(_sample(made, source, share, holdout) for source, share in shares)
+    if (first := next(texts, None)) is None:
+        _, reason = made.skipped
+        raise UserError(f"There is no text to train on{f': {reason}' if reason else '.'}")
+    tokens = _train(chain([first], texts), vocab_size - len(llama3_special_tokens()))
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    try:
+        made.tiktoken.write_text("".join(lines))
+        tiktoken_to_json(TiktokenTokenizer(made.tiktoken)).save(str(made.json), pretty=False)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from None
+    ours, same = load_tokenizer(made.tiktoken), load_tokenizer(made.json)
+    assert all(ours.encode(text) == same.encode(text) for text in made.held_out), "the two files give different ids"
+    return made
+
+
+def _sample(made: Trained, source: Source, most_bytes: int, holdout: int) -> Iterator[str]:
+    """Documents of a source up to a number of bytes, in random order where it can be read so; counts them in `made`."""
+    end, count = made.num_bytes + most_bytes, 0
+    for record in _at_random(source):
+        if isinstance(record, Prepared):
+            raise UserError(f"{source.name} holds tokens, not text: name the text that they were made from.")
+        if isinstance(record, BadRecord):
+            before, first = made.skipped
+            made.skipped = before + 1, first or record
+            continue
+        count += 1
+        if holdout and count % holdout == 0:
+            made.held_out.append(record)
+        else:
+            made.documents += 1
+            made.num_bytes += len(record.encode())
+            yield record
+            if made.num_bytes >= end:
+                return
+
+
+def _at_random(source: Source) -> Iterator[Record]:
+    if not isinstance(source, RandomAccess):
+        return iter(source)
+    order = Permutation(len(source), "tokenizer")
+    return (source.record(int(order(np.array([number]))[0])) for number in range(len(source)))
+
+
+def _train(texts: Iterator[str], size: int) -> list[bytes]:
+    """`size` tokens in the order in which they were joined: the 256 bytes, then ever longer ones.
+
+    Raises:
+        UserError: the texts do not hold so many.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = _splits()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        max_token_length=_LONGEST_TOKEN,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocab, to_byte = tokenizer.get_vocab(), byte_level_symbols()
+    if len(vocab) < size:
+        most = len(vocab) + len(llama3_special_tokens())
+        raise UserError(f"The text gives a vocabulary of {most:,} at most. Lower --vocab-size, or give more text.")
+    return [bytes(to_byte[symbol] for symbol in token) for token in sorted(vocab, key=vocab.__getitem__)]
+
+
+def _splits() -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def tiktoken_to_json(source: TiktokenTokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer for tokenizers' library. It gives the same ids, and puts bos before a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    specials, symbols = llama3_special_tokens(), {byte: symbol for symbol, byte in byte_level_symbols().items()}
+    tokens = ["".join(map(symbols.__getitem__, token)) for token in sorted(source.ranks, key=source.ranks.__getitem__)]
+    known = set(tokens)
+    # tiktoken joins any neighbours whose bytes together are a token; tokenizers joins listed pairs only: list them all.
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    result: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=True))
+    result.pre_tokenizer, result.decoder = _splits(), decoders.ByteLevel()
+    result.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    bos = specials[0]
+    begin = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, len(tokens))])
+    result.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    return result
+
+
+def tokens_per_byte(tokenizer: Tokenizer, texts: list[str]) -> float:
+    """How many tokens a byte of `texts` takes, special tokens apart."""
+    return sum(len(tokenizer.encode_array(text)) for text in texts) / max(1, sum(len(t.encode()) for t in texts))
+
+
+def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:
+    """Write the tokenizer of the file `path` into a Hugging Face folder. Tiktoken's format is converted.
+
+    Args:
+        max_seq_len: longest sequence of the model, in tokens.
+
+    Returns:
+        bos_token_id and eos_token_id.
+    """
+    tokenizer, config = load_tokenizer(path), {}
+    if isinstance(tokenizer, TiktokenTokenizer):
+        tiktoken_to_json(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
+    else:
+        shutil.copyfile(path, out / "tokenizer.json")
+        config = read_config(path)  # it may have a chat template or other names
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    if not config:
+        names = {key.removesuffix("_id"): tokenizer.decode([token]) for key, token in ids.items() if token is not None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": max_seq_len}
+    config["split_special_tokens"] = True  # what looks like a special token in a text is text, as in training
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return ids
