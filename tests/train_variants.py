@@ -26,6 +26,7 @@ from titanlite.data.batch import GlobalBatch
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import IGNORE_INDEX
 from titanlite.parallel import context
+from titanlite.parallel.forward_backward import Microbatch
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.train import loop
 
@@ -49,14 +50,9 @@ TINY: dict[str, Any] = {
 GLOBAL_BATCH = TINY["training"]["global_batch_size"]
 
 
-@dataclass
-class Rows:
+@dataclass(frozen=True)
+class Rows(Microbatch):
     """Some rows of the global batch, as the loader delivers them."""
-
-    input_ids: Tensor
-    labels: Tensor
-    document_ids: Tensor | None = None
-    positions: Tensor | None = None
 
     def __getitem__(self, rows: slice) -> "Rows":
         extra = [None if value is None else value[rows] for value in (self.document_ids, self.positions)]

@@ -1,5 +1,7 @@
 """Which parameters decay, and what the job file's words become."""
 
+import copy
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -12,15 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import (
-    Hyperparameters,
-    ShardOffset,
-    StepScalars,
-    _rounded,
-    _shard_offset,
-    _update,
-    build_optimizer,
-)
+from titanlite.optim.adamw import build_optimizer
 from titanlite.parallel.init_weights import keep_shard
 
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)
@@ -131,53 +125,36 @@ def test_where_a_moment_in_bfloat16_stops(beta2: float, stochastic: bool, least:
         assert found == [least, most]
 
 
-def test_chance_makes_no_number_of_what_is_none() -> None:
-    """A GPU's NaN has all bits set, so that any number added to it wraps around."""
-    none = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
-    assert none.isnan().all()
-    bits = torch.full((3,), 0xFFFF)
-    assert _rounded(none, torch.bfloat16, bits, stochastic=True).isnan().all()
-
-
 def test_chance_is_the_same_each_time() -> None:
     keys = {"dtype": torch.bfloat16, "stochastic_rounding": True}
     assert torch.equal(flat(trained(**keys)), flat(trained(**keys)))
 
 
-def test_a_part_of_a_parameter_rounds_as_the_whole_does() -> None:
-    """Columns 8 to 16 of the rows 4 to 8, as a rank of two kinds of parallelism would hold them."""
-    torch.manual_seed(0)
-    whole = [torch.randn(16, 32).bfloat16(), torch.randn(16, 32), torch.randn(16, 32), torch.rand(16, 32)]
-    part = [tensor[4:8, 8:16].clone() for tensor in whole]
-
-    def update(tensors: list[torch.Tensor], place: ShardOffset) -> None:
-        scalars = StepScalars(torch.tensor(1.0), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(99))
-        w, g, m, v = (tensor.view(-1) for tensor in tensors)
-        _update(w, g, m, v, scalars, Hyperparameters(0.9, 0.95, 1e-8, stochastic=True), place, 0)
-
-    update(whole, ShardOffset(32, 32, 0))
-    update(part, ShardOffset(8, 32, 4 * 32 + 8))
-    assert torch.equal(part[0], whole[0][4:8, 8:16])
-
-
-def places_of_shards() -> int:
-    """How many shards of this rank begin where `_shard_offset` says, of parameters that are cut in one or both dims,
-    also unevenly."""
-    right = 0
+def updates_of_shards() -> list[bool]:
+    """Whether a stochastic update of parameters that are cut in one or both dimensions, also unevenly, is bitwise that
+    of the whole parameters."""
+    equal = []
     for rows, columns in ((8, 8), (28, 24), (12, 20), (4, 36)):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns))
+        model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns)).bfloat16()
+        whole = copy.deepcopy(model)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-        for parameter in model.parameters():
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter, full in zip(model.parameters(), whole.parameters(), strict=True):
+                full.copy_(torch.randn(full.shape, generator=generator))
+                full.grad, parameter.grad = torch.randn(full.shape, generator=generator).bfloat16(), parameter.clone()
+                keep_shard(parameter, full)
+                keep_shard(parameter.grad, full.grad)
+        for part in (model, whole):
+            build_optimizer(part, schema.Optimizer(stochastic_rounding=True)).step()
+        for parameter, full in zip(model.parameters(), whole.parameters(), strict=True):
             assert isinstance(parameter, DTensor)
-            with torch.no_grad():
-                keep_shard(parameter, torch.arange(float(parameter.numel())).view(parameter.shape))
-            shard = parameter.to_local()
-            right += _shard_offset(parameter) == (shard.shape[-1], parameter.shape[-1], int(shard.flatten()[0]))
-    return right
+            equal.append(torch.equal(parameter.full_tensor(), full))
+    return equal
 
 
 @pytest.mark.slow
-def test_a_shard_knows_its_place_in_the_parameter() -> None:
-    assert run_ranks(4, places_of_shards) == [4 * 4] * 4
+def test_a_shard_is_updated_as_the_whole_parameter_is() -> None:
+    assert run_ranks(4, updates_of_shards) == [[True] * 16] * 4

@@ -1,0 +1,198 @@
+"""The parts of a parallel model, each by itself: recomputation, chunks and masks, FP8 casts, process groups, memory."""
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, titanlite
+from torch.distributed import PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import fsdp_utils
+from torchao.float8.float8_training_tensor import LinearMMConfig
+
+from titanlite.config import schema
+from titanlite.config.degrees import Degrees
+from titanlite.config.flavors import Architecture
+from titanlite.model.llama import Llama
+from titanlite.parallel.context import context_mask, flex_context_mask, own_chunks
+from titanlite.parallel.float8 import convert_to_float8
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.recompute import apply_activation_checkpointing
+from titanlite.parallel.tensor import enable_async_tensor_parallel
+from titanlite.runtime.hang_report import set_timeout
+
+BLOCKS, LINEARS = 4, 7  # q, k, v, o, gate, up, down; nobody needs the result of the last one again
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class OpCount(TorchDispatchMode):
+    """Counts operators that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(mode: str, option: str = "op") -> tuple[Counter[str], torch.Tensor]:
+    model = Llama(Architecture(32, BLOCKS, 2, 1, 64, vocab_size=48))
+    model.init_weights(0)
+    config = schema.ActivationCheckpoint.model_validate({"mode": mode, "selective_ac_option": option})
+    if mode != "none":
+        apply_activation_checkpointing(model, config)
+    with OpCount() as counter:
+        model(torch.arange(24).view(2, 12)).square().mean().backward()
+    return counter.ops, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "recomputed_matmuls", "recomputed_attentions"),
+    [
+        ("full", "op", BLOCKS * (LINEARS - 1), BLOCKS),
+        ("selective", "op", BLOCKS * (LINEARS // 2), 0),  # the 1st, 3rd, 5th and 7th matmul are saved
+        ("selective", "1", BLOCKS * (LINEARS - 1), BLOCKS),
+        ("selective", "2", BLOCKS // 2 * (LINEARS - 1), BLOCKS // 2),
+    ],
+)
+def test_recomputes_what_the_mode_says(
+    mode: str, option: str, recomputed_matmuls: int, recomputed_attentions: int
+) -> None:
+    (reference, gradient), (ops, same_gradient) = count("none"), count(mode, option)
+    assert ops["mm"] - reference["mm"] == recomputed_matmuls
+    assert ops[ATTENTION] - reference[ATTENTION] == recomputed_attentions
+    assert torch.equal(gradient, same_gradient)
+
+
+@dataclass
+class Group:
+    """What context parallelism asks of a device mesh."""
+
+    rank: int
+    ranks: int
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def test_each_rank_holds_an_early_and_a_late_chunk() -> None:
+    groups: list[Any] = [Group(rank, 4) for rank in range(4)]
+    parts = [own_chunks(torch.arange(16)[None], group)[0].tolist() for group in groups]
+    assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert len({sum(place + 1 for place in part) for part in parts}) == 1  # as many keys are seen: the same work
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_context_mask_of_a_gpu_is_that_of_a_cpu(rank: int, documents: bool) -> None:
+    group: Any = Group(rank, 2)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    ids = torch.stack((torch.arange(16) // 5, torch.arange(16) // 7)) if documents else None
+    flex = create_mask(flex_context_mask(tokens, ids, group).mask_mod, 2, 1, 8, 16, device="cpu")
+    dense: Any = context_mask(tokens, ids, group)
+    if dense is None:  # causal
+        dense = own_chunks(torch.ones(16, 16, dtype=torch.bool).tril(), group, dim=0)[None, None]
+    assert torch.equal(flex, dense.expand(2, 1, 8, 16))
+
+
+def test_the_cast_of_weights_to_fp8_is_compiled_with_the_model_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cast() -> torch.Tensor:
+        weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
+        wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(
+            weight, LinearMMConfig(), torch.float8_e4m3fn, precomputed_scale=448 / weight.abs().max().float()
+        )
+        (data,), _ = wrapped.fsdp_pre_all_gather(None)
+        return data.view(torch.uint8)
+
+    eager, expected = fsdp_utils.hp_tensor_and_scale_to_float8, cast()
+    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", eager)  # restored at the end
+    keys = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True, "min_features": 0}
+    for compiled in (False, True):
+        with torch.device("meta"):
+            model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+        convert_to_float8(model, schema.Float8.model_validate({"enable": True, **keys}), lambda _: None, compiled)
+        assert (fsdp_utils.hp_tensor_and_scale_to_float8 is eager) == (not compiled)
+    assert torch.equal(cast(), expected)
+
+
+def switched_on() -> tuple[bool, bool]:
+    """What the compiler looks at once async tensor parallelism is enabled for a group, here one on the CPU."""
+    import torch._inductor.config as inductor_config
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    on_gpus: Any = SimpleNamespace(device_type="cuda", get_group=mesh.get_group)
+    enable_async_tensor_parallel(on_gpus)
+    return inductor_config._micro_pipeline_tp, is_symm_mem_enabled_for_group(mesh.get_group().group_name)
+
+
+@pytest.mark.slow
+def test_async_tensor_parallelism_is_switched_on_where_the_compiler_looks() -> None:
+    assert run_ranks(1, switched_on) == [(True, True)]
+
+
+LAYOUTS = {
+    "tensor and shard": {"shard": 2, "tensor": 2},
+    "context and shard": {"shard": 2, "context": 2},
+    "pipeline and tensor": {"pipeline": 2, "tensor": 2},
+    "replicate and shard": {"replicate": 2, "shard": 2},  # the last one, whose groups all have several ranks
+}
+ONE = {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1}
+
+
+def groups_and_time_outs() -> tuple[dict[str, tuple[list[str], list[str]]], list[str]]:
+    """Layout -> names of the groups that the mesh lists, and of those that torch has, on this rank; and the errors of
+    rank 0 where the other ranks join no collective of a group."""
+    names, errors, rank, store = {}, [], dist.get_rank(), distributed_c10d._get_default_store()
+    for layout, degrees in LAYOUTS.items():
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=PrefixStore(layout, store), rank=rank, world_size=4)
+        mesh = build_mesh(Degrees(**ONE | degrees), "cpu")
+        existing = list(distributed_c10d._world.pg_map)
+        names[layout] = tuple([group.group_name for group in groups] for groups in (mesh.groups, existing))
+    set_timeout(mesh.groups, 1)
+    if rank == 0:
+        for group in mesh.groups:
+            with pytest.raises(RuntimeError) as error:
+                dist.all_reduce(torch.zeros(()), group=group)
+            errors.append(str(error.value))
+        store.set("done", "")
+    else:
+        store.wait(["done"], timedelta(seconds=100))
+    # A group that has failed once stays so. The ranks leave by new ones.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore("after", store), rank=rank, world_size=4)
+    return names, errors
+
+
+@pytest.mark.slow
+def test_the_mesh_knows_every_process_group_that_was_made_for_it_and_a_time_out_reaches_each() -> None:
+    results = run_ranks(4, groups_and_time_outs)
+    for names, _ in results:
+        for layout, (listed, existing) in names.items():
+            assert sorted(listed) == sorted(existing), layout
+    errors = results[0][1]
+    assert len(errors) > 2  # the world, and a group along each of two dimensions
+    assert all("1000ms" in error for error in errors), errors
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Any) -> None:
+    words = ("--model.flavor", "405b", "--model.vocab_size", "4096", "--job.dump_folder", tmp_path / "out")
+    said = titanlite("train", *words, code=2)
+    assert "weights, gradients and optimizer state take" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
