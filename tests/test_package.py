@@ -19,10 +19,10 @@ SHORT = [
     "32",
     "--training.local_batch_size",
     "1",
-    "--model.n_layers",
-    "1",
+    "--training.global_batch_size",
+    "2",
 ]
-SHORT += ["--training.global_batch_size", "2", "--lr_scheduler.warmup_steps", "1", "--metrics.no-enable_tensorboard"]
+SHORT += ["--model.n_layers", "1", "--lr_scheduler.warmup_steps", "1", "--metrics.no-enable_tensorboard"]
 
 
 def test_all_names_of_the_library_are_there_and_cost_nothing_before_they_are_used() -> None:

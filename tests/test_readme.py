@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import free_port
+from test_package import copy_of_repository
 
 ROOT = Path(__file__).parents[1]
 # Instead of two minutes.
@@ -30,12 +30,7 @@ def commands() -> list[str]:
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """Tracked files only, with the environment that is already installed."""
-    folder = tmp_path / "titanlite"
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in tracked.split("\0"):
-        if name and (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    folder = copy_of_repository(tmp_path / "titanlite")
     # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
     (folder / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from titanlite.optim.loss import (
     IGNORE_INDEX,
     linear_cross_entropy_sum,
-    softmax_loss,
     softmax_loss_graph,
     tokens_per_chunk,
 )
@@ -73,16 +72,6 @@ def test_as_exact_as_with_all_logits_at_once(small_chunks: None, dtype: torch.dt
         assert error(ours, best) <= most * error(theirs, best)
 
 
-def test_chunks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = inputs(200, 333)
-    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
-    expected = gradients(whole, hidden, weight)
-    monkeypatch.setattr("titanlite.optim.loss.tokens_per_chunk", lambda *_: 7)
-    chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE)
-    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradients(chunked, hidden, weight), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_parts_add_up_to_the_whole() -> None:
     """Invariant 3, at its root: a batch split anywhere, with unequal masks, gives the same sum."""
     hidden, weight, labels = inputs(40, 11)
@@ -94,7 +83,7 @@ def test_parts_add_up_to_the_whole() -> None:
     torch.testing.assert_close(whole, by_hand, rtol=1e-6, atol=0)
 
 
-def test_the_scale_is_in_loss_and_gradients() -> None:
+def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> None:
     hidden, weight, labels = inputs(40, 11)
     whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
     expected = gradients(whole, hidden, weight)
@@ -102,21 +91,11 @@ def test_the_scale_is_in_loss_and_gradients() -> None:
     assert torch.equal(scaled, whole / 4)
     for gradient, unscaled in zip(gradients(scaled * 2, hidden, weight), expected, strict=True):
         assert torch.equal(gradient, unscaled / 2)
-
-
-def test_no_valid_label_is_a_loss_of_zero() -> None:
-    hidden, weight, labels = inputs(20, 11)
-    loss = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
-    assert loss.item() == 0.0
-    assert all(not gradient.any() for gradient in gradients(loss, hidden, weight))
-
-
-def test_an_evaluation_is_cross_entropy_alone() -> None:
-    hidden, weight, labels = inputs(40, 11)
+    nothing = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
+    assert nothing.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients(nothing, hidden, weight))
     with torch.no_grad():
-        loss = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1)
-    assert torch.equal(loss, linear_cross_entropy_sum(hidden, weight, labels, ONE).detach())
-    assert not loss.requires_grad
+        assert torch.equal(linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach())
 
 
 def test_each_gradient_is_handed_out_once_and_apart() -> None:
@@ -147,12 +126,14 @@ def test_a_compiled_softmax_is_as_exact(small_chunks: None, dtype: torch.dtype, 
 
 @pytest.mark.slow
 def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own() -> None:
-    logits, labels = torch.randn(48, 100), torch.randint(300, (48,))
-    at_label = logits.gather(1, (labels - 100).clamp(0, 99)[:, None]).squeeze(1)
+    hidden, weight, labels = inputs(48, 100)
     results = []
-    for softmax in (softmax_loss, torch.compile(softmax_loss_graph)):
-        results.append(softmax(logits.clone(), at_label, labels, ONE, True, 0.0, 100, None))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)  # of values up to 1
+    for compiled in (False, True):
+        loss = linear_cross_entropy_sum(
+            hidden, weight, labels.where(labels < 0, labels * 3), ONE, first_class=100, compiled=compiled
+        )
+        results.append([loss, *gradients(loss, hidden, weight)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -91,20 +91,15 @@ def measured_and_real(words: list[str]) -> list[tuple[dict[str, float], dict[str
     """The update ratios of some steps as they are logged, and from the weights before and after each step."""
     found = []
     with Trainer(load_job(words)) as trainer:
-        names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in trainer.model.named_parameters()]
+        names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
+        groups = [name.split(".", 2)[-1] if name.startswith("layers.") else name for name in names]
         for _ in range(3):
-            before = whole(trainer)
-            entry = trainer.step()
+            before, entry, after = whole(trainer), trainer.step(), whole(trainer)
             assert entry is not None
-            after, real = whole(trainer), {}
-            for group in GROUPS:
-                own = [i for i, name in enumerate(names) if name.endswith(f"{group}.weight") and (
-                    "." in group or f".{group}" in name or name.startswith(group))]  # fmt: skip
-                if group == "norm":
-                    own = [names.index("norm.weight")]
-                change, size = (torch.cat([x[i].flatten() for i in own]) for x in (
-                    [a - b for a, b in zip(after, before, strict=True)], after))  # fmt: skip
-                real[group] = (change.double().norm() / size.double().norm()).item()
+            squares = {group: torch.zeros(2, dtype=torch.float64) for group in GROUPS}
+            for group, a, b in zip(groups, after, before, strict=True):
+                squares[group] += torch.stack([(a - b).double().square().sum(), a.double().square().sum()])
+            real = {group: (change / size).sqrt().item() for group, (change, size) in squares.items()}
             found.append((entry.update_ratios, real))
     return found
 

@@ -103,7 +103,7 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
 
 @pytest.mark.parametrize(
     ("beta2", "stochastic", "least", "most"),
-    [(0.95, False, 0.92, 1.09), (0.99, False, 0.72, 1.65), (0.999, False, 0.25, 100.0), (0.999, True, 0.9, 1.1)],
+    [(0.95, False, 0.92, 1.09), (0.999, False, 0.25, 100.0), (0.999, True, 0.9, 1.1)],
 )
 def test_where_a_moment_in_bfloat16_stops(beta2: float, stochastic: bool, least: float, most: float) -> None:
     """The numbers behind the rule `moments_move` of titanlite.config.rules; a constant gradient of 1."""
