@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# ghost.sh COMMAND...: run a command on GPUs that are not there, with the Python of .venv-ghost (docs/ghost.md).
+#
+# Memory, launches, copies, waits, collectives and errors are those of the GPU. Values mean nothing. Variables:
+#   GHOST_GPUS=1                              GPUs of this machine
+#   GHOST_GIB=79.1                            memory of each
+#   GHOST_NAME="NVIDIA H100 80GB HBM3"        its name
+#   GHOST_LOG=FILE                            each process writes what it asked of its GPU to FILE.PID
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv-ghost
+if [[ ! -e $venv/ghost/libcuda.so.1 ]]; then
+    echo "There is no ghost yet: tests/ghost/build.sh installs torch's CUDA wheel (4.7 GB) and builds it." >&2
+    exit 2
+fi
+export PATH=$venv/ghost/bin:$venv/bin:$PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1} TRITON_LIBCUDA_PATH=$venv/ghost
+export LD_LIBRARY_PATH=$venv/ghost${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_PRELOAD="$venv/ghost/libcuda.so.1 $venv/ghost/libnvrtc.so.13"
+exec "$@"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Make .venv-ghost: torch's CUDA wheel (4.7 GB), titanlite and what it needs, and the ghost GPU. Then use
+# scripts/ghost.sh. It needs gcc, binutils, and a network or a folder of wheels that pip knows. Called again, it installs
+# what is missing and builds the ghost anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source=tests/ghost/device
+venv=.venv-ghost
+out=$venv/ghost
+[[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+"$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__ != "2.11.0+cu130")' 2>/dev/null ||
+    "${pip[@]}" torch==2.11.0 # that of PyPI has CUDA 13.0
+"$venv/bin/python" -c 'import titanlite, hypothesis, pytest' 2>/dev/null || "${pip[@]}" pytest hypothesis --editable .
+
+rm -rf "$out"
+mkdir -p "$out/bin"
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+nvidia=$site/nvidia
+flags=(-O1 -fPIC -Wall -D__CUDA_FP16_H__ -D__CUDA_BF16_H__ "-I$nvidia/cu13/include" "-I$nvidia/cudnn/include" "-I$nvidia/nccl/include"
+    -idirafter "$site/triton/backends/nvidia/include") # triton's has the headers that the wheel of the runtime lacks
+for part in memory runtime driver libraries; do
+    gcc "${flags[@]}" -c -o "$out/$part.o" "$source/$part.c"
+done
+# What torch's libraries want besides becomes a function that succeeds without doing anything, and says so once.
+find "$site/torch/lib" -name '*.so*' -exec nm -D --undefined-only {} + 2>/dev/null | awk '{print $2}' | sed 's/@.*//' |
+    grep -E '^(__cuda|cu[A-Z]|cuda[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl|nvtx|nvshmem)' |
+    grep -v '^cuFile' | sort -u >"$out/wanted"
+nm "$out"/*.o | awk '$2 == "T" {print $3}' | sort >"$out/have"
+{
+    echo '#include "ghost.h"'
+    comm -23 "$out/wanted" "$out/have" |
+        sed 's/.*/long &(void) { static int said; if (!said++) ghost_log("stub &"); return 0; }/'
+} >"$out/rest.c"
+gcc "${flags[@]}" -I"$source" -fno-builtin -w -c -o "$out/rest.o" "$out/rest.c"
+gcc -shared -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1" "$out"/*.o -ldl -lpthread
+gcc "${flags[@]}" -shared -Wl,-soname,libnvrtc.so.13 -o "$out/libnvrtc.so.13" "$source/nvrtc.c"
+ln -s libcuda.so.1 "$out/libcuda.so" # triton links its launchers against it
+cp "$source/nvidia-smi" "$out/bin/"
+rm "$out"/*.o "$out/rest.c" "$out/wanted" "$out/have"
+scripts/ghost.sh python -c 'import torch; print(f"The ghost is an {torch.cuda.get_device_name()}, torch {torch.__version__}")'
