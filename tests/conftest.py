@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,15 +14,23 @@ hypothesis.settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run beside each other and their ranks
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no helpers that import torch once more in each rank
 
+GHOST = Path(__file__).parents[1] / ".venv-ghost/ghost/libcuda.so.1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+    parser.addoption("--ghost", action="store_true", help="run the tests on the ghost GPU, all of them, and no others")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only_ghost, has_ghost = config.getoption("--ghost"), GHOST.exists()
+    if only_ghost:
+        items[:] = [item for item in items if item.get_closest_marker("ghost")]
     for item in items:
-        if item.get_closest_marker("long") and not config.getoption("--long"):
+        if item.get_closest_marker("ghost") and not has_ghost and not only_ghost:
+            item.add_marker(pytest.mark.skip(reason="there is no ghost: tests/ghost/build.sh"))
+        if item.get_closest_marker("long") and not only_ghost and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: ./run_tests.sh --long"))
         if not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))

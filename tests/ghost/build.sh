@@ -22,9 +22,12 @@ flags=(-O1 -fPIC -Wall -D__CUDA_FP16_H__ -D__CUDA_BF16_H__ "-I$nvidia/cu13/inclu
 for part in memory runtime driver libraries; do
     gcc "${flags[@]}" -c -o "$out/$part.o" "$source/$part.c"
 done
-# What torch's libraries want besides becomes a function that succeeds without doing anything, and says so once.
-find "$site/torch/lib" -name '*.so*' -exec nm -D --undefined-only {} + 2>/dev/null | awk '{print $2}' | sed 's/@.*//' |
-    grep -E '^(__cuda|cu[A-Z]|cuda[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl|nvtx|nvshmem)' |
+# What torch's libraries and triton want besides becomes a function that succeeds without doing anything, and says so
+# once.
+{
+    find "$site/torch/lib" -name '*.so*' -exec nm -D --undefined-only {} + 2>/dev/null | awk '{print $2}' | sed 's/@.*//'
+    grep -ohE '\bcu[A-Z]\w+' "$site/triton/backends/nvidia/driver.c"
+} | grep -E '^(__cuda|cu[A-Z]|cuda[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl|nvtx|nvshmem)' |
     grep -v '^cuFile' | sort -u >"$out/wanted"
 nm "$out"/*.o | awk '$2 == "T" {print $3}' | sort >"$out/have"
 {

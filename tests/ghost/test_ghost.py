@@ -1,0 +1,209 @@
+"""The CUDA path on GPUs that are not there (docs/ghost.md): what runs, waits, is compiled, launched and communicated.
+
+Nothing here looks at a loss or a weight, because kernels do nothing. What is looked at is counted, so it depends on
+neither the machine nor its load.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.ghost, pytest.mark.slow, pytest.mark.xdist_group("ghost")]
+
+SMALL = "--model.n_layers 4 --training.seq_len 128 --training.local_batch_size 2"
+UNLOGGED = "--checkpoint.no-enable --metrics.log_freq 50"
+PIPELINE = "--parallelism.pipeline_parallel_degree 2 --training.global_batch_size 8"
+TENSOR, CONTEXT = "--parallelism.tensor_parallel_degree 2", "--parallelism.context_parallel_degree 2"
+HYBRID = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree"
+COMPILED, SCHEDULE = "--compile.enable", "--parallelism.pipeline_parallel_schedule"
+EVERY = f"{COMPILED} --compile.components model loss optimizer clip"
+FLOAT8 = f"{COMPILED} --float8.enable --float8.min_features 0 --float8.recipe_name"
+GATHER8 = "--float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp"
+DOCUMENTS = "--dataset.document_mask"
+
+# Ranks -> name -> options. Those in SAMPLE run with every run of the tests, the rest with --ghost or --long.
+JOBS = {
+    1: {
+        "eager": "",
+        "compiled": COMPILED,
+        "compiled, 2 blocks": f"{COMPILED} --model.n_layers 2",
+        "all compiled": f"{EVERY} {DOCUMENTS}",
+        "stochastic": f"{EVERY} --training.dtype bfloat16 --optimizer.stochastic_rounding",
+        "offload": "--training.enable_cpu_offload",
+        "full recomputation": f"{COMPILED} --activation_checkpoint.mode full",
+        "selective recomputation": f"{COMPILED} --activation_checkpoint.mode selective",
+        "tensorwise": f"{FLOAT8} tensorwise",
+        "tensorwise, 2 blocks": f"{FLOAT8} tensorwise --model.n_layers 2",
+        "rowwise": f"{FLOAT8} rowwise",
+        "rowwise_with_gw_hp": f"{FLOAT8} rowwise_with_gw_hp",
+    },
+    2: {
+        "fsdp": "",
+        "fsdp, never": "--parallelism.fsdp_reshard_after_forward never",
+        "fsdp, compiled": COMPILED,
+        "hsdp": f"{HYBRID} 1",
+        "tp": TENSOR,
+        "cp": CONTEXT,
+        "pp": PIPELINE,
+        "accumulation": "--training.global_batch_size 8",
+        "offload": "--training.enable_cpu_offload",
+        "documents": f"{EVERY} {DOCUMENTS}",
+        "tp, compiled": f"{TENSOR} {COMPILED}",
+        "cp, compiled": f"{CONTEXT} {COMPILED} {DOCUMENTS}",
+        "fp8 all-gather": f"{FLOAT8} tensorwise {GATHER8}",
+        "float8 tp": f"{FLOAT8} tensorwise {TENSOR}",
+        "float8 pp": f"{FLOAT8} rowwise {PIPELINE}",
+        "gpipe": f"{PIPELINE} {SCHEDULE} GPipe",
+    },
+    4: {
+        "hsdp": f"{HYBRID} 2",
+        "tp": TENSOR,
+        "cp x tp": f"{CONTEXT} {TENSOR}",
+        "pp x tp": f"{PIPELINE} {TENSOR}",
+        "pp x fsdp": f"{PIPELINE} {SCHEDULE} 1F1B",
+        "interleaved": f"{PIPELINE} {SCHEDULE} Interleaved1F1B",
+        "looped": f"{PIPELINE} {SCHEDULE} LoopedBFS",
+        "zero bubble": f"{PIPELINE} {SCHEDULE} InterleavedZeroBubble",
+        "zbv": f"{PIPELINE} {SCHEDULE} ZBVZeroBubble",
+    },
+}
+SAMPLE = [(2, "fsdp"), (2, "fsdp, compiled"), (2, "hsdp"), (2, "tp"), (2, "pp")]
+SOME = [pytest.param(*job, marks=() if job in SAMPLE else pytest.mark.long) for job in
+        [(ranks, name) for ranks, jobs in JOBS.items() for name in jobs]]  # fmt: skip
+
+
+def ghost(*command: str, ranks: int = 1, log: Path | None = None, code: int = 0, gib: float = 79.1) -> str:
+    """What a command on the ghost says."""
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    own |= {"GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)} | ({"GHOST_LOG": str(log)} if log else {})
+    done = subprocess.run(
+        [str(ROOT / "scripts/ghost.sh"), *command], capture_output=True, text=True, env=own, timeout=1200, check=False
+    )
+    assert done.returncode == code, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`taken(ranks)`: name -> what the job's steps took, for each rank: see steps.py. `events` are lines of the log."""
+    everything = request.config.getoption("--ghost") or request.config.getoption("--long")
+
+    @cache
+    def run(ranks: int) -> dict[str, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        jobs = {name: options for name, options in JOBS[ranks].items() if everything or (ranks, name) in SAMPLE}
+        words = {name: f"{SMALL} {UNLOGGED} {options}".split() for name, options in jobs.items()}
+        (folder / "jobs.json").write_text(json.dumps(words))
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), str(Path(__file__).with_name("steps.py"))]
+        ghost(*start, str(folder / "jobs.json"), str(folder / "out"), ranks=ranks, log=folder / "log")
+        found = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
+        for log in folder.glob("log.*"):
+            if rank := re.search(r"^mark rank (\d+)$", log.read_text(), re.MULTILINE):
+                for name, lines in re.findall(r"^mark job (.*)\n((?:.*\n)*?)mark end$", log.read_text(), re.MULTILINE):
+                    found[int(rank[1])][name]["events"] = lines.splitlines()
+        return {name: [rank[name] for rank in found] for name in jobs}
+
+    return run
+
+
+def launches(events: list[str]) -> int:
+    """Kernels of torch, triton, cuBLAS and cuDNN, and memsets."""
+    return sum(event.split()[0] in ("kernel", "triton", "matmul", "cudnn", "memset") for event in events)
+
+
+@pytest.mark.parametrize(("ranks", "name"), SOME)
+def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken: Any, ranks: int, name: str):
+    """Invariant 7: torch finds no wait (or steps.py fails), and CUDA is asked for none."""
+    for rank in taken(ranks)[name]:
+        assert "error" not in rank, rank["error"]
+        assert rank["recompilations"] == 0
+        assert rank["graph_breaks"] == {}
+        assert launches(rank["events"]) > 100
+        if name != "offload":  # its gradients are waited for, because the host's optimizer needs them
+            waits = [event for event in rank["events"] if re.match("wait|copy .*pageable", event)]
+            assert not waits
+
+
+V, C, BLOCK = 4096, 256, 2 * 256 * (256 + 128) + 3 * 256 * 640 + 2 * 256  # the debug model: parameters of a block
+REST = 2 * V * C + C  # embedding, output, last norm
+TOKENS = 2 * 128  # of a rank
+# Ranks, name -> (collective, number of ranks) -> bytes that a rank hands over for an all-gather, gets from a
+# reduce-scatter and sums up in an all-reduce, in one step. 16 of them are two sums of tokens: every job has these.
+TRAFFIC = {
+    (2, "fsdp"): {  # blocks are gathered again for the backward pass, in bf16; gradients are fp32
+        ("all_gather", 2): 2 * (REST + 2 * 4 * BLOCK) // 2,
+        ("reduce_scatter", 2): 4 * (REST + 4 * BLOCK) // 2,
+        ("all_reduce", 2): 16,
+    },
+    (2, "fsdp, compiled"): {
+        ("all_gather", 2): 2 * (REST + 2 * 4 * BLOCK) // 2,
+        ("reduce_scatter", 2): 4 * (REST + 4 * BLOCK) // 2,
+        ("all_reduce", 2): 16,
+    },
+    (2, "fsdp, never"): {
+        ("all_gather", 2): 2 * (REST + 4 * BLOCK) // 2,
+        ("reduce_scatter", 2): 4 * (REST + 4 * BLOCK) // 2,
+        ("all_reduce", 2): 16,
+    },
+    (2, "hsdp"): {("all_reduce", 2): 4 * (REST + 4 * BLOCK) + 16},
+}
+
+
+@pytest.mark.parametrize(("ranks", "name"), [p for p in SOME if p.values in TRAFFIC])
+def test_no_more_is_communicated_than_the_layout_needs(taken: Any, ranks: int, name: str):
+    for rank in taken(ranks)[name]:
+        moved = Counter[tuple[str, int]]()
+        for event in rank["events"]:
+            if match := re.fullmatch(r"nccl (\w+) (\d+) of (\d+)", event):
+                moved[match[1], int(match[3])] += int(match[2])
+        assert {group: count / 2 for group, count in moved.items()} == TRAFFIC[ranks, name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "most"), [("compiled", 50), ("tensorwise", 120)])
+def test_a_compiled_block_launches_few_kernels(taken: Any, name: str, most: int):
+    """Forward, backward, FSDP's copies and the optimizer: what two blocks more add to a step, for each."""
+    four, two = (launches(taken(1)[key][0]["events"]) for key in (name, f"{name}, 2 blocks"))
+    assert (four - two) / 2 / 2 <= most  # two steps were counted
+
+
+def test_each_entry_trains_saves_and_resumes_what_another_left(tmp_path: Path):
+    """The launcher on two GPUs, then one process, torchrun and Python, each from the checkpoint before; then text."""
+    pinned = f"{SMALL} --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
+    words = [*pinned.split(), "--job.dump_folder", str(tmp_path / "run"), "--training.steps"]
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom titanlite.load_run import load_run\nfrom titanlite.train.loop import Trainer\n"
+        "with Trainer(load_run(sys.argv[1:], world_size=1)) as trainer:\n    trainer.train()\n"
+    )
+    starts = [
+        (2, ["python", "-m", "titanlite", "launch"]),
+        (1, ["python", "-m", "titanlite", "train"]),
+        (2, ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "titanlite", "train"]),
+        (1, ["python", str(program)]),
+    ]
+    for number, (ranks, start) in enumerate(starts):
+        said = ghost(*start, *words, str(2 * number + 2), ranks=ranks, log=tmp_path / f"log{number}")
+        assert f"Finished after step {2 * number + 2}." in said
+        assert number == 0 or f"Resumed after step {2 * number}" in said
+        events = "\n".join(log.read_text() for log in tmp_path.glob(f"log{number}.*"))
+        staged = sum(int(size) for size in re.findall(r"^copy device pinned (\d+)$", events, re.MULTILINE))
+        assert staged >= 3 * 4 * (REST + 4 * BLOCK)  # weights and two moments, through pinned memory
+    generate = ["--checkpoint", str(tmp_path / "run"), "--prompt", "def", "--max-new-tokens", "4", "--temperature", "0"]
+    assert "def" in ghost("python", "-m", "titanlite", "generate", *generate)
+
+
+@pytest.mark.long
+def test_a_model_that_does_not_fit_is_explained(tmp_path: Path):
+    words = [*SMALL.split(), "--job.dump_folder", str(tmp_path), "--training.seq_len", "8192"]
+    said = ghost("python", "-m", "titanlite", "train", *words, gib=0.25, code=2)
+    assert "Traceback" not in said
+    assert "memory" in said
