@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Check formatting, lint, types and imports, then run the tests by two workers (fast ones first). Arguments go to pytest.
+# Check formatting, lint, types and imports, then run the tests by two workers (fast ones first). Arguments go to pytest:
+# --long runs the long ones, too, and --ghost those of the CUDA path only (docs/ghost.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 scripts/setup.sh '.[dev]'

@@ -4,6 +4,7 @@
 #include <cublas_v2.h>
 #include <cudnn.h>
 #include <nccl.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -135,6 +136,10 @@ void cudnnGetLastErrorString(char *words, size_t length) {
     if (length) *words = 0;
 }
 
+cudnnStatus_t cudnnGetStream(cudnnHandle_t handle, cudaStream_t *stream) {
+    return *stream = NULL, CUDNN_STATUS_SUCCESS;
+}
+
 cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *descriptor) {
     return *descriptor = malloc(1), CUDNN_STATUS_SUCCESS;
 }
@@ -210,7 +215,10 @@ ncclResult_t ncclCommSplit(ncclComm_t group, int color, int key, ncclComm_t *par
 
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t group, cudaStream_t stream) {
-    ghost_move(to, from, collective("all_reduce", bytes_of(count, type), group));
+    size_t bytes = collective("all_reduce", bytes_of(count, type), group);
+    ghost_move(to, from, bytes);
+    if (type == ncclInt64 && op == ncclSum && group->ranks && bytes <= GHOST_SMALL)
+        for (size_t i = 0; i < count; i++) ((int64_t *)to)[i] *= group->ranks;
     return ncclSuccess;
 }
 
