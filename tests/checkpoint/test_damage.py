@@ -9,11 +9,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_step_folders import reseal
-from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
+from tiny_run import TinyRun, assert_equal, load_model_weights, names, train_ranks, weights
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.resume import load_model_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.model.llama import Llama
 

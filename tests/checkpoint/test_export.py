@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 import torch
-from tiny_run import TinyRun, assert_equal
+from tiny_run import TinyRun, assert_equal, load_model_weights
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.huggingface import (
@@ -21,7 +21,6 @@ from titanlite.checkpoint.huggingface import (
     load_hf_weights,
 )
 from titanlite.checkpoint.meta_llama import MetaReader
-from titanlite.checkpoint.resume import load_model_weights
 from titanlite.cli import main
 from titanlite.commands.import_ import job_tables
 from titanlite.config.errors import CheckpointError, UserError

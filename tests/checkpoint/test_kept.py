@@ -11,12 +11,11 @@ import pytest
 import torch
 from ranks import titanlite
 from small_runs import SMALL
-from tiny_run import Checkpoints, TinyRun, assert_equal, names, weights
+from tiny_run import Checkpoints, TinyRun, assert_equal, load_model_weights, names, weights
 
 from titanlite.checkpoint import huggingface, step_folders
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.checkpoint.huggingface import HuggingFaceReader
-from titanlite.checkpoint.resume import load_model_weights
 from titanlite.config.errors import CheckpointError
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama

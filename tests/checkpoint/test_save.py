@@ -16,12 +16,11 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from tiny_run import Checkpoints, TinyRun, assert_equal, names, train_ranks
+from tiny_run import Checkpoints, TinyRun, assert_equal, load_model_weights, names, train_ranks
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.resume import load_model_weights
 from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama

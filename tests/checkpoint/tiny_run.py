@@ -3,7 +3,7 @@
 It reads no data, writes no output folder and logs nothing, so that a test of checkpoints makes several within a second.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from train_variants import merge
 
+from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.resume import Resumer
+from titanlite.checkpoint.resume import Resumer, load_checked_weights
 from titanlite.checkpoint.save import Saver
 from titanlite.config import schema
 from titanlite.config.run import Run
 from titanlite.data.batch import Microbatch
+from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.train.step import TrainStep
@@ -134,6 +136,11 @@ def go_on(folder: Path, first: int, last: int, layout: Mapping[str, Any], keys: 
     manager.close()
     assert manager.stats()["failed_saves"] == 0, lines
     return losses
+
+
+def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Load the weights of the newest good checkpoint at a path, and return what its manifest says."""
+    return use_newest(path, lambda step: load_checked_weights(step, model), log=log)
 
 
 def names(folder: Path) -> list[str]:

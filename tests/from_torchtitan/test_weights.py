@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
+from tiny_run import load_model_weights
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint.huggingface import CheckpointTensors
-from titanlite.checkpoint.resume import load_model_weights
 from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture

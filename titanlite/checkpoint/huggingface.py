@@ -1,7 +1,7 @@
 """The weights of others: Hugging Face model folders are written and read, and any weights become a checkpoint.
 
-Invariant: at any time about one tensor is held in memory, a folder appears under its name only when it is whole, and
-nothing outside of a folder is opened that a file in it names.
+Invariant: about one tensor is held in memory at a time, or one file that is written. A folder appears under its name
+only when it is whole, and nothing outside of a folder is opened that a file in it names.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, RootModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -43,12 +44,11 @@ from titanlite.model.formats import (
 )
 from titanlite.model.llama import Llama
 
-_DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
-_DTYPE_OF = dict(_DTYPES.values())
+_DTYPE_OF = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SINGLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _MOST_JSON = 1 << 24  # bytes; the index of Llama 405B has a tenth of a megabyte
 _COMPARED_NUMBERS = 1 << 24  # of a matrix at a time
-SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
+SHARD_BYTES = 1_000_000_000  # of a file, which is in memory twice while it is written
 
 
 class WeightSource(Protocol):
@@ -112,45 +112,33 @@ def export_hf(
     if out.exists():
         raise UserError(f"{out} exists already. Choose another folder, or remove it.")
     folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
-    shapes, (code, torch_dtype) = parameter_shapes(source.arch), _DTYPES[dtype]
-    sizes = {name: math.prod(shape) * torch_dtype.itemsize for name, shape in shapes.items()}
-    shards, weight_map = _split(sizes, shard_bytes), {}
-
-    def content(names: list[str]) -> Iterator[bytes | memoryview]:
-        yield _header({hf_name(name): (shapes[name], sizes[name]) for name in names}, code)
-        for name in names:
-            data = source.read(name).detach().to("cpu", torch_dtype).contiguous()
-            yield data.flatten().view(torch.uint8).numpy().data
-
+    target = getattr(torch, dtype)
+    sizes = {name: math.prod(shape) * target.itemsize for name, shape in parameter_shapes(source.arch).items()}
+    shards, places = _split(sizes, shard_bytes), {}
     try:
         folder.mkdir(parents=True)
         token_ids = write_tokenizer(folder)
         for number, names in enumerate(shards, 1):
             file_name = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= {hf_name(name): file_name for name in names}
-            _write(folder / file_name, content(names))
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        tables = {"config.json": hf_config(source.arch, dtype) | token_ids} | ({_INDEX: index} if shards[1:] else {})
-        for name, table in (tables | {"generation_config.json": {"do_sample": True, **token_ids}}).items():
-            _write(folder / name, [(json.dumps(table, indent=2) + "\n").encode()])
-        step_folders.flush_folder(folder)
+            places |= {hf_name(name): file_name for name in names}
+            tensors = {hf_name(name): source.read(name).detach().to("cpu", target).contiguous() for name in names}
+            save_file(tensors, folder / file_name, {"format": "pt"})
+        tables = {"config.json": hf_config(source.arch, dtype) | token_ids}
+        tables["generation_config.json"] = {"do_sample": True, **token_ids}
+        if len(shards) > 1:
+            tables[_INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        for name, table in tables.items():
+            (folder / name).write_text(json.dumps(table, indent=2) + "\n")
+        for path in folder.iterdir():
+            step_folders.flush(path)
+        step_folders.flush(folder)
         folder.rename(out)
-        step_folders.flush_folder(out.parent)
+        step_folders.flush(out.parent)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            text = f"{out} cannot be written: {error.strerror}. Choose another folder, or make room."
-            raise UserError(text) from None
+        if isinstance(error, OSError | SafetensorError):
+            raise UserError(f"{out} cannot be written: {error}. Choose another folder, or make room.") from None
         raise
-
-
-def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write and flush a file, one part after the other."""
-    with path.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _split(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
@@ -166,24 +154,6 @@ def _split(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _header(tensors: dict[str, tuple[tuple[int, ...], int]], code: str) -> bytes:
-    """What a file of safetensors begins with: every tensor's place, as JSON (https://github.com/huggingface/safetensors).
-
-    Shapes are known before the values are, so nothing has to be collected.
-
-    Args:
-        tensors: name -> shape, bytes.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, (shape, size) in tensors.items():
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, start + size]}
-        start += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
-    return len(text).to_bytes(8, "little") + text
-
-
 class HuggingFaceReader:
     """A Llama in a Hugging Face folder, whose files are mapped while this object lives.
 
@@ -192,8 +162,6 @@ class HuggingFaceReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
         if exists(folder / _ADAPTER):
             raise UserError(f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it first.")
         if not exists(folder / "config.json"):

@@ -196,13 +196,14 @@ class Resumer:
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
             return
-        path = Path(self._config.initial_load_path)
+        path, model, ranks, say = Path(self._config.initial_load_path), self._live.model, self._ranks, self._folder.say
         if self._config.initial_load_in_hf:
-            load_hf_weights(path, self._live.model)
-            _check_finite(path, self._live.tensors(optimizer=False), self._ranks)
-            self._folder.say(f"starting from the weights in {path}")
+            load_hf_weights(path, model)
+            _check_finite(path, self._live.tensors(optimizer=False), ranks)
         else:
-            load_model_weights(path, self._live.model, self._folder.say, self._ranks)
+            load = partial(load_checked_weights, model=model, ranks=ranks)
+            path = use_newest(path, lambda step: (load(step), step)[1], check=ranks.check, look=ranks.on_rank0, log=say)
+        say(f"starting from the weights in {path}")
 
 
 def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
@@ -210,35 +211,19 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def load_model_weights(
-    path: Path, model: nn.Module, log: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None
-) -> dict[str, Any]:
-    """Load the weights, nothing else, into a model in place; works without a process group, too.
+def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Load the weights of a step folder that was checked, nothing else, into a model in place.
 
     Args:
-        path: a step folder, the folder of all, or a run's output folder; of several the newest good one is taken.
-        log: told which.
         ranks: those that hold the model together, if there are several; all of them call this.
 
     Returns:
         The JSON value of the manifest: train_state, job, layout.
 
     Raises:
-        UserError: there is no such folder, or it holds another model.
-        CheckpointError: no checkpoint, or a damaged one, or weights that are not finite.
+        UserError: it holds another model.
+        CheckpointError: weights that are not finite, or it cannot be read.
     """
-
-    def use(step_folder: Path) -> dict[str, Any]:
-        info = load_checked_weights(step_folder, model, ranks)
-        log(f"starting from the weights in {step_folder}")
-        return info
-
-    together = {} if ranks is None else {"check": ranks.check, "look": ranks.on_rank0}
-    return use_newest(path, use, **together, log=log)
-
-
-def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
-    """`load_model_weights` from a step folder that was checked, without reading it twice."""
     tensors = LiveState(model).tensors()
 
     def read() -> tuple[SafeReader, dict[str, Any]]:

@@ -148,12 +148,12 @@ def publish(unfinished: Path, step: int, files: dict[str, Entry], info: dict[str
         if not path.is_file() or path.stat().st_size != entry["size"]:
             raise OSError(f"{path} is not complete as seen from the first rank; do all nodes share this folder?")
     write_manifest(unfinished, step, dict(sorted(files.items())), info)
-    flush_folder(unfinished)
+    flush(unfinished)
     target = unfinished.parent / step_name(step)
     if target.exists():  # a rename would replace an empty folder silently
         raise FileExistsError(f"{target} exists already")
     unfinished.rename(target)
-    flush_folder(target.parent)
+    flush(target.parent)
     return target
 
 
@@ -166,10 +166,8 @@ def encode_manifest(body: dict[str, Any]) -> bytes:
 def write_manifest(folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]) -> None:
     """Write and flush the manifest of a folder."""
     body = {"format": FORMAT_VERSION, "step": step, "files": files, "info": info}
-    with (folder / MANIFEST).open("xb") as file:
-        file.write(encode_manifest(body))
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MANIFEST).write_bytes(encode_manifest(body))
+    flush(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -346,9 +344,9 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is on the disk only after its folder was synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Make a file durable, or the names in a folder: a rename is on the disk only after its folder was synced."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

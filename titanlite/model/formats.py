@@ -133,7 +133,7 @@ class _Rotary(FileModel):
         if self.rope_type == "default" and given:
             raise ValueError(f"{', '.join(given)} without rope_type: is it llama3?")
         if self.rope_type == "llama3" and len(given) < len(found):
-            raise ValueError(f"rope_type llama3 needs {', '.join(found.keys() - given)}")
+            raise ValueError(f"rope_type llama3 needs {', '.join(key for key in found if key not in given)}")
         if given and found["high_freq_factor"] <= found["low_freq_factor"]:
             raise ValueError("high_freq_factor must be greater than low_freq_factor")
         return self
