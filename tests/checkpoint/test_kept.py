@@ -201,7 +201,7 @@ def test_a_failed_export_leaves_nothing_and_is_a_failed_save(tmp_path, monkeypat
     manager = run.manager(tmp_path / "checkpoint", lines=lines, **keys)
     run.train(1)
     no_space = OSError(28, "No space left on device")
-    monkeypatch.setattr(huggingface, "_write", lambda *args: (_ for _ in ()).throw(no_space))
+    monkeypatch.setattr(huggingface, "save_file", lambda *args: (_ for _ in ()).throw(no_space))
     manager.save(1, run.train_state(1), last=True)
     monkeypatch.undo()
     manager.close()

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_step_folders import reseal
 from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
 
 from titanlite.checkpoint import step_folders
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -52,25 +53,6 @@ def test_other_dtypes_of_weights_and_moments_are_cast_when_loaded(tmp_path, kind
     assert {tensor.dtype for tensor in other.everything().values()} >= {torch.bfloat16}
 
 
-def test_models_with_and_without_recomputation_read_each_others_checkpoints(tmp_path):
-    recomputing = TinyRun(**RECOMPUTING)
-    recomputing.train(1)
-    recomputing.manager(tmp_path).save(1, recomputing.train_state())
-    plain = TinyRun(seed=99)
-    plain.manager(tmp_path).load()
-    plain.step = 1
-    assert plain.train(1) == recomputing.train(1)
-
-
-def test_a_rate_that_is_a_tensor_survives_loading(two_saved):
-    folder, _ = two_saved
-    run = TinyRun(seed=99)
-    for group in run.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.5)
-    run.manager(folder).load()
-    assert [float(group["lr"]) for group in run.optimizer.param_groups] == [0.5, 0.5]
-
-
 def test_the_random_state_comes_back(tmp_path):
     run = TinyRun()
     torch.manual_seed(5)
@@ -78,11 +60,6 @@ def test_the_random_state_comes_back(tmp_path):
     drawn = torch.rand(3)
     run.manager(tmp_path).load()
     assert torch.equal(torch.rand(3), drawn)
-
-
-def test_an_empty_folder_holds_nothing_to_resume(tmp_path):
-    assert TinyRun().manager(tmp_path / "new").load() is None
-    assert names(tmp_path / "new") == []
 
 
 def test_load_step_goes_back_and_puts_the_later_ones_aside(two_saved):
@@ -167,6 +144,21 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
     assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed_from_and_its_other_schedule_is_said_once(tmp_path):
+    run, job = TinyRun(), JobConfig().model_dump(mode="json")
+    run.manager(tmp_path, job=job).save(1, run.train_state(1))
+    body = step_folders.read_manifest(tmp_path / "step-00000001")
+    reseal(tmp_path / "step-00000001", body | {"format": 1})
+    for said in (1, 0):
+        lines: list[str] = []
+        resumed = TinyRun(seed=9)
+        manager = resumed.manager(tmp_path, job=job, lines=lines)
+        state = manager.load()
+        assert state is not None
+        assert sum("lr_scheduler" in line and line.endswith("(changes the curve)") for line in lines) == said
+        manager.save(2, state | {"step": 2})
+
+
 def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     run = TinyRun()
     job = JobConfig().model_dump(mode="json")
@@ -226,13 +218,3 @@ def test_a_run_moves_between_layouts(tmp_path):
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
     assert not step_folders.verify_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))
-
-
-def test_random_states_that_torch_refuses_are_said_so(two_saved, monkeypatch):
-    folder, run = two_saved
-    zeros = torch.zeros_like(torch.get_rng_state())
-    run.train(1)
-    monkeypatch.setattr(torch, "get_rng_state", lambda: zeros)
-    run.manager(folder).save(5, run.train_state())
-    with pytest.raises(CheckpointError, match=r"random states .*exclude_from_loading"):
-        TinyRun(seed=9).manager(folder).load()

@@ -59,108 +59,6 @@ def test_the_manifest_says_what_was_saved_and_by_what(two_saved):
     assert [group["weight_decay"] for group in info["optimizer_groups"]] == [0.1, 0.0]
 
 
-def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_saved):
-    folder, run = two_saved
-    lines: list[str] = []
-    manager = run.manager(folder, lines=lines)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system refuses to write on, as a full disk does
-    manager.save(6, run.train_state(6))
-    assert manager.stats()["failed_saves"] == 1
-    assert not manager.holds(6)
-    assert "FAILED" in lines[-1]
-    assert "File too large" in lines[-1]
-    assert names(folder) == ["step-00000002", "step-00000004"]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    manager.save(6, run.train_state(6))
-    assert manager.holds(6)
-    assert manager.stats()["failed_saves"] == 1
-    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_too_many_open_files_fail_the_save_and_leave_nothing(tmp_path, mode):
-    live_tensors.library_versions.cache_clear()
-    run, lines = TinyRun(), []
-    manager = run.manager(tmp_path, lines=lines, async_mode=mode)
-    run.train(2)
-    with no_files_left():
-        manager.save(2, run.train_state())
-        manager.saver.settle()
-    assert "save of step 2 FAILED (OSError: [Errno 24] Too many open files" in "".join(lines)
-    run.train(2)
-    manager.save(4, run.train_state())
-    manager.close()
-    assert manager.stats()["failed_saves"] == 1
-    assert names(tmp_path) == ["step-00000004"]
-
-
-@contextlib.contextmanager
-def no_files_left() -> Iterator[None]:
-    """This process can open no further file."""
-    gc.collect()  # files of other tests are closed now, not meanwhile
-    importlib.import_module("tracemalloc")  # pytest reports exceptions in destructors with it
-    limits, filled = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    try:
-        highest = max(int(number) for number in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
-        with contextlib.suppress(OSError):
-            while True:
-                filled.append(os.dup(1))
-        yield
-    finally:
-        for descriptor in filled:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_killed_save_leaves_a_folder_that_the_next_start_removes(two_saved, monkeypatch):
-    folder, run = two_saved
-    manager = run.manager(folder)
-
-    def killed(*args):
-        raise SystemExit  # stands for SIGKILL: no line after it runs, neither does any clean-up
-
-    monkeypatch.setattr(step_folders, "write_manifest", killed)
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **keys: None)
-    manager.save(6, run.train_state(6))
-    monkeypatch.undo()
-    left = names(folder)
-    assert [name[:18] for name in left] == [".tmp-step-00000006", "step-00000002", "step-00000004"]
-    lines: list[str] = []
-    resumed = TinyRun(seed=99).manager(folder, lines=lines)
-    assert lines == [f"removed 1 unfinished checkpoint folders: {left[0]}"]
-    assert names(folder) == ["step-00000002", "step-00000004"]
-    state = resumed.load()
-    assert state is not None
-    assert state["step"] == 4
-
-
-def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
-    straight = TinyRun()
-    losses = straight.train(8)
-    first = TinyRun()
-    lines: list[str] = []
-    manager = first.manager(tmp_path, lines=lines, async_mode="async", keep_latest_k=0)
-    for _ in range(3):  # the next steps change the live state while a save is under way
-        first.train(2)
-        manager.save(first.step, first.train_state())
-    first.train(2)
-    manager.close()
-    assert manager.stats()["failed_saves"] == 0
-    assert sum("of which training waited" in line for line in lines) == 3
-    for step in (2, 4, 6):
-        resumed = TinyRun(seed=99)
-        assert resumed.manager(tmp_path, load_step=-1).load() == {
-            "step": 8 - step,
-            "tokens": 0,
-            "cursor": {"row": (8 - step) * 4},
-        }
-        resumed.step = 8 - step
-        assert resumed.train(step) == losses[8 - step :]
-        shutil.rmtree(tmp_path / f"step-{8 - step:08d}")
-
-
 def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
     run = TinyRun()
     lines: list[str] = []
@@ -181,23 +79,6 @@ def test_a_save_under_way_is_waited_for_and_counted(tmp_path, monkeypatch):
     assert manager.stats()["save_waits"] >= 1
     assert "waiting for the save of step 1, which is still under way" in lines
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-
-
-def test_a_failed_async_save_is_counted_and_the_next_one_works(two_saved, monkeypatch):
-    folder, run = two_saved
-    lines: list[str] = []
-    manager = run.manager(folder, lines=lines, async_mode="async")
-    monkeypatch.setattr(
-        step_folders, "write_manifest", lambda *args: (_ for _ in ()).throw(OSError(122, "Quota exceeded"))
-    )
-    manager.save(6, run.train_state(6))
-    manager.saver.settle()
-    monkeypatch.undo()
-    assert manager.stats()["failed_saves"] == 1
-    assert "Quota exceeded" in lines[-1]
-    manager.save(6, run.train_state(6))
-    manager.close()
-    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize("cause", ["no memory", "can't start new thread"])
@@ -240,28 +121,6 @@ time.sleep(60)
     assert names(tmp_path / "checkpoint") == []
 
 
-def test_a_file_system_without_locks_is_said_to_have_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
-    lines: list[str] = []
-    TinyRun().manager(tmp_path, lines=lines).close()
-    assert "its file system has no locks: No locks available" in lines[0]
-
-
-def test_pinned_memory_without_a_gpu_is_refused(tmp_path):
-    with pytest.raises(UserError, match="needs a GPU"):
-        TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
-
-
-def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/checkpoint"):
-        TinyRun().manager(tmp_path / "file" / "checkpoint")
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"takes about 0\.00 GB, 0\.00 GB are free"):
-        TinyRun().manager(tmp_path)
-
-
 def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -291,10 +150,96 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert_equal(restored, expected)
 
 
+@contextlib.contextmanager
+def no_files_left() -> Iterator[None]:
+    """This process can open no further file."""
+    gc.collect()  # files of other tests are closed now, not meanwhile
+    importlib.import_module("tracemalloc")  # pytest reports exceptions in destructors with it
+    limits, filled = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    try:
+        highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                filled.append(os.dup(1))
+        yield
+    finally:
+        for descriptor in filled:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """The system refuses to write on, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("fault", "why"), [(small_files, "File too large"), (no_files_left, "Too many open files")])
+def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_saved, mode, fault, why):
+    live_tensors.library_versions.cache_clear()
+    folder, run = two_saved
+    lines: list[str] = []
+    manager = run.manager(folder, lines=lines, async_mode=mode)
+    with fault():
+        manager.save(6, run.train_state(6))
+        manager.saver.settle()
+    assert manager.stats()["failed_saves"] == 1
+    assert not manager.holds(6)
+    assert lines[-1].startswith("save of step 6 FAILED (OSError: [Errno ")
+    assert why in lines[-1]
+    manager.save(6, run.train_state(6))
+    manager.close()
+    assert manager.holds(6)
+    assert manager.stats()["failed_saves"] == 1
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_run_that_could_not_save_or_would_not_be_alone_is_told_at_start(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/checkpoint"):
+        TinyRun().manager(tmp_path / "file" / "checkpoint")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="needs a GPU"):
+            TinyRun().manager(tmp_path, async_mode="async_with_pinned_mem")
+    lines: list[str] = []
+    monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    TinyRun().manager(tmp_path, lines=lines).close()
+    assert "its file system has no locks: No locks available" in lines[0]
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes about 0\.00 GB, 0\.00 GB are free"):
+        TinyRun().manager(tmp_path)
+
+
+def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
+    losses = TinyRun().train(8)
+    first, lines = TinyRun(), []
+    manager = first.manager(tmp_path, lines=lines, async_mode="async")
+    for _ in range(3):  # the next steps change the live state while a save is under way
+        first.train(2)
+        manager.save(first.step, first.train_state())
+    first.train(2)
+    manager.close()
+    assert manager.stats()["failed_saves"] == 0
+    assert sum("of which training waited" in line for line in lines) == 3
+    for step in (6, 4, 2):
+        resumed = TinyRun(seed=99)
+        assert resumed.manager(tmp_path).load() == resumed.train_state(step)
+        resumed.step = step
+        assert resumed.train(8 - step) == losses[step:]
+        shutil.rmtree(tmp_path / f"step-{step:08d}")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", pytest.param("process", marks=pytest.mark.long)])
-def test_two_ranks_save_beside_the_step_loop(tmp_path, mode):
+def test_two_ranks_save_beside_the_step_loop(tmp_path):
     straight = train_ranks(2, tmp_path / "straight", 0, 6)
-    assert train_ranks(2, tmp_path / mode, 0, 4, async_mode=mode) == straight[:4]
-    assert train_ranks(2, tmp_path / mode, 4, 6, async_mode=mode) == straight[4:]
-    assert names(tmp_path / mode) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert train_ranks(2, tmp_path / "async", 0, 4, async_mode="async") == straight[:4]
+    assert train_ranks(2, tmp_path / "async", 4, 6, async_mode="async") == straight[4:]
+    assert names(tmp_path / "async") == ["step-00000002", "step-00000004", "step-00000006"]

@@ -18,7 +18,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem", "process"])
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_a_save_holds_the_state_of_its_own_step(tmp_path, mode):
     run = TinyRun(device="cuda")
     run.train(2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors, reason
+from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.huggingface import load_hf_weights
@@ -140,7 +140,9 @@ class Resumer:
         reader = self._ranks.together(lambda: SafeReader(path))
         tensors = self._tensors_to_load(path, info, reader.index)
         _load_finite(reader, tensors, self._ranks)
-        self._ranks.together(lambda: self._restore_rng(path, tensors))
+        for name in (name for name in tensors if name.startswith("rng.")):
+            restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
+            restore(tensors[name])
         self._folder.say(f"resumed from step {manifest['step']} ({path})")
         return {key: value for key, value in info["train_state"].items() if key not in self._excluded}
 
@@ -183,15 +185,6 @@ class Resumer:
                 problem = "the optimizer's parameter groups differ from those saved"
                 raise UserError(f"{path}: {problem}:\n  {abridged(moved)}\n{remedy}")
         return wanted
-
-    def _restore_rng(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        try:
-            for name in (name for name in tensors if name.startswith("rng.")):
-                restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
-                restore(tensors[name])
-        except RuntimeError as error:  # of another version of torch
-            remedy = 'checkpoint.exclude_from_loading = ["rng"] goes on without them.'
-            raise CheckpointError(f"{path}: torch refuses its random states ({reason(error)}). {remedy}") from None
 
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
