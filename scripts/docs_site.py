@@ -14,11 +14,11 @@ import posixpath
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.cli import COMMANDS, main, usage
-from titanlite.config.keys import SECTIONS
-from titanlite.config.mistakes import allowed, shown, table_within
+from titanlite.config.mistakes import shown, table_within
+from titanlite.config.schema import SECTIONS
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig  # pyright: ignore[reportMissingImports]
@@ -79,7 +79,11 @@ def _keys(table: type[BaseModel], path: str) -> list[str]:
     lines = []
     for name, field in table.model_fields.items():
         inner = table_within(field.annotation)
-        kind = f"tables `[[{path}.{name}]]`, in the job file only" if inner else allowed(table, name)
+        kind = (
+            f"tables `[[{path}.{name}]]`, in the job file only"
+            if inner
+            else _allowed(table.model_json_schema()["properties"][name])
+        )
         default = "required" if field.is_required() else f"default `{shown(field.default)}`"
         lines += [f"### {path}.{name} {{ #{path}.{name} }}", f"*{kind}; {default}*", _plain(field.description or "")]
         if inner is not None:
@@ -127,3 +131,18 @@ def _help(command: str) -> str:
 
 if __name__ == "__main__":
     sys.stdout.write(keys_page() + commands_page())
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """The type and the limits of a key in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(_allowed(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"a list, each {_allowed(schema.get('items', {}))}"
+    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
+    limits = {"exclusiveMinimum": "greater than", "minimum": "at least", "exclusiveMaximum": "less than"}
+    limits |= {"maximum": "at most", "pattern": "matching"}
+    rules = [f"{words} {schema[name]}" for name, words in limits.items() if name in schema]
+    return f"{kinds[schema['type']]} {' and '.join(rules)}".strip()

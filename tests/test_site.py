@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlite.cli import COMMANDS
-from titanlite.config.keys import KEYS
+from titanlite.config.schema import KEYS
 
 ROOT = Path(__file__).parents[1]
 HOOKS = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))

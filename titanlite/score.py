@@ -20,12 +20,11 @@ import torch.distributed as dist
 from titanlite.checkpoint.find import known_job, use_newest
 from titanlite.checkpoint.folder import Ranks
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
-from titanlite.config.degrees import degrees, sequence_divisor
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.inference import Scoring
+from titanlite.config.layout import degrees, sequence_divisor
 from titanlite.config.mistakes import report
-from titanlite.config.parallelism_rules import fills_world, layout_problems
-from titanlite.config.rules import Context
+from titanlite.config.rules import Context, layout_problems
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
@@ -143,8 +142,7 @@ def _run_for(saved: JobConfig, options: Scoring, parallelism: Parallelism, world
     job = saved.model_dump(include={"job", "model", "tokenizer", "comm"})
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
     run = Run(JobConfig.model_validate(job), world_size)
-    problems = list(fills_world(run)) or list(layout_problems(run))
-    if problems:
+    if problems := layout_problems(run):
         origins = {f"parallelism.{key}": "command line" for key in parallelism.model_fields_set}
         raise UserError(report([Context(run, origins).wrong(*problem) for problem in problems]))
     return run

@@ -99,7 +99,7 @@ def test_the_data_of_a_job_will_do(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size 512: must be a whole number greater than 512"),
+        (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size 512: must be greater than 512"),
         (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf: the name of a file must end in .txt"),
         (["--vocab-size", "600", "--data", "none.txt"], "matches no file"),
         (["--vocab-size", "600", "--data", "a.txt", "--dataset.source", "text"], "not both"),

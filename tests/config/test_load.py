@@ -15,18 +15,16 @@ from pydantic import ValidationError
 from titanlite.config.errors import UserError
 from titanlite.config.load import (
     JOB_FILES,
-    KEYS,
     PACKAGE,
-    SECTIONS,
     dump_config,
     find_job_file,
     load_job,
-    on_command_line,
     read_job,
     resolve_path,
 )
-from titanlite.config.mistakes import json_schema
-from titanlite.config.schema import NEVER_READ, JobConfig, ValidationSource
+from titanlite.config.mistakes import WrongJob, table_within
+from titanlite.config.schema import KEYS, NEVER_READ, SECTIONS, JobConfig, ValidationSource
+from titanlite.load_run import check_run
 
 
 @pytest.fixture(autouse=True)
@@ -163,38 +161,6 @@ def test_the_current_folder_comes_before_train_configs_and_that_before_titanlite
     assert find_job_file("llama_8b") == Path("llama_8b.toml")
 
 
-def test_a_missing_file_is_reported_with_the_places_and_the_names_there():
-    with pytest.raises(UserError, match=r"(?s)lama_9.*train_configs.*debug_model.*llama_8b"):
-        load_job(["--job.config_file", "lama_9"])
-
-
-def test_an_empty_name_is_no_file_rather_than_the_debug_model():
-    with pytest.raises(UserError, match=r'(?s)job\.config_file = "".*no such file.*debug_model'):
-        load_job(["--job.config_file", ""])
-
-
-def test_the_option_without_a_name_is_a_mistake():
-    with pytest.raises(UserError, match=r"--job.config_file \(no value\)"):
-        load_job(["--job.config_file"])
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"[training]\nsteps = \n", "line 2, column 9"),
-        (b"[training]\nsteps = 1\nsteps = 2\n", "line 3"),
-        (b"[training\n", "line 1"),
-        (b"[job]\ndescription = '\xff'\n", "UTF-8"),
-        (b"[training]\nsteps = " + b"9" * 5001, "not valid TOML"),
-        (b"[training]\nsteps = " + b"[" * 2000 + b"]" * 2000, "not valid TOML"),
-    ],
-)
-def test_a_file_that_is_not_toml_is_named_with_the_place(content: bytes, said: str):
-    Path("job.toml").write_bytes(content)
-    with pytest.raises(UserError, match=rf"(?s)job\.toml.*{said}"):
-        load_job(["--job.config_file", "job.toml"])
-
-
 def test_a_byte_order_mark_before_the_file_is_no_mistake():
     Path("job.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 5\n")
     assert load_job(["--job.config_file", "job.toml"]).training.steps == 5
@@ -214,108 +180,6 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "allowed"),
-    [
-        ('[training]\nsteps = "abc"', 'training.steps = "abc"', "whole number greater than 0"),
-        ('[training]\nsteps = "5"', 'training.steps = "5"', "whole number"),
-        ("[training]\nsteps = 0", "training.steps = 0", "greater than 0"),
-        ("[training]\nsteps = true", "training.steps = true", "whole number"),
-        ("[training]\nsteps = 1e4", "training.steps = 10000.0", "whole number"),
-        ("[training]\nlocal_batch_size = 2.5", "training.local_batch_size = 2.5", "whole number greater than 0"),
-        ("[training]\nseq_len = -8", "training.seq_len = -8", "greater than 0"),
-        ("[training]\nseed = -1", "training.seed = -1", "at least 0"),
-        ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0", "at least 1, or -1 for automatic"),
-        ("[training]\nglobal_batch_size = -2", "training.global_batch_size = -2", "at least 1, or -1 for automatic"),
-        ("[training]\nmax_norm = -1.0", "training.max_norm = -1.0", "at least 0"),
-        ('[training]\ndtype = "fp8"', 'training.dtype = "fp8"', '"float32" or "bfloat16"'),
-        ("[training]\nsteps = 2000-01-01", 'training.steps = "2000-01-01"', "whole number"),
-        (f"[training]\nseed = {2**63}", "training.seed = 9223372036854775808", "less than 9223372036854775808"),
-        (f"[training]\nsteps = {10**20}", "training.steps = 100000000000000000000", "and at most 1000000000"),
-        ("[validation]\nholdout = 1.0", "validation.holdout = 1.0", "less than 1.0"),
-        ("[model]\ndim = 0", "model.dim = 0", "greater than 0"),
-        ('[model]\ntied_embeddings = "yes"', 'model.tied_embeddings = "yes"', "true or false"),
-        ("[model]\nrope_scaling_factor = 0.5", "model.rope_scaling_factor = 0.5", "at least 1.0"),
-        ("[model]\nflavor = 8", "model.flavor = 8", "a text"),
-        ("[optimizer]\nlr = nan", "optimizer.lr = nan", "a number greater than 0"),
-        ("[optimizer]\nlr = inf", "optimizer.lr = inf", "a number greater than 0"),
-        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0", "at least 0.0 and less than 1.0"),
-        ("[lr_scheduler]\ndecay_ratio = 2", "lr_scheduler.decay_ratio = 2", "at most 1"),
-        ("[compile]\nenable = 1", "compile.enable = 1", "true or false"),
-        ("[compile]\ncomponents = ['data']", 'compile.components.0 = "data"', '"optimizer" or "clip"'),
-        ("[compile]\ncomponents = 'model'", 'compile.components = "model"', "a list"),
-        ("[float8]\nfilter_fqns = ['a', 1]", "float8.filter_fqns.1 = 1", "must be a text"),
-        (
-            "[activation_checkpoint]\nselective_ac_option = '0'",
-            'selective_ac_option = "0"',
-            "op: keep the results",
-        ),
-        ("[dataset]\nsources = [5]", "dataset.sources.0 = 5", "= 5 must be a table. The sources of a mix"),
-        ("[[dataset.sources]]\nweight = -1", "dataset.sources.0.weight = -1", "a number at least 0"),
-        ("[[dataset.sources]]\nwieght = 1", "dataset.sources.0.wieght = 1", "did you mean weight?"),
-        (
-            "[[dataset.stages]]\nweights = [1]",
-            'dataset.stages.0.start_step = {"weights": [1]}',
-            "is missing. The stage begins",
-        ),
-        ("training = 5", "training = 5", "must be a table: write [training]"),
-        ("[[training]]\nsteps = 5", 'training = [{"steps": 5}]', "must be a table"),
-    ],
-)
-def test_a_wrong_value_is_reported_with_file_key_value_and_what_is_allowed(text: str, key: str, allowed: str):
-    report = mistakes(text)
-    assert f"1 mistake in the job: job.toml: {key}" in report or f"job.toml: activation_checkpoint.{key}" in report
-    assert allowed in report
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[model]\nsteps = 5", "model.steps = 5 unknown key; did you mean training.steps?"),
-        ("[training]\nstesp = 5", "did you mean training.steps?"),
-        ("[training]\nbatch_size = 5", "did you mean training.local_batch_size?"),
-        ("[optimizer]\nwarmup_steps = 5", "did you mean lr_scheduler.warmup_steps?"),
-        ("[trainig]\nsteps = 5", "[trainig] unknown section; did you mean [training]?"),
-        ("[zzz]\nsteps = 5", "unknown section; sections are job, model, tokenizer"),
-        ("steps = 5", "steps = 5 unknown key; did you mean training.steps?"),
-        ("[metrics]\nqqqqq = 1", "unknown key; [metrics] has log_freq"),
-    ],
-)
-def test_an_unknown_name_is_reported_with_the_nearest_known_one(text: str, said: str):
-    assert said in mistakes(text)
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--training.steps", "abc"], 'command line: training.steps = "abc" must be a whole number greater than 0'),
-        (["--training.steps", "0"], "command line: training.steps = 0 must be a whole number greater than 0"),
-        (["--training.steps", "5.0"], 'training.steps = "5.0" must be a whole number'),
-        (["--training.steps", "None"], 'training.steps = "None" must be a whole number'),
-        (["--job.description", "\udcff"], "must be a text"),
-        (["--compile.components", "data"], 'compile.components.0 = "data"'),
-        (["--training.steps"], "command line: --training.steps (no value) must be a whole number"),
-        (["--training.steps", "1", "2"], "command line: 2 expected an option such as --training.steps 100"),
-        (["--training.stps", "5"], "command line: --training.stps unknown key; did you mean training.steps?"),
-        (["--steps", "5"], "command line: --steps unknown key; did you mean training.steps?"),
-        (["--training.no-steps"], "command line: --training.no-steps unknown key"),
-        (["--compile.enable", "true"], "--compile.enable true takes no value: write --compile.enable for true"),
-        (["--compile.enable=true"], "takes no value"),
-        (["--optimizer.name", "SGD"], 'optimizer.name = "SGD" must be "AdamW"'),
-        (["--config", "x.toml"], "--config unknown option; did you mean --job.config_file?"),
-        (["--config_file=x.toml"], "--config_file unknown option; did you mean --job.config_file?"),
-        (["job.toml"], "job.toml belongs to no option; did you mean --job.config_file job.toml?"),
-        (["llama_8b"], "llama_8b belongs to no option; did you mean --job.config_file llama_8b?"),
-        (["steps=5"], "command line: steps=5 expected an option such as --training.steps 100"),
-    ],
-)
-def test_a_wrong_option_is_reported(argv: list[str], said: str, capfd: pytest.CaptureFixture[str]):
-    report = mistakes("", *argv)
-    assert report.startswith("1 mistake")
-    assert said in report
-    assert capfd.readouterr() == ("", "")  # the parser's own message is not printed beside it
 
 
 def test_all_mistakes_of_file_and_command_line_are_reported_together():
@@ -458,14 +322,17 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     return kinds[schema["type"]]
 
 
+SCHEMAS = {name: section.model_json_schema()["properties"] for name, section in SECTIONS.items()}
+
+
 def values_of(key: str) -> st.SearchStrategy[Any]:
     section, name = key.split(".")
-    return valid_values(json_schema(SECTIONS[section])["properties"][name])
+    return valid_values(SCHEMAS[section][name])
 
 
 some_keys = st.lists(
     st.sampled_from(
-        sorted(key for key, field in KEYS.items() if key != "job.config_file" and on_command_line(field.annotation))
+        sorted(key for key, field in KEYS.items() if key != "job.config_file" and not table_within(field.annotation))
     ),
     unique=True,
     max_size=12,
@@ -528,3 +395,63 @@ def test_a_tilde_is_the_home_folder_and_a_name_that_no_system_takes_is_a_mistake
 def test_a_job_file_of_an_impossible_name_is_not_there(name: str):
     with pytest.raises(UserError, match="no such file"):
         load_job(["--job.config_file", name])
+
+
+# --------------------------------------------------------------------------------------------------------- from Python
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nsteps = 0",
+        '[training]\nsteps = "5"',
+        "[training]\nstep = 5",
+        "[training]\nlr = 1.0",
+        "[trainig]\nsteps = 5",
+        "steps = 5",
+        "training = 5",
+        "[[training]]\nsteps = 5",
+        '[compile]\ncomponents = ["modle"]',
+        "[[dataset.sources]]\nsorce = 1",
+        "[[dataset.stages]]\nstart_step = 1",
+        "[validation]\nprefetch = 5",
+        "[optimizer]\nlr = nan",
+        '[job]\ndump_folder = "a\\u0000b"',
+        "steps = 5\nmodel = 7\n[training]\nsteps = 0\nseq_len = 0.5\n[modell]\n[optimizer]\nlr = 0.0",
+    ],
+)
+def test_a_job_made_in_python_is_refused_in_the_words_of_a_job_file(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(text)
+    with pytest.raises(UserError) as of_file:
+        load_job(["--job.config_file", "job.toml"])
+    with pytest.raises(UserError) as of_python:
+        JobConfig.model_validate(tomli.loads(text))
+    assert str(of_python.value) == str(of_file.value).replace("  job.toml: ", "  JobConfig: ")
+    assert of_python.value.exit_code == 2
+
+
+@pytest.mark.parametrize("value", [5, None, "training", [], {5: {}}, {("a", "b"): 1}])
+def test_what_is_no_table_of_sections_is_said(value: object):
+    with pytest.raises(WrongJob, match="1 mistake in the job"):
+        JobConfig.model_validate(value)
+
+
+def test_what_model_copy_let_in_is_found_by_the_check():
+    job = JobConfig()
+    training = job.training.model_copy(update={"steps": "many", "stepz": 3})
+    with pytest.raises(WrongJob) as caught:
+        check_run(job.model_copy(update={"training": training}), 1)
+    assert [mistake.found for mistake in caught.value.mistakes] == ['training.steps = "many"', "training.stepz = 3"]
+
+
+def test_a_program_may_give_numbers_on_the_command_line_but_not_one_text():
+    assert load_job(["--training.steps", 5]).training.steps == 5  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r'a list of words is needed, such as \["--training.steps", "5"\]'):
+        load_job("--training.steps 5")
+
+
+def test_a_job_made_in_python_without_a_folder_gets_one():
+    assert check_run(JobConfig(), 1).job.job.dump_folder == "outputs/python"

@@ -19,7 +19,7 @@ from equivalence import (
     run,
 )
 
-from titanlite.config.parallelism_rules import Problem, layout_problems
+from titanlite.config.rules import Problem, layout_problems
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 

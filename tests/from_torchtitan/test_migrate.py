@@ -13,9 +13,8 @@ from from_torchtitan.jobs import BEFORE_01, JOBS, OF_01, OF_02, SCHEMA_KEYS, cha
 from titanlite import cli
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import architecture
-from titanlite.config.keys import KEYS
 from titanlite.config.load import JOB_FILES, PACKAGE, load_job
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import KEYS, JobConfig
 from titanlite.load_run import load_run
 from titanlite.torchtitan import tables
 from titanlite.torchtitan.migrate import migrate
@@ -237,9 +236,9 @@ LOST = [  # what cannot be carried over, and words of the reason
     ("[parallelism]\npipeline_parallel_degree = 2", "training.global_batch_size to 8 times their number"),
     ("[validation]\nenable = true", "validation.sequences"),
     ('[training]\ndataset = "c4_test"', "python_stdlib"),
-    ('[optimizer]\nname = "Adam"', 'titanlite has "AdamW". Left out, it is "AdamW". With optimizer.weight_decay = 0'),
-    ('[parallelism]\npipeline_parallel_schedule = "DualPipeV"', '"GPipe" or "Interleaved1F1B"'),
-    ('[quantize.linear.float8]\nrecipe_name = "blockwise"', '"tensorwise" or "rowwise"'),
+    ('[optimizer]\nname = "Adam"', "With optimizer.weight_decay = 0"),
+    ('[parallelism]\npipeline_parallel_schedule = "DualPipeV"', "ZBVZeroBubble"),
+    ('[quantize.linear.float8]\nrecipe_name = "blockwise"', "'tensorwise', 'rowwise'"),
 ]
 
 

@@ -13,9 +13,8 @@ import tomli
 import tomlkit
 
 from titanlite.config.errors import UserError
-from titanlite.config.keys import KEYS, SECTIONS
 from titanlite.config.load import JOB_FILES, dump_config, load_job
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 from titanlite.load_run import load_run
 
 FILES = sorted(JOB_FILES.glob("*.toml"))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import Annotated, NoReturn
-
-import tyro
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NoReturn
 
 from titanlite.config.errors import UserError
-from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
-from titanlite.config.mistakes import shown, table_within
-from titanlite.config.schema import JobConfig
+from titanlite.config.mistakes import shown, table_within, types_in
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+
+_WORDS = {bool: "", int: " INT", float: " FLOAT", str: " TEXT"}
 
 
 def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
@@ -27,18 +25,20 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
         UserError: there is no such section or key.
     """
     keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
-    of = job.job.config_file or "titanlite; without --job.config_file, the values of debug_model.toml are used"
-    description = (
-        "Train the model that a job file describes. Any key of the file can be given on the command line, too, which "
-        "wins over the file. With --dry-run a step is done without data, and no folder is made. The defaults below are "
-        f"those of {of}."
-    )
-    options = {key for key in keys if on_command_line(KEYS[key].annotation)}
-    if options:
-        with contextlib.suppress(SystemExit):  # tyro raises it after printing the help
-            tyro.cli(_mirror(job, options), args=["--help"], prog="titanlite train", description=description)
-    for key in [key for key in KEYS if key in keys - options]:
-        print(_table_help(key))
+    if not topics:
+        of = job.job.config_file or "titanlite; without --job.config_file, the values of debug_model.toml are used"
+        text = (
+            "Train the model that a job file describes. Any key of the file can be given on the command line, too, "
+            "which wins over the file. With --dry-run a step is done without data, and no folder is made. `--help "
+            f"training` explains one section. The defaults below are those of {of}."
+        )
+        print(f"usage: titanlite train [--section.key value ...]\n\n{textwrap.fill(text, 110)}")
+    for section, model in SECTIONS.items():
+        if lines := [
+            line for key in KEYS if key in keys and key.startswith(f"{section}.") for line in _lines(job, key)
+        ]:
+            heading = textwrap.fill(f"[{section}] {model.__doc__}", 110)
+            print("\n".join([f"\n{heading}", *lines]))
     raise SystemExit(0)
 
 
@@ -53,37 +53,32 @@ def _keys_of(topic: str) -> list[str]:
     return found
 
 
-def _mirror(job: JobConfig, keys: Collection[str]) -> type:
-    """Dataclasses with the fields of the schema, because tyro explains dataclasses. `job` gives the defaults."""
-    mirrored = []
-    for section in SECTIONS:
-        defaults = getattr(job, section)
-        fields = []
-        for name, field in SECTIONS[section].model_fields.items():
-            key = f"{section}.{name}"
-            if key not in keys:
-                continue
-            default, hint = getattr(defaults, name), None
-            if default is None:
-                hint = "(default: the flavor's)" if section == "model" else "(default: none)"
-            annotation = bool if is_flag(key) else field.annotation
-            argument = tyro.conf.arg(help=field.description, help_behavior_hint=hint)
-            default = False if annotation is bool and default is None else default
-            fields.append((name, Annotated[annotation, argument], dataclasses.field(default=default)))
-        if fields:
-            mirror = dataclasses.make_dataclass(SECTIONS[section].__name__, fields, frozen=True)
-            mirror.__doc__ = SECTIONS[section].__doc__
-            mirrored.append((section, mirror, dataclasses.field(default_factory=mirror)))
-    return dataclasses.make_dataclass("Job", mirrored, frozen=True)
+def _lines(job: JobConfig, key: str) -> Iterator[str]:
+    """The help of a key; of a list of tables, that of the keys in a table, too."""
+    section, name = key.split(".")
+    annotation, value = KEYS[key].annotation, getattr(getattr(job, section), name)
+    yield ""
+    if table := table_within(annotation):
+        yield f"  [[{key}]]"
+        yield _filled(KEYS[key].description, 6)
+        for inner, field in table.model_fields.items():
+            default = "required" if field.is_required() else f"default: {shown(field.default)}"
+            yield _filled(f"{inner}: {field.description} ({default})", 6, hanging=4)
+        return
+    default = "the flavor's" if value is None and section == "model" else shown(value)
+    flag = f"--{key}, --{section}.no-{name}" if bool in types_in(annotation) else f"--{key}{_words(annotation)}"
+    yield f"  {flag}  (default: {default})"
+    yield _filled(KEYS[key].description, 6)
 
 
-def _table_help(key: str) -> str:
-    """The help of a list of tables, which can be given in a job file only."""
-    table = table_within(KEYS[key].annotation)
-    assert table is not None
-    lines = [f"[[{key}]]", textwrap.fill(KEYS[key].description or "", 110, initial_indent="  ", subsequent_indent="  ")]
-    for name, field in table.model_fields.items():
-        default = "required" if field.is_required() else f"default: {shown(field.default)}"
-        text = f"{name}: {field.description} ({default})"
-        lines.append(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="      "))
-    return "\n".join(lines)
+def _words(annotation: Any) -> str:
+    """What follows an option: its choices, or the kind of value."""
+    many = "..." if typing.get_origin(annotation) is tuple else ""
+    for part in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(part) is Literal:
+            return " {" + ",".join(map(str, typing.get_args(part))) + "}" + many
+    return "".join(_WORDS.get(kind, "") for kind in types_in(annotation)) + many
+
+
+def _filled(text: str | None, indent: int, hanging: int = 0) -> str:
+    return textwrap.fill(text or "", 110, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging))

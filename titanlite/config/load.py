@@ -18,9 +18,8 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.keys import KEYS, SECTIONS, is_flag, on_command_line
-from titanlite.config.mistakes import WrongJob, block, json_schema, must_be, report, shown, unknown
-from titanlite.config.schema import JobConfig
+from titanlite.config.mistakes import WrongJob, block, report, shown, table_within, types_in, unknown
+from titanlite.config.schema import KEYS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -28,6 +27,15 @@ DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
+
+# Keys of torchtitan's that are not ours, and of which each of its job files has some.
+_OF_TORCHTITAN = frozenset(
+    """
+    model.name model.hf_assets_path model.tokenizer_path model.converters training.dataset training.batch_size
+    training.compile metrics.save_tb_folder profiling.save_traces_folder job.print_args checkpoint.enable_checkpoint
+    checkpoint.last_save_model_weights_only lr_scheduler.lr_min validation.enable quantize.linear debug.seed
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +59,6 @@ class Draft:
     advice: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    """One `--section.key words...` of the command line. `key` has underscores instead of hyphens, and no prefix
-    "no_"."""
-
-    flag: str
-    key: str
-    words: list[str]
-    negated: bool
-
-    def __str__(self) -> str:
-        return " ".join([self.flag, *self.words])
-
-
 def load_job(argv: Sequence[str]) -> JobConfig:
     """The job of a command line such as `["--job.config_file", "llama_8b.toml", "--training.steps", "100"]`.
 
@@ -82,35 +76,31 @@ def load_job(argv: Sequence[str]) -> JobConfig:
 def read_job(argv: Sequence[str]) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
     0."""
-    options, strays, errors = _split(argv)
-    chosen = [option.words for option in options if option.key == CONFIG_FILE]
-    path, raw, file_errors = _read_file(chosen[-1][0] if chosen and chosen[-1] else None)
+    values, strays, errors = _command_line([word for word in argv if word not in ("-h", "--help")])
+    name = values.pop(CONFIG_FILE, None)
+    path, raw, problem = _read_file(DEFAULT_JOB_FILE if name is None else name)
+    errors = [*problem, *errors]
     unreadable, raw = raw is None, raw or {}
-    advice = _advice(path, raw)
     tables = {section: table for section, table in raw.items() if isinstance(table, dict)}
+    advice = _advice(path, tables)
     origins = {f"{section}.{key}": str(path) for section, table in tables.items() for key in table}
-    if path is not None:
-        raw = {"job": {}, **raw}
-        if isinstance(raw["job"], dict):
-            raw["job"].setdefault("config_file", str(path))
-    if any(word in ("-h", "--help") for word in argv):
+    if path is not None and isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
+        raw["job"].setdefault("config_file", str(path))
+    if {"-h", "--help"} & {*argv}:
         from titanlite.config.help import print_help
 
-        print_help(_validate(raw, {}, str(path))[0] if chosen else JobConfig(), strays)
-    errors = file_errors + errors + [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
-
-    values, invalid, value_errors = _parse(options)
-    if CONFIG_FILE in values and path is not None:
-        del values[CONFIG_FILE]  # a saved config.toml names its original job file, and that name is kept
+        print_help(_validate(raw, {}, str(path))[0] if name is not None else JobConfig(), strays)
+    errors += [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
     for key, value in values.items():
         section, name = key.split(".")
         table = raw.setdefault(section, {})
         if isinstance(table, dict):  # otherwise it is a mistake, which _validate reports
             table[name] = value
         origins[key] = COMMAND_LINE
-    job, wrong, schema_errors = _validate(raw, origins, str(path))
-    invalid = frozenset(KEYS) - frozenset(values) if unreadable else invalid | wrong
-    return Draft(with_folder(job), errors + value_errors + schema_errors, invalid, origins, advice)
+    job, invalid, schema_errors = _validate(raw, origins, str(path))
+    if unreadable:
+        invalid = frozenset(KEYS) - frozenset(values)
+    return Draft(with_folder(job), errors + schema_errors, invalid, origins, advice)
 
 
 def with_folder(job: JobConfig) -> JobConfig:
@@ -135,15 +125,13 @@ def find_job_file(name: str) -> Path | None:
     return None
 
 
-def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+def _read_file(name: str) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """The file that was found, its content, and the errors. The content is None if it cannot be read."""
-    name = DEFAULT_JOB_FILE if name is None else name
     path = find_job_file(name)
     if path is None:
-        known = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
-        text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/."
-        hint = f"Known there: {', '.join(known)}." if known else ""
-        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text, hint)]
+        known = ", ".join(sorted(file.stem for file in JOB_FILES.glob("*.toml")))
+        text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/. Known there: {known}."
+        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text)]
     try:
         return path, tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig")), []
     except (UserError, UnicodeDecodeError) as error:
@@ -153,22 +141,10 @@ def _read_file(name: str | None) -> tuple[Path | None, dict[str, Any] | None, li
         return path, None, [block(str(path), "not valid TOML", f"{error}.")]
 
 
-# Keys of torchtitan's that are not ours, and of which each of its job files has some.
-_OF_TORCHTITAN = frozenset(
-    """
-    model.name model.hf_assets_path model.tokenizer_path model.converters training.dataset training.batch_size
-    training.compile metrics.save_tb_folder profiling.save_traces_folder job.print_args checkpoint.enable_checkpoint
-    checkpoint.last_save_model_weights_only lr_scheduler.lr_min validation.enable quantize.linear debug.seed
-    """.split()  # noqa: SIM905
-)
-
-
-def _advice(path: Path | None, raw: dict[str, Any]) -> str:
+def _advice(path: Path | None, tables: dict[str, dict[str, Any]]) -> str:
     """The advice about a file that is torchtitan's. Empty if it is ours."""
-    keys = {f"{section}.{key}" for section, table in raw.items() if isinstance(table, dict) for key in table}
-    model = raw.get("model")
-    flavor = model.get("flavor") if isinstance(model, dict) else None
-    if not keys & _OF_TORCHTITAN and flavor not in ("8B", "70B", "405B"):
+    keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
+    if not keys & _OF_TORCHTITAN and tables.get("model", {}).get("flavor") not in ("8B", "70B", "405B"):
         return ""
     return f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it."
 
@@ -176,40 +152,60 @@ def _advice(path: Path | None, raw: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------- the command line
 
 
-def _split(argv: Sequence[str]) -> tuple[list[_Option], list[str], list[str]]:
-    """The options with the words after each, the words that belong to no option, and an error per unknown option."""
-    options: list[_Option] = []
+def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The values of the options by key, as a job file would have them; the words that belong to no option; and an error
+    for each option that is unknown or has too many or too few words."""
+    options: list[tuple[str, list[str]]] = []
     strays: list[str] = []
-    errors: list[str] = []
-    words: list[str] | None = None  # of the option that is being read
-    takes_one = False
+    if odd := [word for word in argv if word != word.encode(errors="ignore").decode()]:
+        raise UserError(f"{shown(odd[0])} is no text in UTF-8.")
     for word in argv:
-        if word in ("-h", "--help"):
-            continue
-        if not word.startswith("--"):
-            if words is None or (takes_one and words):
-                strays.append(word)
-            else:
-                words.append(word)
-            continue
         flag, has_value, value = word.partition("=")
-        words = [value] if has_value else []
-        section, _, name = flag[2:].replace("-", "_").partition(".")
-        negated = f"{section}.{name}" not in KEYS and name.startswith("no_")
-        key = f"{section}.{name.removeprefix('no_') if negated else name}"
-        known = key in KEYS and on_command_line(KEYS[key].annotation) and (is_flag(key) or not negated)
-        takes_one = known and typing.get_origin(KEYS[key].annotation) not in (tuple, list)
-        if key in KEYS and not negated and not known:
-            errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
-        elif not known:
-            if not name and section in ("config", "config_file", "job"):
-                hint = f"unknown option; did you mean --{CONFIG_FILE}?"
-            else:
-                hint = unknown(JobConfig, section if name else "", name or section)
-            errors.append(block(COMMAND_LINE, flag, hint))
+        if word.startswith("--"):
+            options.append((flag, [value] if has_value else []))
+        elif options and _takes(_key_of(options[-1][0]), options[-1][1]):
+            options[-1][1].append(word)
         else:
-            options.append(_Option(flag, key, words, negated))
-    return options, strays, errors
+            strays.append(word)
+    values: dict[str, Any] = {}
+    errors: list[str] = []
+    for flag, words in options:
+        key = _key_of(flag)
+        section, name = key.split(".", 1)
+        no = key not in KEYS and name.startswith("no_")
+        field = KEYS.get(f"{section}.{name.removeprefix('no_')}" if no else key)
+        kinds = types_in(field.annotation) if field else set()
+        if field and table_within(field.annotation):
+            errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
+        elif not field or (no and bool not in kinds):
+            errors.append(block(COMMAND_LINE, flag, unknown(JobConfig, section, name)))
+        elif bool in kinds and words:
+            text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
+            errors.append(block(COMMAND_LINE, " ".join([flag, *words]), text))
+        elif bool in kinds:
+            values[f"{section}.{name.removeprefix('no_')}" if no else key] = not no
+        elif not words and not _is_list(key):
+            errors.append(block(COMMAND_LINE, f"{flag} (no value)", f"needs a value. {field.description}"))
+        else:
+            found = [_value(word, kinds) for word in words]
+            values[key] = found if _is_list(key) else found[0]
+    return values, strays, errors
+
+
+def _key_of(flag: str) -> str:
+    """The key that a flag stands for: it has underscores instead of hyphens. --config is another word for
+    --job.config_file, which the message about it names."""
+    key = flag[2:].replace("-", "_")
+    return key if "." in key else f".{'config_file' if key == 'config' else key}"
+
+
+def _is_list(key: str) -> bool:
+    return key in KEYS and typing.get_origin(KEYS[key].annotation) is tuple
+
+
+def _takes(key: str, words: list[str]) -> bool:
+    """Whether one more word may follow an option that has `words` already."""
+    return key not in KEYS or _is_list(key) or not words
 
 
 def _misplaced(word: str) -> str:
@@ -219,44 +215,16 @@ def _misplaced(word: str) -> str:
     return "expected an option such as --training.steps 100."
 
 
-def _parse(options: Sequence[_Option]) -> tuple[dict[str, Any], frozenset[str], list[str]]:
-    """The values of the options by key, the keys whose values could not be converted, and an error for each."""
-    values: dict[str, Any] = {}
-    errors: list[str] = []
-    for option in options:
-        section, name = option.key.split(".")
-        if is_flag(option.key) and option.words:
-            text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
-            errors.append(block(COMMAND_LINE, str(option), text))
-            continue
-        try:
-            values[option.key] = not option.negated if is_flag(option.key) else _value(option)
-        except ValueError:
-            found = f"{option.key} = {shown(' '.join(option.words))}" if option.words else f"{option.flag} (no value)"
-            errors.append(block(COMMAND_LINE, found, must_be(SECTIONS[section], name)))
-    invalid = frozenset(option.key for option in options) - frozenset(values)
-    return values, invalid, errors
-
-
-def _value(option: _Option) -> Any:
-    """The value that a job file would have for these words. The schema checks later whether it is allowed.
-
-    Raises:
-        ValueError: a number is needed and the word is none, there is no word, or it is not UTF-8.
-    """
-    section, name = option.key.split(".")
-    schema = json_schema(SECTIONS[section])["properties"][name]
-    kinds = [kind.get("type") for kind in schema.get("anyOf", [schema])]
-    "".join(option.words).encode()
-    if "array" in kinds:
-        return [int(word) for word in option.words] if schema["items"].get("type") == "integer" else option.words
-    (word,) = option.words
-    if word == "None" and "null" in kinds:  # as the help writes it
+def _value(word: str, kinds: set[type]) -> Any:
+    """The value that a job file would have for a word, or the word itself, which the schema then refuses."""
+    if word == "None" and type(None) in kinds:  # as the help writes it
         return None
-    if "integer" in kinds:
-        return int(word)
-    if "number" in kinds:
-        return float(word)
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                continue
     return word
 
 
@@ -268,7 +236,7 @@ def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[
     try:
         return JobConfig.model_validate(raw), frozenset(), []
     except WrongJob as wrong:
-        errors = [mistake.block(origins.get(mistake.key, file)) for mistake in wrong.mistakes]
+        errors = [block(origins.get(each.key, file), each.found, each.remedy) for each in wrong.mistakes]
         invalid = frozenset(mistake.key for mistake in wrong.mistakes)
     valid: dict[str, dict[str, Any]] = {}
     for section, table in raw.items():

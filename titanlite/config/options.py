@@ -14,8 +14,8 @@ from typing import Annotated, Any, Self, TypeVar
 import tyro
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
 
-from titanlite.config.degrees import MOST_RANKS
 from titanlite.config.errors import UserError
+from titanlite.config.layout import MOST_RANKS
 from titanlite.config.mistakes import explain, shown
 from titanlite.config.schema import Section, usable_path
 
@@ -26,6 +26,8 @@ OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Pa
 
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
+
+_STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
 
 
 class Options(Section):
@@ -41,12 +43,8 @@ class Options(Section):
         try:
             return validate(values)
         except ValidationError as failure:
-            raise UserError("\n".join(_mistake(cls, error) for error in failure.errors(include_url=False))) from None
-
-
-def _mistake(options: type[Section], error: Any) -> str:
-    flag = str(error["loc"][0]).replace("_", "-")
-    return f"--{flag} {shown(error['input'])}: {explain(options, error)}"
+            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {explain(cls, e)}" for e in failure.errors()]
+            raise UserError("\n".join(lines)) from None
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -67,17 +65,16 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
-    described = f"{options.__doc__}\n\n{keys}"
-    name = f"titanlite {command}"
+    described, prog = f"{options.__doc__}\n\n{keys}", f"titanlite {command}"
     own, words = tyro.cli(
-        options, args=list(argv), prog=name, description=described, config=_STYLE, return_unknown_args=True
+        options, args=list(argv), prog=prog, description=described, config=_STYLE, return_unknown_args=True
     )
-    flags = [f"--{field.replace('_', '-')}" for field in options.model_fields]
     for word in words:  # a key of a job has a dot
-        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1) if "." not in word else []
-        if word.startswith("--") and near:
-            raise UserError(f"{word}: unknown option of `{name}`; did you mean {near[0]}?")
+        near = difflib.get_close_matches(word.partition("=")[0], map(_flag, options.model_fields), n=1)
+        if word.startswith("--") and "." not in word and near:
+            raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
     return own, words
 
 
-_STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
+def _flag(field: Any) -> str:
+    return f"--{str(field).replace('_', '-')}"

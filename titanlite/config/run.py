@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.degrees import Degrees, degrees
 from titanlite.config.flavors import Architecture, architecture
+from titanlite.config.layout import Degrees, degrees, stage_parts
 from titanlite.config.load import resolve_path
-from titanlite.config.pipeline_stages import stage_parts
 from titanlite.config.schema import JobConfig
 
 

@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from titanlite.config.mistakes import WrongJob, mistakes
 
@@ -647,3 +648,11 @@ class JobConfig(Section):
             return validate(values)
         except ValidationError as failure:
             raise WrongJob(mistakes(cls, failure)) from None
+
+
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
+"""Section -> its model."""
+KEYS: dict[str, FieldInfo] = {
+    f"{name}.{key}": field for name, section in SECTIONS.items() for key, field in section.model_fields.items()
+}
+"""section.key -> its annotation and its help."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.degrees import Degrees
+from titanlite.config.layout import Degrees
 
 
 @dataclass(frozen=True)

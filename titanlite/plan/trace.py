@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config.errors import UserError
-from titanlite.config.pipeline_stages import V_SHAPED, stage_rank
+from titanlite.config.layout import V_SHAPED, stage_rank
 from titanlite.config.run import Run
 from titanlite.data.batch import blank_microbatch
 from titanlite.model.llama import Llama

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import tomli
 import tomlkit
@@ -19,9 +19,8 @@ from tomlkit.items import AoT, Comment, InlineTable, Table
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.keys import KEYS, SECTIONS
-from titanlite.config.mistakes import WrongJob, allowed, block, json_schema, shown
-from titanlite.config.schema import JobConfig
+from titanlite.config.mistakes import WrongJob, block, shown
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 from titanlite.torchtitan import tables
 from titanlite.torchtitan.tables import CONVERTED, EQUIVALENT, TORCHTITAN_FLAVORS, WITHOUT, Version
 
@@ -178,10 +177,13 @@ class _Job:
         except WrongJob as wrong:
             errors = []
             for mistake in wrong.mistakes:
-                if reason := _lacking(mistake.key, job):
-                    self.lose(f"{self.new.pop(mistake.key).key} = {mistake.found.partition(' = ')[2]}", reason)
+                entry = self.new[mistake.key]
+                if mistake.kind == "literal_error" and isinstance(entry.value, str):  # a name, such as "Adam"
+                    del self.new[mistake.key]
+                    text = f"Here it {mistake.remedy} Left out, it is {shown(KEYS[mistake.key].default)}."
+                    self.lose(f"{entry.key} = {shown(entry.value)}", f"{tables.INSTEAD.get(entry.value, '')} {text}")
                 else:
-                    errors.append(block(self.new[mistake.key].key, mistake.found, mistake.remedy))
+                    errors.append(block(entry.key, mistake.found, mistake.remedy))
             if errors:
                 text = "these values are wrong. Change them and migrate again:"
                 raise UserError("\n".join([text, *errors])) from None
@@ -382,7 +384,7 @@ def _stages(points: Any) -> Any:
 
 def _pipeline_schedule(value: Any) -> Any:
     """torchtitan takes them in any case, and before 0.1.0 with underscores: "interleaved_1f1b"."""
-    names = json_schema(SECTIONS["parallelism"])["properties"]["pipeline_parallel_schedule"]["enum"]
+    names = get_args(KEYS["parallelism.pipeline_parallel_schedule"].annotation)
     return next((name for name in names if name.lower() == str(value).replace("_", "").lower()), value)
 
 
@@ -401,14 +403,3 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "activation_checkpoint.selective_ac_option": lambda value: str(value) if isinstance(value, int) else value,
     "float8.filter_fqns": _filters,
 }
-
-
-def _lacking(key: str, job: dict[str, dict[str, Any]]) -> str | None:
-    """Why a key of ours cannot have a value that is a name, such as "Adam"; None if it is no name."""
-    section, _, name = key.partition(".")
-    value, schema = job[section][name], json_schema(SECTIONS[section])["properties"][name]
-    if not isinstance(value, str) or not ("enum" in schema or "const" in schema):
-        return None
-    default = shown(SECTIONS[section].model_fields[name].default)
-    here = f"titanlite has {allowed(SECTIONS[section], name)}. Left out, it is {default}."
-    return f"{here} {tables.INSTEAD.get(value, '')}".strip()

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.pipeline_stages import balanced_cuts, piece_costs, stage_parts, stage_rank
+from titanlite.config.layout import balanced_cuts, piece_costs, stage_parts, stage_rank
 from titanlite.config.schema import Parallelism
 
 
