@@ -71,9 +71,6 @@ def test_what_is_allowed_is_not_reported(argv: list[str], ranks: int):
 def test_the_tokenizer_is_compared_with_the_model_in_either_format():
     write_tokenizer("big.model", 5000)
     assert "at least 5000" in check("--tokenizer.path", "big.model", "--model.vocab_size", "4999")
-    Path("tokenizer.json").write_text('{"model": {"vocab": {"</s>": 0, "b": 6000}}}')
-    assert "at least 6001" in check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6000")
-    assert check("--tokenizer.path", "tokenizer.json", "--model.vocab_size", "6001") == ""
 
 
 def vocabulary(*argv: str) -> int:
@@ -130,21 +127,6 @@ def test_the_check_of_a_folder_leaves_nothing():
     before = sorted(Path().rglob("*"))
     assert check("--job.dump_folder", "a/b") == ""
     assert sorted(Path().rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ("{", "not valid JSON"),
-        ('{"eos_token": ["<s>"]}', "eos_token: expected a valid string"),
-        ('{"eos_token": 7}', "eos_token is 7, expected a valid string"),
-        ('{"bos_token": "<s>"}', "bos_token is '<s>', which"),
-    ],
-)
-def test_a_tokenizer_without_the_tokens_that_its_config_names_is_reported(config: str, said: str):
-    Path("tokenizer.json").write_text('{"model": {"vocab": {"</s>": 0}}}')
-    Path("tokenizer_config.json").write_text(config)
-    assert said in check("--tokenizer.path", "tokenizer.json")
 
 
 @pytest.mark.parametrize(
