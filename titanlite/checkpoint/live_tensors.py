@@ -6,6 +6,7 @@ gathered and no second copy is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -27,13 +28,15 @@ class LiveState:
 
     Args:
         model: sharded or not; its parameters may lie in host memory.
+        hooks: gives the tensors of the run's hooks by name.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
+    hooks: Callable[[], dict[str, Tensor]] = dict
 
     def tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
-        """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `rng.*`."""
+        """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `hooks.*`, `rng.*`."""
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if self.optimizer is not None and optimizer:  # it has no state before the first step
             names = self._names()
@@ -41,6 +44,7 @@ class LiveState:
                 for key, value in state.items():
                     assert isinstance(value, Tensor), f"state {key!r} of {names[parameter]} is no tensor: {type(value)}"
                     tensors[f"optimizer.{names[parameter]}.{key}"] = plain(value)
+            tensors |= {f"hooks.{name}": plain(tensor) for name, tensor in self.hooks().items()}
         if rng:
             tensors[f"rng.cpu.{dist.get_rank()}"] = torch.get_rng_state()
             if torch.cuda.is_available():

@@ -176,7 +176,10 @@ class Resumer:
             live_tensors.initialise_optimizer(optimizer)
         same_world = info["layout"]["world_size"] == self._ranks.size
         wanted = self._live.tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
-        wanted = {name: t for name, t in wanted.items() if not name.startswith("rng.cuda.") or name in saved}
+        # A hook that the checkpoint does not know begins anew.
+        wanted = {
+            name: t for name, t in wanted.items() if name in saved or not name.startswith(("rng.cuda.", "hooks."))
+        }
         check_fit(path, wanted, saved, self._ranks)
         if optimizer is not None and with_optimizer:
             now = self._live.optimizer_groups(self._ranks)

@@ -23,27 +23,27 @@ class Checkpoints(Hook):
     """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
 
     def built(self, training: Training) -> None:
-        run, opened = training.run, training.opened
-        self._training, self._config = training, run.job.checkpoint
+        self._training, self._config = training, training.run.job.checkpoint
         self._validated: tuple[int, float] = -1, math.inf  # step and loss
         self._unsettled: int | None = None  # step of the save that may be under way
+
+    def load(self) -> None:
+        training, run = self._training, self._training.run
         folder = CheckpointFolder(self._config, run.checkpoint_folder, training.log)
-        opened.callback(folder.close)
-        live, job = LiveState(training.model, training.optimizer), run.job.model_dump(mode="json")
+        training.opened.callback(folder.close)
+        live = LiveState(training.model, training.optimizer, training.hook_tensors)
+        job = run.job.model_dump(mode="json")
 
         def write_tokenizer_files(out: Path) -> dict[str, int | None]:
             return write_tokenizer(run.tokenizer_path, out, run.arch.max_seq_len)
 
         self._saver = Saver(folder, live, job=job, write_tokenizer=write_tokenizer_files)
-        opened.callback(self._saver.close)
+        training.opened.callback(self._saver.close)
         same_tokenizer, compare_data = training.tokenizer.is_known_as, training.loader.compare
-        self._resumer = Resumer(folder, live, job=job, same_tokenizer=same_tokenizer, compare_data=compare_data)
-
-    def load(self) -> None:
-        training = self._training
-        if (state := self._resumer.load()) is not None:
+        resumer = Resumer(folder, live, job=job, same_tokenizer=same_tokenizer, compare_data=compare_data)
+        if (state := resumer.load()) is not None:
             training.load_state_dict(state)
-            training.changes = self._resumer.changes
+            training.changes = resumer.changes
             training.log(f"Resumed after step {state['step']}: {state['tokens']:,} tokens seen")
             self._saver.loaded_step = state["step"]
         self._saver.run = training.identity

@@ -180,6 +180,11 @@ class Training:
         """A line for the log. An `Event` is one of events.jsonl, too."""
         logging.getLogger("titanlite").info(line)
 
+    def hook_tensors(self) -> dict[str, Tensor]:
+        """The tensors of all hooks, by hook and name."""
+        found = [(type(hook).__name__, hook.tensors()) for hook in self.hooks]
+        return {f"{hook}.{name}": tensor for hook, tensors in found for name, tensor in tensors.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs beside tensors: a small JSON value. All ranks call it together."""
         states = {type(hook).__name__: state for hook in self.hooks if (state := hook.state_dict())}
