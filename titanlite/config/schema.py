@@ -538,8 +538,7 @@ class Metrics(Section):
 
 
 class Profiling(Section):
-    """Where the time and the memory of a step go. Files are written to <dump_folder>/profile. An empty file
-    <dump_folder>/profile.now starts a profile of the next steps at any time."""
+    """Where the time and the memory of a step go. Files are written to <dump_folder>/profile."""
 
     enable_profiling: bool = False
     """Trace steps on the schedule below, for Perfetto, and log which operators take the most time."""
@@ -556,8 +555,7 @@ class Profiling(Section):
     """Ranks that are traced. One tells most; traces of two show which one waits for the other. Empty: all ranks."""
     enable_memory_snapshot: bool = False
     """Write what is in memory, on the same schedule and ranks. GPU: the allocator's blocks with their history, for
-    pytorch.org/memory_viz, and also when any rank runs out of memory. CPU: the bytes of each kind in the last step of
-    the warm-up, for Perfetto; not with compile.enable."""
+    pytorch.org/memory_viz, and also when any rank runs out of memory. CPU: each allocation, in the trace."""
 
 
 class Samples(Section):

@@ -68,28 +68,35 @@ class Profiler(Hook):
         training.opened.callback(self._stop)
 
     def started(self, step: int) -> None:
-        self._first, self._cycles = step, 0
+        settings, self._first = self._settings, step
+        cycle = settings.profiler_warmup + settings.profiler_active
+        self._schedule = torch.profiler.schedule(
+            skip_first=-step % settings.profile_freq,  # cycles end at the multiples of profile_freq
+            wait=settings.profile_freq - cycle,
+            warmup=settings.profiler_warmup,
+            active=settings.profiler_active,
+            repeat=settings.profiler_repeat,
+        )
         with _going_on():
             if self._snapshots:
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             if self._traces:
                 self._tracer = profile(
                     activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * self._on_gpu)],
-                    schedule=lambda count: self._action(self._first + count + 1),
+                    schedule=self._schedule,
                     on_trace_ready=self._write,
                     record_shapes=True,
-                    profile_memory=self._settings.enable_memory_snapshot and not self._on_gpu,
+                    profile_memory=settings.enable_memory_snapshot and not self._on_gpu,
                 )
                 with warnings.catch_warnings():  # that earlier cycles are forgotten, as they should be
                     warnings.simplefilter("ignore")
                     self._tracer.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        ends = self._action(step) is ProfilerAction.RECORD_AND_SAVE
         if self._tracer is not None:
             with _going_on():
                 self._tracer.step()
-        self._cycles += ends
+        ends = self._schedule(step - self._first - 1) is ProfilerAction.RECORD_AND_SAVE
         if ends and self._snapshots_steps:
             self._write_snapshot(f"step-{step:08d}-rank-{self._rank}")
 
@@ -102,17 +109,6 @@ class Profiler(Hook):
     def failed(self, error: BaseException) -> None:
         if self._snapshots and isinstance(error, torch.OutOfMemoryError):
             self._write_snapshot(f"out-of-memory-rank-{self._rank}")
-
-    def _action(self, step: int) -> ProfilerAction:
-        """What the profiler does in this step. Cycles end at the multiples of profile_freq."""
-        settings, left = self._settings, -step % self._settings.profile_freq
-        whole = settings.profiler_warmup + settings.profiler_active
-        begins = step + left - whole >= self._first  # a cycle that begins before the first step is left out
-        if left >= whole or not begins or (settings.profiler_repeat and self._cycles >= settings.profiler_repeat):
-            return ProfilerAction.NONE
-        if left >= settings.profiler_active:
-            return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD if left else ProfilerAction.RECORD_AND_SAVE
 
     def _write(self, tracer: profile) -> None:
         """Write the trace of the steps that have just been profiled, and log their table."""
