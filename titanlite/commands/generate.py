@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -18,9 +18,6 @@ from titanlite.config.inference import Generation
 from titanlite.config.options import OptionPath, parse
 from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
-
-if TYPE_CHECKING:
-    from titanlite.completion import LoadedCheckpoint
 
 MOST_BYTES = 1 << 28  # of a file of prompts
 
@@ -51,45 +48,30 @@ def main(argv: Sequence[str]) -> None:
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     if prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
-    from titanlite.completion import load_checkpoint  # torch, which a wrong option does not wait for
+    from titanlite.completion import (  # torch, for which a mistake does not wait
+        generate,
+        generate_many,
+        load_checkpoint,
+    )
 
     loaded = load_checkpoint(options.checkpoint)
-    settings = options.model_dump(include=set(Generation.model_fields))
-    several = prompts is not None or options.as_json
-    shown = (
-        _several(loaded, prompts or [options.prompt], options.as_json, settings)
-        if several
-        else _one(loaded, options.prompt, settings)
-    )
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     size, dtype = f"{num_params(loaded.model.arch):,} parameters", str(weight.dtype).removeprefix("torch.")
     note(f"{loaded.folder}: {loaded.job.model.flavor}, {size}, {dtype} on {weight.device.type}")
-    started = time.perf_counter()
-    count = sum(shown)
-    note(f"{count} tokens, {count / (time.perf_counter() - started):,.1f} tokens/s")
-
-
-def _one(loaded: LoadedCheckpoint, prompt: str, settings: dict[str, Any]) -> Iterator[int]:
-    """Show a completion as it comes. Yields 1 for each token."""
-    from titanlite.completion import generate
-
-    _write(prompt.encode("utf-8", "replace").decode())
-    for number, piece in enumerate(generate(loaded, prompt, **settings)):
-        _write(piece)
-        yield int(number > 0)  # the last piece is the rest of the text and no token
-    _write("\n")
-
-
-def _several(
-    loaded: LoadedCheckpoint, prompts: Sequence[str], as_json: bool, settings: dict[str, Any]
-) -> Iterator[int]:
-    """Print each completion when it is whole. Yields its number of tokens."""
-    from titanlite.completion import generate_many
-
-    for done in generate_many(loaded, prompts, **settings):
-        text = done.prompt.encode("utf-8", "replace").decode() + done.completion
-        _write((json.dumps(asdict(done)) if as_json else text) + "\n")
-        yield done.tokens
+    settings, tokens, started = options.model_dump(include=set(Generation.model_fields)), 0, time.perf_counter()
+    if prompts is None and not options.as_json:  # shown as it comes
+        pieces = generate(loaded, options.prompt, **settings)
+        _write(_readable(options.prompt))
+        for piece in pieces:
+            _write(piece)
+            tokens += 1
+        tokens -= 1  # the last piece is the rest of the text and no token
+        _write("\n")
+    else:
+        for done in generate_many(loaded, prompts or [options.prompt], **settings):
+            _write((json.dumps(asdict(done)) if options.as_json else _readable(done.prompt) + done.completion) + "\n")
+            tokens += done.tokens
+    note(f"{tokens} tokens, {tokens / (time.perf_counter() - started):,.1f} tokens/s")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -119,6 +101,11 @@ def _json_prompt(place: str, line: str) -> str:
     if not isinstance(prompt, str):
         raise UserError(f'{place}: must be a JSON text, or an object whose "prompt" is one.')
     return prompt
+
+
+def _readable(prompt: str) -> str:
+    """Without the surrogates of an argument that was no UTF-8."""
+    return prompt.encode("utf-8", "replace").decode()
 
 
 def _write(text: str) -> None:

@@ -26,8 +26,6 @@ from torch.distributed.tensor.parallel import (
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
 
-LossFunction = Callable[..., Tensor]  # (hidden, output matrix, labels, scale)
-
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Shard the weights of `model` in place. Its loss must take DTensors: see `vocab_parallel`.
@@ -54,17 +52,14 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan)
     if model.tok_embeddings is not None:
-        _apply(model.tok_embeddings, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
+        rows: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.tok_embeddings, mesh, rows)
         model.tok_embeddings.register_forward_hook(lambda _module, _tokens, x: _Wait.apply(x))
     if model.norm is None:
         return
-    _apply(model.norm, mesh, SequenceParallel())
+    parallelize_module(model.norm, mesh, SequenceParallel())
     if model.output is not None:  # a tied one is sharded with the embedding
         model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
-
-
-def _apply(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
-    parallelize_module(module, mesh, style)
 
 
 class _Wait(torch.autograd.Function):
@@ -99,7 +94,7 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def vocab_parallel(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
+def vocab_parallel(loss: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """`loss` over a vocabulary that is sharded over the ranks of `mesh`. The shards may differ in size.
 
     Args:

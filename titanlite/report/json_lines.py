@@ -7,7 +7,6 @@ has not finished it yet.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,14 +74,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def number(entry: dict[str, Any], key: str) -> float | None:
-    """A number of a line of metrics.jsonl. It can be NaN or infinite; None if there is none."""
+    """A finite number of a line that a sum can bear; None if there is none."""
     value = entry.get(key)
-    if value is None and isinstance(texts := entry.get("nonfinite"), dict):
-        value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(str(texts.get(key)))
-    try:
-        return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except OverflowError:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
         return None
+    return float(value)
 
 
 def moment(entry: dict[str, Any]) -> float | None:

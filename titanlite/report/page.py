@@ -160,13 +160,9 @@ def read_columns(lines: JsonLines) -> Columns:
                     put(f"{key}/{name}", number(value, name))
             else:
                 put(key, number(entry, key))
-    found = {}
-    for key, column in columns.items():
-        padded = np.full(len(steps), np.nan)
-        padded[: len(column)] = column[: len(steps)]
-        padded[~(np.abs(padded) < 1e100)] = np.nan  # beyond, sums would overflow
-        found[key] = padded
-    return found
+    length = len(steps)
+    padded = {key: [*column[:length], *[math.nan] * (length - len(column))] for key, column in columns.items()}
+    return {key: np.array(column) for key, column in padded.items()}
 
 
 def thin(columns: Columns, most: int) -> dict[str, Any]:
