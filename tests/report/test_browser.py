@@ -1,77 +1,97 @@
 """The page in a real browser: it says what the files say, draws, zooms, smooths, and asks for nothing."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
-from report.browser import CHROMIUM, Page
 from report.test_page import EVIL
 from report.test_run_files import a_run, line
 
 from titanlite.report.page import make_page
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
 ]
+# What a user does with the page, and what he then sees. It runs after the page's own scripts.
+USE = """
+const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
+const mean = () => charts[0].plot.data[charts[0].plot.data.length - 1].at(-1);
+const seen = { scales: scale(), canvases: document.querySelectorAll("canvas").length, charts: D.charts.length };
+const speed = charts.find((chart) => chart.spec.key === "tps");
+seen.planned = [speed.plot.scales.y.max, speed.box.textContent];
+const over = charts[0].plot.over, box = over.getBoundingClientRect();
+for (const [kind, x] of [["mousedown", 0.2], ["mousemove", 0.4], ["mouseup", 0.4]])
+  (kind === "mouseup" ? document : over).dispatchEvent(new MouseEvent(kind, { bubbles: true, button: 0, buttons: 1, movementX: 9,
+    clientX: box.left + box.width * x, clientY: box.top + 50 }));
+(async () => {
+  const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later
+  await settled();
+  seen.zoomed = scale();
+  byId("whole").click();
+  await settled();
+  seen.whole = scale()[0];
+  const rough = mean();
+  byId("smoothing").value = 0.9;
+  byId("smoothing").oninput({ target: byId("smoothing") });
+  seen.smoother = mean() > rough; // the mean of a falling curve lies above its end
+  byId("axis").value = "tokens";
+  byId("axis").onchange();
+  await settled();
+  seen.tokens = scale()[0];
+  const before = charts[0].plot.series.length;
+  document.querySelector("#runs button").click();
+  seen.hidden = [before, charts[0].plot.series.length];
+  for (const id of ["log", "cut", "events"]) byId(id).click();
+  seen.resources = performance.getEntriesByType("resource").length;
+  document.body.dataset.seen = encodeURIComponent(JSON.stringify(seen));
+})();
+"""
 
 
-def curves(folder: Path, steps: int = 500) -> Path:
-    a_run(folder, ("save", 100, EVIL), ("failure", 250, EVIL), ("finish", steps, "Finished"))
-    times = {"elapsed": 0.0, "time": 1e9}
-    lines = (line(step, tokens=step * 100, **{k: v + step for k, v in times.items()}) for step in range(1, steps + 1))
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder
-
-
-def planned(run: Path) -> Path:
-    """The run, for which a plan said that it would be twice as fast as it was."""
-    events = run / "events.jsonl"
-    plan = {"time": 1e9, "event": "plan", "step": None, "text": "Plan", "planned": {"tps": 200.0}}
-    events.write_text(json.dumps(plan) + "\n" + events.read_text())
-    return run
+def opened(file: Path, page: str) -> str:
+    """The document after its scripts have run."""
+    assert CHROMIUM is not None
+    file.write_text(page)
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--dump-dom"]
+    command = [CHROMIUM, *options, "--virtual-time-budget=5000", f"--user-data-dir={file}.profile", f"file://{file}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def test_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    (curves(tmp_path / "a") / "config.toml").write_text("[training]\nsteps = 600\n")
+    for name in ("a", "b"):
+        a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)
+        clock = (line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(clock))
+    events = tmp_path / "a" / "events.jsonl"
+    # The plan said that it would be twice as fast.
+    plan = {"time": 1e9, "event": "plan", "step": None, "text": "Plan", "planned": {"tps": 200.0}}
+    events.write_text(json.dumps(plan) + "\n" + events.read_text())
     (tmp_path / "a" / "validation.jsonl").write_text('{"step": 250, "loss": 6.25}\n')
-    file.write_text(make_page([planned(tmp_path / "a"), curves(tmp_path / "b")]))
-    scale = "charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max])"
-    with Page(file, tmp_path / "profile") as page:
-        assert page.value("document.querySelectorAll('canvas').length") == page.value("D.charts.length")
-        assert all(place == [0, 500] for place in page.value(scale))
-        box = page.value(
-            "(() => { const b = charts[0].plot.over.getBoundingClientRect(); return [b.left, b.top, b.width]; })()"
-        )
-        speed = "charts.find((chart) => chart.spec.key === 'tps')"
-        assert page.value(f"{speed}.plot.scales.y.max") >= 200  # the line of the plan is in sight
-        assert "(planned 200)" in page.value(f"{speed}.box.textContent")
-        text = page.value("document.body.innerText")
-        for said in ("500 of 600", "finished", "6.25", "failure", "alert(1)", "training.steps"):
-            assert said in text, said
-        left, top, width = box
-        page.mouse("mousePressed", left + width * 0.2, top + 50)
-        page.mouse("mouseMoved", left + width * 0.4, top + 60)
-        page.mouse("mouseReleased", left + width * 0.4, top + 60)
-        zoomed = page.value(scale)
-        assert all(place == zoomed[0] for place in zoomed)
-        assert zoomed[0] == pytest.approx([100, 200], abs=3)
-        page.value("byId('whole').click()")
-        assert page.value(scale)[0] == [0, 500]
-        mean = "charts[0].plot.data[charts[0].plot.data.length - 1].at(-1)"
-        rough = page.value(mean)
-        page.value("(byId('smoothing').value = 0.9, byId('smoothing').oninput({ target: byId('smoothing') }))")
-        assert page.value(mean) > rough  # the mean of a falling curve lies above its end
-        page.value("(byId('axis').value = 'tokens', byId('axis').onchange())")
-        assert page.value(scale)[0] == [0, 50_000]
-        before = page.value("charts[0].plot.series.length")
-        page.value("document.querySelector('#runs button').click()")
-        assert page.value("charts[0].plot.series.length") == 1 + (before - 1) // 2
-        for box_id in ("log", "cut", "events"):
-            page.value(f"byId('{box_id}').click()")
-        assert page.value("document.querySelectorAll('script').length") == 3
-        assert page.value("document.querySelectorAll('img').length") == 0
-        assert page.requests == [f"file://{file}"]
-        assert page.errors == []
+    page = make_page([tmp_path / "a", tmp_path / "b"])
+
+    document = opened(tmp_path / "page.html", page)  # with its own policy
+    assert "data-drawn" in document
+    for said in ("500 of 600", "finished", "6.25", "failure", "&lt;script&gt;alert(1)", "training.steps"):
+        assert said in document.partition('<script type="application/json"')[0], said
+    assert document.count("<script") == page.count("<script") == 3
+    assert "<img" not in document.partition("<script")[0]
+
+    policy = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
+    document = opened(tmp_path / "used.html", policy.replace("</body>", f"<script>{USE}</script></body>"))
+    found = re.search('data-seen="(.*?)"', document)
+    assert found is not None
+    seen = json.loads(unquote(found[1]))
+    assert seen["canvases"] == seen["charts"] == len(seen["scales"])
+    assert all(place == [0, 500] for place in seen["scales"])
+    assert seen["planned"][0] >= 200  # the line of the plan is in sight
+    assert "(planned 200)" in seen["planned"][1]
+    assert all(place == pytest.approx([100, 200], abs=3) for place in seen["zoomed"])
+    assert (seen["whole"], seen["tokens"], seen["smoother"], seen["resources"]) == ([0, 500], [0, 50_000], True, 0)
+    assert seen["hidden"][1] == 1 + (seen["hidden"][0] - 1) // 2
