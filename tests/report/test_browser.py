@@ -28,8 +28,8 @@ const speed = charts.find((chart) => chart.spec.key === "tps");
 seen.planned = [speed.plot.scales.y.max, speed.box.textContent];
 const over = charts[0].plot.over, box = over.getBoundingClientRect();
 for (const [kind, x] of [["mousedown", 0.2], ["mousemove", 0.4], ["mouseup", 0.4]])
-  (kind === "mouseup" ? document : over).dispatchEvent(new MouseEvent(kind, { bubbles: true, button: 0, buttons: 1, movementX: 9,
-    clientX: box.left + box.width * x, clientY: box.top + 50 }));
+  (kind === "mouseup" ? document : over).dispatchEvent(new MouseEvent(kind, { bubbles: true, button: 0, buttons: 1,
+    movementX: 9, clientX: box.left + box.width * x, clientY: box.top + 50 }));
 (async () => {
   const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later
   await settled();
