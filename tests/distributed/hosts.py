@@ -1,4 +1,4 @@
-"""What tests of runs on real networks share: a small job, two hosts with a cable between them, processes of a run.
+"""What tests of launched runs share: a small job, a launcher of it, and two hosts with a cable between them.
 
 A host is a network namespace of this machine. To make one takes iproute2 and the right to administer networks.
 """
@@ -50,14 +50,9 @@ def ip(*words: str) -> int:
     return subprocess.run(["ip", *words], capture_output=True, check=False).returncode
 
 
-def inside(host: str) -> list[str]:
-    """The words that run a command on a host."""
-    return ["ip", "netns", "exec", host]
-
-
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """The names of two hosts that reach each other at ADDRESSES. Skips the test where they cannot be made."""
+def two_hosts() -> Iterator[list[list[str]]]:
+    """The words that run a command on each of two hosts, which reach each other at ADDRESSES."""
     names = (f"tl{os.getpid()}a", f"tl{os.getpid()}b")
     if shutil.which("ip") is None or ip("netns", "add", names[0]) != 0:
         pytest.skip("network namespaces cannot be made here: they need iproute2 and the right to administer networks")
@@ -68,7 +63,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
             ip("-n", name, "link", "set", CABLE, "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield names
+        yield [["ip", "netns", "exec", name] for name in names]
     finally:
         for name in names:
             ip("netns", "del", name)
@@ -78,7 +73,7 @@ def launch(folder: Path, job: str, log: Path, prefix: Sequence[str] = (), **vari
     """A launcher with the text of a job file; the run's output folder is `folder`/out."""
     file = folder / "job.toml"
     file.write_text(job)
-    command = [*prefix, sys.executable, "-m", "titanlite", "launch", "--job.config_file", str(file)]
+    command = [*prefix, sys.executable, "-P", "-m", "titanlite", "launch", "--job.config_file", str(file)]
     with log.open("w") as out:
         return subprocess.Popen(
             [*command, "--job.dump_folder", str(folder / "out")],

@@ -62,8 +62,6 @@ def launch(argv: Sequence[str]) -> int:
 
     _set_variables(workers, gpus, run.job.training.num_threads)
     if nodes > 1 and folder is None:
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := machines.interface_towards(address, port)):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
         own = None if number < 0 else number
         meeting = machines.Machines(least, nodes, address, port, own, max_restarts)
         return machines.run_agent(argv, meeting, lambda: hint() if is_saved(run) else "")

@@ -23,14 +23,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from titanlite.config.errors import StoppedBySignal, UserError
 from titanlite.launch.exit_report import KNOWN_EXITS, UNSAVED_STOPS
+from titanlite.runtime.logging import note
 from titanlite.runtime.process import STOP_SIGNALS, leave, python_command
 
 FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
+SIOCGIFADDR = 0x8915  # of netdevice(7)
 MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
+SAY_AFTER = 10  # seconds of waiting for the others
 GOODBYE_SECONDS = 30  # that an agent waits for the others after its machine has ended for a known reason
 
 
@@ -66,15 +68,17 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     # A store that outlived a restart would have the addresses of the ranks before it.
     os.environ.update({**environment, FOLDER: str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):  # there is no process now, because the machines have not met
-            return os.kill(int(child.read_text()), number)
-        leave(128 + number)
-
-    for number in (*STOP_SIGNALS, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+    signals = {*STOP_SIGNALS, signal.SIGUSR2}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+        signals.remove(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler would not be called while torch waits for others
+    waiting = f"Waiting for {machines.most} machines at {machines.address}:{machines.port}."
+    threading.Thread(target=_pass_on, args=(signals, child, waiting), daemon=True).start()
     threading.Thread(target=_leave_after, args=(end,), daemon=True).start()
     logging.disable(logging.ERROR)  # the process says why it ended
+    address, interface = own_address(machines.address, machines.port)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     is_host = {} if machines.number is None else {"is_host": machines.number == 0}
     config = LaunchConfig(
         min_nodes=machines.least,
@@ -85,6 +89,7 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
         rdzv_endpoint=f"{machines.address}:{machines.port}",
         rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **is_host},
         max_restarts=machines.max_restarts,
+        local_addr=address,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
     )
@@ -116,6 +121,21 @@ def run_part(folder: Path, run: Callable[[], int]) -> int:
     return 0
 
 
+def _pass_on(signals: set[signal.Signals], child: Path, waiting: str) -> None:
+    """Pass signals on to the process of the machine; say so once if it takes long until there is one."""
+    said = False
+    while True:
+        got = signal.sigtimedwait(signals, SAY_AFTER)
+        if got is not None:
+            try:
+                os.kill(int(child.read_text()), got.si_signo)
+            except OSError:  # there is none now
+                leave(128 + got.si_signo)
+        elif not said and not child.exists():
+            said = True
+            note(waiting)
+
+
 def _leave_after(end: Path) -> None:
     """Do not wait for machines that are lost after this one has ended: the agent would do so for five minutes."""
     while not end.exists():
@@ -124,19 +144,20 @@ def _leave_after(end: Path) -> None:
     leave(int(end.read_text()))
 
 
-def interface_towards(host: str, port: int) -> str | None:
-    """The interface by which this machine reaches `host`. Otherwise gloo takes the address that belongs to the name of
-    this machine, which can be a loopback address. None where it cannot be found out."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
+def own_address(host: str, port: int) -> tuple[str | None, str | None]:
+    """The address by which `host` sees this machine, and the interface that has it. None: it cannot be found out.
 
-    get_address = 0x8915  # SIOCGIFADDR of netdevice(7)
+    torch would take what belongs to the name of this machine, which can be a loopback address.
+    """
+    address = None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # nothing is sent
-        for _, name in socket.if_nameindex():
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            import fcntl
+
             with contextlib.suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
-                    return name
-    return None
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return address, name
+    return address, None
