@@ -300,10 +300,12 @@ static void compute(const char *name, dim3 grid, void **arguments) {
         for (unsigned i = 0; i < grid.y; i++)
             ghost_move(*(int64_t **)arguments[0] + tensors->offset[i], tensors->from[i], 8ul * tensors->count[i]);
     } else if (after(name, "_ZN2at6native13reduce_kernelI") && strstr(name, "15and_kernel_cuda")) {
-        char **words = arguments[0]; // one struct, in which the addresses of source and target are neighbours
-        int at = 0;
-        while (at < 400 && (ghost_place(words[at]) != DEVICE || ghost_place(words[at + 1]) != DEVICE)) at++;
-        if (at < 400) *words[at + 1] = 1;
+        // One struct. Look in it for a source, a target, no second target, no accumulator, two buffers, base 0.
+        for (char **word = arguments[0], **end = word + 400; word < end; word++)
+            if (ghost_place(word[0]) == DEVICE && ghost_place(word[1]) == DEVICE && !word[2] && !word[3] && !word[6]) {
+                *word[1] = 1;
+                break;
+            }
     }
 }
 
