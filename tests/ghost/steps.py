@@ -6,6 +6,7 @@ steps of that rank took (see `measure`); the log of the ghost has them between t
 """
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -62,6 +63,7 @@ def main(jobs: Path, out: Path) -> None:
             found[name] = {"error": traceback.format_exc()}
             if dist.is_initialized():
                 dist.destroy_process_group()
+        gc.collect()  # of what the job leaves: its memory would be a part of the next one's
         torch.cuda.empty_cache()
     out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found, indent=1))
 

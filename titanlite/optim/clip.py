@@ -31,6 +31,8 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, c
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     add_up, scale = _compiled() if compiled else (sum_of_squares, _scale)
+    if shards[0].is_cuda:  # a compiler makes a kernel for each number that it adds to the others
+        add_up = sum_of_squares
     squares = add_up(shards, [number_of_copies(gradient) for gradient in gradients])
     if dist.is_initialized():
         dist.all_reduce(squares)

@@ -104,8 +104,8 @@ def softmax_loss_graph(
 
 
 @functools.cache
-def _compiled_softmax_loss() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return torch.compile(softmax_loss_graph)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def _sums(exp: Tensor, target: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -138,6 +138,11 @@ def _classes(labels: Tensor, first_class: int, num_classes: int) -> tuple[Tensor
     return mine, column.clamp(0, num_classes - 1)[:, None]
 
 
+def logits_at(logits: Tensor, labels: Tensor, first_class: int) -> Tensor:
+    """The logits (n,) of the labels. Those of labels that this rank does not have are without meaning."""
+    return logits.gather(1, _classes(labels, first_class, logits.shape[1])[1]).squeeze(1)
+
+
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
@@ -167,18 +172,20 @@ def linear_cross_entropy_sum(
         compiled: Compile the softmax, its loss and its gradient.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    softmax = _compiled_softmax_loss() if compiled else softmax_loss
+    softmax = _compiled(softmax_loss_graph) if compiled else softmax_loss
+    # One kernel of a GPU instead of nine. On a CPU it is not worth the seconds that its compilation takes.
+    at_labels = _compiled(logits_at) if compiled and hidden.is_cuda else logits_at
     rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)
     gradients = (torch.empty_like(rows), torch.zeros_like(matrix, dtype=torch.float32)) if needs_grad else None
 
     def loss_of(part: slice) -> Tensor:
         chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
         logits = chunk @ matrix.T if compiled else fp32_logits(chunk, matrix)  # (n, V)
-        at_label = logits.gather(1, _classes(chunk_labels, first_class, len(matrix))[1]).squeeze(1)
+        at_label = at_labels(logits, chunk_labels, first_class)
         loss, logits_grad = softmax(logits, at_label, chunk_labels, scale, needs_grad, z_loss, first_class, group)
         if gradients is not None:
             assert logits_grad is not None
-            gradients[0][part] = _gradients(logits_grad, chunk, matrix, gradients[1])
+            _gradients(logits_grad, chunk, matrix, gradients[0][part], gradients[1])
         return loss
 
     size = tokens_per_chunk(len(rows), rows.element_size() if compiled else 4)
@@ -207,11 +214,13 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-    """Returns logits_grad (n, V) @ weight (V, C), and adds logits_grad.T @ hidden (n, C) to `weight_grad`."""
+def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, hidden_grad: Tensor, weight_grad: Tensor) -> None:
+    """Writes logits_grad (n, V) @ weight (V, C) to `hidden_grad`, and adds logits_grad.T @ hidden (n, C) to
+    `weight_grad`."""
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
-        return logits_grad @ weight
+        torch.mm(logits_grad, weight, out=hidden_grad)
+        return
     block = VOCAB_BLOCK[hidden.device.type]
     if logits_grad.dtype != hidden.dtype:  # convert in place: the memory of a row has twice the space that it needs
         converted = logits_grad.view(hidden.dtype)[:, : len(weight)]
@@ -223,7 +232,7 @@ def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad:
     else:
         for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
             rows_grad.add_(columns.T @ hidden)
-    return logits_grad @ weight
+    torch.mm(logits_grad, weight, out=hidden_grad)
 
 
 class _WithGradient(torch.autograd.Function):

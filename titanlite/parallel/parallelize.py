@@ -65,12 +65,15 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     # compiler would leave out.
     recompute = job.activation_checkpoint
     around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
+    # Kernels that fuse casts gave NaN with rowwise scales (https://github.com/pytorch/pytorch/issues/150859).
+    rowwise = job.float8.enable and job.float8.recipe_name != "tensorwise" and mesh.fsdp.device_type == "cuda"
+    how = {"fullgraph": True, "options": {"emulate_precision_casts": True} if rowwise else None}
     if compiled and around:
         for block in model.layers.values():
-            block.forward = torch.compile(block.forward, fullgraph=True)
+            block.forward = torch.compile(block.forward, **how)
     if recompute.mode != "none":
         apply_activation_checkpointing(model, recompute)
     if compiled and not around:
         for block in model.layers.values():
-            block.compile(fullgraph=True)  # one graph serves all blocks, because code and shapes are the same
+            block.compile(**how)  # one graph serves all blocks, because code and shapes are the same
     apply_fsdp(model, mesh.fsdp, job)
