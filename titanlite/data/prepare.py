@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,34 +27,26 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, put
 from titanlite.config.run import Run
 from titanlite.data.sources.base import RandomAccess, Record, Sequential, Source, text_hash
-from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import FORMAT, Header, Shards, block_checksums
 from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 
-_UNIT_BYTES = 1 << 22
+_UNIT_CHARS = 1 << 22
 _UNIT_DOCUMENTS = 4096
 _UNITS_PER_SHARD = 64  # 256 MiB of text: large enough for few files, small enough to lose little when killed
 
-
-class _Unit(NamedTuple):
-    """Documents that are tokenized together."""
-
-    records: Callable[[], list[Record]]
-    next: list[int]
-    """Where the unit after this one begins: part and document; 0 and the document at random access."""
-    done: float
-    """Share of the source up to the end of this unit."""
+_Unit = tuple[list[Record], list[int]]
+"""Documents that are tokenized together, and where the unit after them begins: part and document."""
 
 
 class _Tokenized(NamedTuple):
-    unit: _Unit
     tokens: bytes
-    lengths: np.ndarray
+    lengths: list[int]
     """Tokens of each document."""
-    hashes: np.ndarray
-    """`text_hash` of each text, uint64; 0 for a record that was skipped."""
+    hashes: list[int]
+    """`text_hash` of each text; 0 for a record that was skipped."""
     skipped: list[str]
+    following: list[int]
 
 
 def prepare(run: Run, out: Path, workers: int) -> list[Path]:
@@ -68,23 +59,23 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     Raises:
         UserError: a source cannot be read, or `out` holds something else.
     """
-    dataset, tokenizer = run.job.dataset, load_tokenizer(run.tokenizer_path)
-    specs = source_specs(dataset)
-    folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
+    dataset, skip_bad = run.job.dataset, run.job.dataset.on_bad_record == "skip"
+    specs, documents = source_specs(dataset), DocumentTokenizer(load_tokenizer(run.tokenizer_path), skip_bad=skip_bad)
     for spec in specs:
         if spec.source == "shards":
             raise UserError(f"dataset.path = {spec.path!r} holds prepared shards already")
-    skip_bad = dataset.on_bad_record == "skip"
-    sources = open_sources(dataset, DocumentTokenizer(tokenizer, skip_bad=skip_bad), 0)  # all, before hours of work
+    folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
+    sources = open_sources(dataset, documents, 0)  # all of them, before hours of work on one
     for source, folder in zip(sources, folders, strict=True):
         try:
-            _prepare_source(source, folder, tokenizer, workers, skip_bad)
+            _prepare_source(source, folder, documents, workers)
         except OSError as error:
             raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
     return folders
 
 
-def _prepare_source(source: Source, folder: Path, tokenizer: Tokenizer, workers: int, skip_bad: bool) -> None:
+def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, workers: int) -> None:
+    tokenizer, begun = documents.tokenizer, time.monotonic()
     header = Header(
         format=FORMAT,
         source=source.name,
@@ -93,170 +84,117 @@ def _prepare_source(source: Source, folder: Path, tokenizer: Tokenizer, workers:
         tokenizer_path=tokenizer.path.name,
         vocab_size=tokenizer.vocab_size,
         dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        on_bad_record="skip" if skip_bad else "error",
+        on_bad_record="skip" if documents.skip_bad else "error",
     ).model_dump()
-    shards = _resume(folder, header)
-    if shards is None:
+    if (shards := _resume(folder, header)) is None:
         print(f"{folder}: complete already, {Shards(source.name, folder).describe()}")
         return
     if shards:
         print(f"{folder}: going on after {len(shards)} shards of an interrupted run")
-    progress = _Progress(source.name)
-    units = _units(source, *(shards[-1]["next"] if shards else (0, 0)))
-    tokenize = partial(_tokenize, tokenizer, skip_bad, np.dtype(header["dtype"]).newbyteorder("<"))
+    new, tokens = 0, 0
     with ThreadPoolExecutor(workers) as pool:
-        results = _in_order(pool, tokenize, units, 2 * workers)
-        while shard := _write_shard(folder, len(shards), results, progress):
-            shards.append(shard)
+        units = _units(source, *(shards[-1]["next"] if shards else (0, 0)))
+        dtype = np.dtype(header["dtype"]).newbyteorder("<")
+        results = _in_order(pool, units, 2 * workers, documents, dtype)
+        while some := list(islice(results, _UNITS_PER_SHARD)):
+            shards.append(_write_shard(folder, len(shards), some))
+            new, tokens = new + 1, tokens + shards[-1]["tokens"]
+            rate = tokens / 1e6 / (time.monotonic() - begun)
+            print(f"{folder}: {len(shards)} shards, {new} of them new, {rate:.2f} million tokens/s", flush=True)
     if not sum(shard["tokens"] for shard in shards):
         raise UserError(f"{source.name} is empty: no document in it")
-    for shard in shards:
-        del shard["next"]
-    put(folder / "manifest.json", json.dumps({**header, "shards": shards}, indent=1).encode())
+    skipped = sum(shard["skipped"] for shard in shards)
+    entries = [{key: value for key, value in shard.items() if key != "next"} for shard in shards]
+    put(folder / "manifest.json", json.dumps({**header, "shards": entries}, indent=1).encode())
     for file in [folder / "prepare.json", *folder.glob("shard-*.json")]:
         file.unlink()
-    skipped = sum(shard["skipped"] for shard in shards)
     bad = f", {skipped:,} records skipped" if skipped else ""
-    progress.say(f"{folder}: {Shards(source.name, folder).describe()}{bad}", end="\n")
+    print(f"{folder}: {Shards(source.name, folder).describe()}{bad}")
 
 
 def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Entries of the shards that are in `folder`; None if the folder is complete."""
     make_folder(folder)
-    for name in ("manifest.json", "prepare.json"):
-        if not (folder / name).is_file():
-            continue
-        try:
-            found = json.loads((folder / name).read_bytes())
-            wrong = [key for key in header if found.get(key) != header[key]]
-        except (ValueError, AttributeError):
-            raise UserError(f"{folder / name} is not one of prepared shards. Name another --out.") from None
-        if wrong:
-            raise UserError(
-                f"{folder} holds shards made with another {', another '.join(wrong).replace('_', ' ')}. Name another "
-                "--out, or remove the folder."
-            )
-        if name == "manifest.json":
-            return None
-    if not (folder / "prepare.json").is_file():
+    done, begun = folder / "manifest.json", folder / "prepare.json"
+    there = next((file for file in (done, begun) if file.is_file()), None)
+    if there is None:
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no shards. Name another --out.")
-        put(folder / "prepare.json", json.dumps(header).encode())
-    return [json.loads(entry.read_bytes()) for entry in sorted(folder.glob("shard-*.json"))]
+        put(begun, json.dumps(header).encode())
+        return []
+    try:
+        found = json.loads(there.read_bytes())
+        wrong = [key for key in header if found.get(key) != header[key]]
+    except (ValueError, AttributeError):
+        raise UserError(f"{there} is not one of prepared shards. Name another --out.") from None
+    if wrong:
+        other = ", another ".join(wrong).replace("_", " ")
+        raise UserError(f"{folder} holds shards made with another {other}. Name another --out, or remove the folder.")
+    return None if there == done else [json.loads(entry.read_bytes()) for entry in sorted(folder.glob("shard-*.json"))]
 
 
 def _units(source: Source, part: int, first: int) -> Iterator[_Unit]:
-    """The units from document `first` of `part` on."""
-    if isinstance(source, RandomAccess):
-        total = len(source)
-        ends = np.arange(_UNIT_DOCUMENTS, total, _UNIT_DOCUMENTS)
-        if isinstance(source, FileSpans):  # a unit: the documents that end in one stretch of bytes
-            ends = np.flatnonzero(np.diff(np.cumsum(source.sizes()) // _UNIT_BYTES)) + 1
-        start = first
-        for end in [*ends[ends > first].tolist(), *([total] if first < total else [])]:
-            yield _Unit(lambda numbers=range(start, end): list(map(source.record, numbers)), [0, end], end / total)
-            start = end
-        return
-    assert isinstance(source, Sequential)
-    for number in range(part, source.num_units):
-        records: list[Record] = []
-        size, start, count = 0, first if number == part else 0, 0
-        for count, record in enumerate(source.read(number, start), 1):
-            if record is not None:
-                records.append(record)
-                size += len(record) if isinstance(record, str) else 0
-            if size >= _UNIT_BYTES or len(records) >= _UNIT_DOCUMENTS:
-                yield _Unit(lambda done=records: done, [number, count], number / source.num_units)
+    """The units from document `first` of `part` on. What is read in any order has one part."""
+    for number in range(part, source.num_units if isinstance(source, Sequential) else 1):
+        start, records, size = first if number == part else 0, list[Record](), 0
+        if isinstance(source, RandomAccess):
+            rest: Iterator[Record | None] = map(source.record, range(start, len(source)))
+        else:
+            assert isinstance(source, Sequential)
+            rest = islice(source.read(number, start), start, None)
+        for following, record in enumerate(rest, start + 1):
+            assert record is not None
+            records.append(record)
+            size += len(record) if isinstance(record, str) else 0
+            if size >= _UNIT_CHARS or len(records) >= _UNIT_DOCUMENTS:
+                yield records, [number, following]
                 records, size = [], 0
         if records:
-            yield _Unit(lambda done=records: done, [number + 1, 0], (number + 1) / source.num_units)
+            yield records, [number + 1, 0]
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, call: Callable[[_Unit], _Tokenized], units: Iterator[_Unit], most: int
+    pool: ThreadPoolExecutor, units: Iterator[_Unit], most: int, documents: DocumentTokenizer, dtype: np.dtype
 ) -> Iterator[_Tokenized]:
-    """`call` of each unit. At most `most` are in memory."""
+    """The units as tokens. At most `most` are in memory."""
     waiting: deque[Future[_Tokenized]] = deque()
-    try:
-        for unit in units:
-            waiting.append(pool.submit(call, unit))
-            if len(waiting) >= most:
-                yield waiting.popleft().result()
-        while waiting:
+    for unit in units:
+        waiting.append(pool.submit(_tokenize, documents, dtype, *unit))
+        if len(waiting) >= most:
             yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
+    while waiting:
+        yield waiting.popleft().result()
 
 
-def _tokenize(tokenizer: Tokenizer, skip_bad: bool, dtype: np.dtype, unit: _Unit) -> _Tokenized:
-    documents, records = DocumentTokenizer(tokenizer, skip_bad=skip_bad), unit.records()
-    tokens = [documents.encode(record) for record in records]
-    lengths = np.array([len(part) for part in tokens], dtype=np.int64)
-    hashes = np.array([text_hash(r) if isinstance(r, str) else 0 for r in records], dtype=np.uint64)
-    raw = np.concatenate([*tokens, np.empty(0, dtype=np.int32)]).astype(dtype).tobytes()
-    return _Tokenized(unit, raw, lengths, hashes, documents.skipped)
+def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record], following: list[int]) -> _Tokenized:
+    own = DocumentTokenizer(documents.tokenizer, skip_bad=documents.skip_bad)  # with a list of what it skips
+    tokens = [own.encode(record) for record in records]
+    hashes = [text_hash(record) if isinstance(record, str) else 0 for record in records]
+    raw = np.concatenate(tokens).astype(dtype).tobytes()
+    return _Tokenized(raw, list(map(len, tokens)), hashes, own.skipped, following)
 
 
-def _write_shard(
-    folder: Path, number: int, results: Iterator[_Tokenized], progress: _Progress
-) -> dict[str, Any] | None:
-    """Write the next _UNITS_PER_SHARD units; returns the shard's entry in the manifest, None if no unit is left."""
-    name = f"shard-{number:05d}"
-    temporary = folder / f"{name}.bin.tmp"
-    lengths: list[np.ndarray] = []
-    hashes: list[np.ndarray] = []
-    skipped, following = 0, None
-    with temporary.open("wb") as file:
-        for result in results:
-            file.write(result.tokens)
-            lengths.append(result.lengths)
-            hashes.append(result.hashes)
-            skipped, following = skipped + len(result.skipped), result.unit.next
-            for reason in result.skipped:
-                print(f"skipped a record: {reason}")
-            progress.add(int(result.lengths.sum()), result.unit.done)
-            if len(lengths) == _UNITS_PER_SHARD:
-                break
-        file.flush()
-        os.fsync(file.fileno())
-    if following is None:
-        temporary.unlink()
-        return None
-    ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64).astype("<u8")
-    index = ends.tobytes() + block_checksums(temporary.read_bytes()).tobytes()
-    all_hashes = np.concatenate(hashes).astype("<u8").tobytes()
+def _write_shard(folder: Path, number: int, units: list[_Tokenized]) -> dict[str, Any]:
+    """Returns the shard's entry in the manifest."""
+    path = folder / f"shard-{number:05d}.bin"
+    raw = b"".join(unit.tokens for unit in units)
+    lengths = [length for unit in units for length in unit.lengths]
+    index = np.cumsum(lengths, dtype="<u8").tobytes() + block_checksums(raw).tobytes()
+    hashes = np.array([value for unit in units for value in unit.hashes], dtype="<u8").tobytes()
+    skipped = [reason for unit in units for reason in unit.skipped]
+    for reason in skipped:
+        print(f"skipped a record: {reason}")
     entry = {
-        "name": name,
-        "documents": len(ends),
-        "tokens": int(ends[-1]) if len(ends) else 0,
-        "skipped": skipped,
+        "name": path.stem,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "skipped": len(skipped),
         "index_checksum": xxhash.xxh3_64_hexdigest(index),
-        "hash_checksum": xxhash.xxh3_64_hexdigest(all_hashes),
-        "next": following,
+        "hash_checksum": xxhash.xxh3_64_hexdigest(hashes),
+        "next": units[-1].following,
     }
-    temporary.rename(folder / f"{name}.bin")
-    put(folder / f"{name}.idx", index)
-    put(folder / f"{name}.hash", all_hashes)
-    put(folder / f"{name}.json", json.dumps(entry).encode())
+    for suffix, content in ((".bin", raw), (".idx", index), (".hash", hashes)):
+        put(path.with_suffix(suffix), content)
+    os.sync()  # they are on the disk before the file that says so
+    put(path.with_suffix(".json"), json.dumps(entry).encode())
     return entry
-
-
-class _Progress:
-    """Share that is done and tokens/s: a line that moves on a terminal, one every ten seconds elsewhere."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._tokens = name, 0
-        self._start = self._shown = time.monotonic()
-
-    def add(self, tokens: int, done: float) -> None:
-        self._tokens += tokens
-        moves = sys.stdout.isatty()
-        if time.monotonic() - self._shown >= (0.2 if moves else 10.0):
-            self._shown = time.monotonic()
-            self.say(f"{self._name}: {done:4.0%}, {self._tokens:,} tokens", end="" if moves else "\n")
-
-    def say(self, text: str, end: str) -> None:
-        rate = self._tokens / max(1e-9, time.monotonic() - self._start)
-        start = "\r" if sys.stdout.isatty() else ""
-        print(f"{start}{text}; {rate / 1e6:.2f} million tokens/s" + " " * 10 * bool(start), end=end, flush=True)
