@@ -20,7 +20,6 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
-from titanlite.data.mixture import Mixture
 from titanlite.data.show import lost_characters, source_table
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.stream import (
@@ -28,12 +27,11 @@ from titanlite.data.stream import (
     BatchReader,
     DocumentTokenizer,
     OutOfData,
+    PackedDataset,
     Part,
     Place,
     ReadRow,
     StreamPosition,
-    first_positions,
-    open_sources,
     report_skipped,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -84,18 +82,14 @@ class Loader:
             )
         self.global_batch_size = run.global_batch_size
         """Rows of one optimizer step, over all ranks."""
-        self._dataset, self._seq_len, self._seed = run.job.dataset, training.seq_len, run.data_seed
-        self._local_batch_size, self._device = training.local_batch_size, device
+        self._dataset, self._local_batch_size, self._device = run.job.dataset, training.local_batch_size, device
         self._part, self._gather = Part(dp_rank, run.degrees.data), gather or _gather_over(dp_group)
         # The other ranks wait for this one in a collective. They are told before that one's limit.
         self._patience = comm.init_timeout_seconds / 2, comm.train_timeout_seconds / 2
         skip_bad = self._dataset.on_bad_record == "skip"
-        self._tokenizer = DocumentTokenizer(tokenizer, run.job.validation.holdout, skip_bad=skip_bad)
-        self.sources = open_sources(self._dataset, self._tokenizer, self._seq_len)
-        self._mixture = Mixture(self._dataset, self.global_batch_size)
-        self._positions = first_positions(self._dataset, self.sources, self._tokenizer.holdout)
-        self._turns = [[0] * len(positions) for positions in self._positions]  # of all ranks' streams, by last `stats`
-        self._moved: set[tuple[int, int]] = set()  # (source, stream) of this rank's rows since then
+        documents = DocumentTokenizer(tokenizer, run.job.validation.holdout, skip_bad=skip_bad)
+        self._data = PackedDataset(self._dataset, documents, run.data_seed, training.seq_len, self.global_batch_size)
+        self.sources = self._data.sources
         self._reader: BatchReader | WorkerPool | None = None
         self._ahead: deque[list[ReadRow] | Exception] = deque()  # read already, not yet asked for
         self._valid_tokens = self._tokens = self._num_skipped = 0
@@ -117,21 +111,10 @@ class Loader:
         """Start reading ahead in the background. Without this call the first batch starts it."""
         if self._reader is not None:
             return
-        arguments = {
-            "dataset": self._dataset,
-            "sources": self.sources,
-            "tokenizer": self._tokenizer,
-            "seed": self._seed,
-            "seq_len": self._seq_len,
-            "mixture": self._new_mixture(self._mixture.state_dict()),  # a copy, because the reader is ahead of this one
-            "positions": [list(positions) for positions in self._positions],
-            "part": self._part,
-        }
-        if self._dataset.num_workers:
-            dataset = self._dataset
-            self._reader = WorkerPool(arguments, dataset.num_workers, dataset.prefetch, self._patience)
+        if workers := self._dataset.num_workers:
+            self._reader = WorkerPool(self._data, self._part, workers, self._dataset.prefetch, self._patience)
         else:
-            self._reader = BatchReader(**arguments)
+            self._reader = BatchReader(self._data, self._part)
 
     def next_global_batch(self) -> GlobalBatch:
         """The next optimizer step's rows of this rank, on the device.
@@ -146,19 +129,18 @@ class Loader:
         if isinstance(read, Exception):
             raise read
         self._ahead.popleft()
-        self._mixture.next_batch()
+        self._data.mixture.next_batch()
         for row in read:
-            self._positions[row.source][row.stream] = row.position
-            self._moved.add((row.source, row.stream))
+            self._data.positions[row.source][row.stream] = row.position
             self._skipped += row.skipped
             self._num_skipped += len(row.skipped)
-        local, mask = self._local_batch_size, self._dataset.document_mask
+        local, mask, seq_len = self._local_batch_size, self._dataset.document_mask, self._data.seq_len
         batches = [
-            make_microbatch([r.row for r in read[i : i + local]], self._seq_len, mask, self._device)
+            make_microbatch([r.row for r in read[i : i + local]], seq_len, mask, self._device)
             for i in range(0, len(read), local)
         ]
         valid = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-        self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * self._seq_len
+        self._valid_tokens, self._tokens = self._valid_tokens + valid, self._tokens + len(read) * seq_len
         return GlobalBatch([microbatch for microbatch, _ in batches], valid)
 
     def fails_within(self, batches: int, give_up: Callable[[], bool] = _never) -> bool:
@@ -197,18 +179,17 @@ class Loader:
         of records skipped; since the run began, the tokens of the rows of each source and how many times it was read.
         Reports the records skipped since the last call. All ranks of dp_group call it together."""
         now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
-        moved = [(source, stream, self._positions[source][stream].place.turn) for source, stream in sorted(self._moved)]
-        self._moved.clear()
-        shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now, moved))
+        turns = [[position.place.turn for position in positions] for positions in self._data.positions]
+        shares = self._gather((self._valid_tokens, self._tokens, self._num_skipped, now, turns))
         valid, tokens, skipped = (sum(share[i] for share in shares) for i in range(3))
         if self._part.dp_rank == 0:
             report_skipped([reason for share in shares for reason in share[3]])
-        for source, stream, turn in (place for share in shares for place in share[4]):
-            self._turns[source][stream] = max(turn, self._turns[source][stream])
         names = [source.name for source in self.sources]
         names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
-        epochs = [sum(turns) / source.num_units for turns, source in zip(self._turns, self.sources, strict=True)]
-        rows = [rows * self._seq_len for rows in self._mixture.rows]
+        streams = zip(*(share[4] for share in shares), strict=True)  # for each source: the turns that each rank knows
+        turns = [sum(map(max, zip(*known, strict=True))) for known in streams]
+        epochs = [count / source.num_units for count, source in zip(turns, self.sources, strict=True)]
+        rows = [rows * self._data.seq_len for rows in self._data.mixture.rows]
         return {
             "utilization": valid / max(1, tokens),
             "skipped_records": skipped,
@@ -220,21 +201,21 @@ class Loader:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
         dp_group call it together, because each one knows only the streams that it has read."""
         self.stats()  # what was skipped before a checkpoint is reported before it
-        everywhere = self._gather(self._positions)
+        everywhere = self._gather(self._data.positions)
         known = [
             [max(stream, key=lambda position: position.row) for stream in zip(*streams, strict=True)]
             for streams in zip(*everywhere, strict=True)
         ]
-        for rows, positions in zip(self._mixture.rows, known, strict=True):
+        for rows, positions in zip(self._data.mixture.rows, known, strict=True):
             assert all(position.row == _rows_before(rows, v, len(positions)) for v, position in enumerate(positions))
         return {
             "version": _STATE_VERSION,
-            "seed": self._seed,
-            "seq_len": self._seq_len,
-            "packing": self._dataset.packing,
-            "tokenizer": self._tokenizer.tokenizer.fingerprint,
-            "holdout": self._tokenizer.holdout,
-            "schedule": self._mixture.state_dict(),
+            "seed": self._data.seed,
+            "seq_len": self._data.seq_len,
+            "packing": self._data.packing,
+            "tokenizer": self._data.tokenizer.tokenizer.fingerprint,
+            "holdout": self._data.tokenizer.holdout,
+            "schedule": self._data.mixture.state_dict(),
             "sources": [
                 {
                     "name": source.name,
@@ -253,7 +234,7 @@ class Loader:
             CheckpointError, Damage: as `compare`.
         """
         place, contents, accepted = self.compare(state)
-        if not self._tokenizer.tokenizer.is_known_as(state["tokenizer"]):
+        if not self._data.tokenizer.tokenizer.is_known_as(state["tokenizer"]):
             place.append("the tokenizer is another one")
         if place or contents:
             remedy = "Restore that, or start a new run in another job.dump_folder"
@@ -261,11 +242,11 @@ class Loader:
             listed = "; ".join([*place, *contents, *accepted])
             raise UserError(f"cannot go on with the data of the checkpoint: {listed}. {remedy}")
         self.close()
-        self._mixture = self._new_mixture(state["schedule"])
-        self._positions = []
-        for rows, saved, source in zip(self._mixture.rows, state["sources"], self.sources, strict=True):
+        self._data.mixture.load_state_dict(state["schedule"])
+        self._data.positions = []
+        for rows, saved, source in zip(self._data.mixture.rows, state["sources"], self.sources, strict=True):
             same, streams = saved["fingerprint"] == source.fingerprint, saved["streams"]
-            self._positions.append(
+            self._data.positions.append(
                 [
                     # A place within a document means nothing if the documents are others.
                     StreamPosition(
@@ -274,8 +255,6 @@ class Loader:
                     for v, at in enumerate(streams)
                 ]
             )
-        self._turns = [[position.place.turn for position in positions] for positions in self._positions]
-        self._moved.clear()
 
     def describe(self) -> str:
         """One line for the log: what is read."""
@@ -285,10 +264,10 @@ class Loader:
         """A table of the sources for a run of `steps`, to be shown before the first one. Warns of text that the
         tokenizer cannot represent."""
         for source in self.sources:
-            if lost := lost_characters(source, self._tokenizer.tokenizer):
+            if lost := lost_characters(source, self._data.tokenizer.tokenizer):
                 logging.getLogger("titanlite").warning(lost)
-        tokens = self.global_batch_size * self._seq_len * steps
-        return source_table(self._dataset, self.sources, self._tokenizer, steps, tokens)
+        tokens = self.global_batch_size * self._data.seq_len * steps
+        return source_table(self._dataset, self._data, steps, tokens)
 
     def close(self) -> None:
         """End the background processes, and forget what was read ahead. The next batch starts them again."""
@@ -317,20 +296,19 @@ class Loader:
         place: list[str] = []
         contents: list[str] = []
         for key, now, name in (
-            ("seed", self._seed, "the seed of the data order"),
-            ("seq_len", self._seq_len, "training.seq_len"),
-            ("packing", self._dataset.packing, "dataset.packing"),
-            ("holdout", self._tokenizer.holdout, "validation.holdout"),
+            ("seed", self._data.seed, "the seed of the data order"),
+            ("seq_len", self._data.seq_len, "training.seq_len"),
+            ("packing", self._data.packing, "dataset.packing"),
+            ("holdout", self._data.tokenizer.holdout, "validation.holdout"),
         ):
             if state[key] != now:
                 place.append(f"{name} was {state[key]}, it is now {now}")
         if len(state["sources"]) != len(self.sources):
             place.append(f"there were {len(state['sources'])} sources, there are now {len(self.sources)}")
             return place, [], []
-        counts = state["schedule"]["rows"]
-        for rows, saved, source, positions in zip(counts, state["sources"], self.sources, self._positions, strict=True):
-            before, now = len(saved["streams"]), len(positions)
-            if before != now and state["holdout"] == self._tokenizer.holdout:  # which decides their number, too
+        for i, (saved, source) in enumerate(zip(state["sources"], self.sources, strict=True)):
+            before, now, rows = len(saved["streams"]), len(self._data.positions[i]), state["schedule"]["rows"][i]
+            if before != now and state["holdout"] == self._data.tokenizer.holdout:  # which decides their number, too
                 cause = f"another {'dataset.max_epochs or ' if 1 in (before, now) else ''}number of documents or files"
                 streams = f"{before} streams, {source.name} is read in {now}: {cause}"
                 place.append(f"the source {saved['name']} was read in {streams}")
@@ -343,11 +321,6 @@ class Loader:
             ):
                 raise Damage(f"its places in {source.name} are none that a run comes to")
         return (place, [], contents) if self._dataset.on_change == "warn" else (place, contents, [])
-
-    def _new_mixture(self, state: dict[str, Any]) -> Mixture:
-        mixture = Mixture(self._dataset, self.global_batch_size)
-        mixture.load_state_dict(state)
-        return mixture
 
 
 def _can_be_reached(source: Source, place: Place) -> bool:

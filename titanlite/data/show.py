@@ -7,40 +7,29 @@ from fractions import Fraction
 from titanlite.config.errors import UserError, printable
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
-from titanlite.data.mixture import Mixture, stage_weights
+from titanlite.data.mixture import stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import Shards
-from titanlite.data.stream import (
-    BatchReader,
-    DocumentTokenizer,
-    OutOfData,
-    Part,
-    first_positions,
-    open_sources,
-    sample,
-    sample_numbers,
-    source_specs,
-)
+from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Part, sample, sample_numbers
 from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
-def source_table(
-    dataset: Dataset, sources: list[Source], tokenizer: DocumentTokenizer, steps: int, run_tokens: int
-) -> str:
+def source_table(dataset: Dataset, data: PackedDataset, steps: int, run_tokens: int) -> str:
     """Documents, tokens, share and epochs of each source in a run of `steps`, which reads `run_tokens`. A "~" marks a
     number of tokens that is estimated from 64 documents."""
     lines = [("source", "documents", "tokens", "share", "epochs in this run", "left out")]
-    for source, spec, share in zip(sources, source_specs(dataset), _shares(dataset, steps), strict=True):
-        tokens, exact = _estimate_tokens(source, tokenizer.tokenizer)
+    holdout = data.tokenizer.holdout
+    for source, spec, share in zip(data.sources, data.specs, _shares(dataset, steps), strict=True):
+        tokens, exact = _estimate_tokens(source, data.tokenizer.tokenizer)
         documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
         count = epochs = "unknown"
         if tokens is not None:
             count = f"{'' if exact else '~'}{tokens:,}"
-            epochs = f"{float(share) * run_tokens / max(1, tokens * (1 - tokenizer.holdout)):,.2f}"
+            epochs = f"{float(share) * run_tokens / max(1, tokens * (1 - holdout)):,.2f}"
         if spec.max_epochs:
             epochs += f" (ends after {spec.max_epochs})"
-        left_out = f"{tokenizer.holdout:.2%} held out" if tokenizer.holdout else "nothing"
+        left_out = f"{holdout:.2%} held out" if holdout else "nothing"
         lines.append((source.name, documents, count, f"{float(share):.1%}", epochs, left_out))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -101,26 +90,25 @@ def show_step(run: Run, step: int, row: int | None) -> str:
         raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
-    holdout, skip_bad = run.job.validation.holdout, dataset.on_bad_record == "skip"
-    tokenizer = DocumentTokenizer(load_tokenizer(run.tokenizer_path), holdout, skip_bad=skip_bad)
-    sources = open_sources(dataset, tokenizer, training.seq_len)
-    mixture, positions = Mixture(dataset, size), first_positions(dataset, sources, holdout)
+    skip_bad = dataset.on_bad_record == "skip"
+    documents = DocumentTokenizer(load_tokenizer(run.tokenizer_path), run.job.validation.holdout, skip_bad=skip_bad)
+    data = PackedDataset(dataset, documents, run.data_seed, training.seq_len, size)
     for _ in range(step - 1):
-        mixture.next_batch()
-    reader = BatchReader(dataset, sources, tokenizer, run.data_seed, training.seq_len, mixture, positions, Part())
+        data.mixture.next_batch()
+    reader = BatchReader(data, Part())
     lines = []
-    for k, (source, number) in enumerate(mixture.next_batch()):
+    for k, (source, number) in enumerate(data.mixture.next_batch()):
         if row not in (None, k):
             continue
         try:
             found, _ = reader.read(source, number)
         except OutOfData as error:
             raise UserError(f"step {step} does not exist: {error}") from None
-        lines.append(f"=== step {step}, row {k}, {sources[source].name}")
+        lines.append(f"=== step {step}, row {k}, {data.sources[source].name}")
         start = 0
         for part, document, offset, length in found.segments.tolist():
-            lines.append(f"--- {sources[source].where(part, document)}, tokens {offset} to {offset + length - 1}")
-            lines.append(tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
+            lines.append(f"--- {data.sources[source].where(part, document)}, tokens {offset} to {offset + length - 1}")
+            lines.append(documents.tokenizer.decode(found.tokens[start : start + length].tolist()))
             start += length
         if start < len(found.tokens):
             lines.append(f"--- {len(found.tokens) - start} tokens of padding")

@@ -17,12 +17,14 @@ part is read from its front in windows of neighbours, and each window is shuffle
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -377,33 +379,40 @@ class Part:
     workers: int = 1
 
 
-class BatchReader:
-    """Global batches, one after the other: the rows of `part` in each.
+class PackedDataset:
+    """The sources of a job, open, and where their rows go on.
 
-    Args:
-        positions: where each stream of each source stands before the next batch.
-        at: says at any time what is being read: source, part and number of the document.
+    Attributes:
+        specs: the tables that name the sources.
+        mixture: of the next global batch.
+        positions: where each stream of each source stands before it.
+
+    Raises:
+        UserError: as `open_sources`.
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        sources: list[Source],
-        tokenizer: DocumentTokenizer,
-        seed: int,
-        seq_len: int,
-        mixture: Mixture,
-        positions: list[list[StreamPosition]],
-        part: Part,
-        at: _At | None = None,
+        self, dataset: Dataset, tokenizer: DocumentTokenizer, seed: int, seq_len: int, global_batch_size: int
     ) -> None:
-        self._at: _At = [0, 0, 0] if at is None else at
-        self._readers = [
-            SourceReader(source, tokenizer, seed, spec.max_epochs, self._at)
-            for source, spec in zip(sources, source_specs(dataset), strict=True)
+        self.tokenizer, self.seed, self.seq_len, self.packing = tokenizer, seed, seq_len, dataset.packing
+        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, seq_len)
+        self.mixture = Mixture(dataset, global_batch_size)
+        self.positions = [
+            [StreamPosition()] * num_streams(source, spec.max_epochs, tokenizer.holdout)
+            for source, spec in zip(self.sources, self.specs, strict=True)
         ]
-        self._tokenizer, self._length, self._mixture, self._part = tokenizer, seq_len + 1, mixture, part
-        self._positions, self._packing = positions, best_fit if dataset.packing == "best_fit" else concat
+
+
+class BatchReader:
+    """Global batches, one after the other: the rows of `part` in each. `at` says at any time what is being read."""
+
+    def __init__(self, data: PackedDataset, part: Part, at: _At | None = None) -> None:
+        self._data, self._part, self._at = data, part, [0, 0, 0] if at is None else at
+        self._mixture = copy.deepcopy(data.mixture)  # because a reader is ahead of whoever trains on its rows
+        self._readers = [
+            SourceReader(source, data.tokenizer, data.seed, spec.max_epochs, self._at)
+            for source, spec in zip(data.sources, data.specs, strict=True)
+        ]
         self._open: dict[tuple[int, int], Rows] = {}
 
     def next_batch(self) -> list[ReadRow]:
@@ -417,30 +426,28 @@ class BatchReader:
         part, rows = self._part, []
         for k, (source, number) in enumerate(self._mixture.next_batch()):
             own, stream = k % part.dp_size == part.dp_rank, number % self._readers[source].streams
-            if (own or self._readers[source].max_epochs) and (
-                source + stream // part.dp_size
-            ) % part.workers == part.worker:
+            mine = (source + stream // part.dp_size) % part.workers == part.worker
+            if mine and (own or self._readers[source].max_epochs):
                 row, position = self.read(source, number)
                 if own:
-                    rows.append(ReadRow(k, row, source, stream, position, self._tokenizer.skipped.copy()))
+                    rows.append(ReadRow(k, row, source, stream, position, self._data.tokenizer.skipped.copy()))
         return rows
 
     def read(self, source: int, number: int) -> tuple[Row, StreamPosition]:
         """Row `number` of a source and where its stream goes on. Rows of a stream are asked for in ascending order."""
-        reader = self._readers[source]
+        reader, data = self._readers[source], self._data
         wanted, stream = divmod(number, reader.streams)
-        rows = self._open.get((source, stream))
-        if rows is None:
-            start, padding = self._positions[source][stream], self._tokenizer.tokenizer.eos_id
-            rows = self._packing(lambda place: reader.documents(stream, place), self._length, padding, start)
-            self._open[source, stream] = rows
+        if (source, stream) not in self._open:
+            pack, start = best_fit if data.packing == "best_fit" else concat, data.positions[source][stream]
+            documents, padding = partial(reader.documents, stream), data.tokenizer.tokenizer.eos_id
+            self._open[source, stream] = pack(documents, data.seq_len + 1, padding, start)
         self._at[0] = source
-        self._tokenizer.skipped.clear()
-        for row, position in rows:
+        data.tokenizer.skipped.clear()
+        for row, position in self._open[source, stream]:
             if position.row > wanted:
                 return row, position
             # A row of another rank, because dp_size does not divide V. What was skipped is for that rank to report.
-            self._tokenizer.skipped.clear()
+            data.tokenizer.skipped.clear()
         times = "once" if reader.max_epochs == 1 else f"{reader.max_epochs} times"
         raise OutOfData(f"{reader.source.name} has been read {times} (dataset.max_epochs)")
 
@@ -448,14 +455,6 @@ class BatchReader:
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
     """The sources of a job: its mix, or the one that stands in [dataset]."""
     return dataset.sources or (dataset,)
-
-
-def first_positions(dataset: Dataset, sources: list[Source], holdout: float) -> list[list[StreamPosition]]:
-    """All streams of all sources at their starts."""
-    return [
-        [StreamPosition()] * num_streams(source, spec.max_epochs, holdout)
-        for source, spec in zip(sources, source_specs(dataset), strict=True)
-    ]
 
 
 def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int) -> list[Source]:

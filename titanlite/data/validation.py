@@ -15,17 +15,7 @@ import torch
 from titanlite.config import schema
 from titanlite.config.run import Run
 from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
-from titanlite.data.mixture import Mixture
-from titanlite.data.stream import (
-    BatchReader,
-    DocumentTokenizer,
-    OutOfData,
-    Part,
-    Row,
-    first_positions,
-    open_sources,
-    report_skipped,
-)
+from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Part, Row, report_skipped
 from titanlite.data.tokenizer import Tokenizer
 
 
@@ -57,15 +47,13 @@ class ValidationSet:
         chosen = chosen.model_copy(update={"sources": mix, **once})
         section, skip_bad = "dataset" if held_out else "validation", chosen.on_bad_record == "skip"
         documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
-        sources = open_sources(chosen, documents, seq_len)
+        data = PackedDataset(chosen, documents, run.validation_seed, seq_len, validation.sequences)
         self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
-        self._name = " + ".join(source.name for source in sources)
-
-        mixture, positions = Mixture(chosen, validation.sequences), first_positions(chosen, sources, validation.holdout)
-        reader = BatchReader(chosen, sources, documents, run.validation_seed, seq_len, mixture, positions, Part())
+        self._name = " + ".join(source.name for source in data.sources)
+        reader = BatchReader(data, Part())
         rows: list[Row] = []
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
-            for source, number in mixture.next_batch():
+            for source, number in data.mixture.next_batch():
                 rows.append(reader.read(source, number)[0])
                 if not held_out:  # otherwise the training reads, and reports, the same records
                     report_skipped(documents.skipped)

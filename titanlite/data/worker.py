@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from titanlite.config.errors import UserError
-from titanlite.data.sources.base import Source
-from titanlite.data.stream import BatchReader, OutOfData, ReadRow
+from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Part, ReadRow
 from titanlite.runtime.process import serve_parent, start_python
 
 _AT_BYTES = 3 * 8  # of what a worker reads just now: numbers of source, part and document
@@ -44,15 +43,17 @@ class WorkerPool:
     """The workers of one rank; together they deliver the batches of one `BatchReader`.
 
     Args:
-        arguments: of `BatchReader`; they are pickled.
+        data, part: of `BatchReader`. They are pickled.
         workers: number of processes.
         prefetch: batches that each worker may be ahead of the trainer.
         patience: seconds that a worker may stand still while the trainer waits: before its first batch, and later.
     """
 
-    def __init__(self, arguments: dict[str, Any], workers: int, prefetch: int, patience: tuple[float, float]) -> None:
-        parts = [replace(arguments["part"], worker=worker, workers=workers) for worker in range(workers)]
-        self._workers = [_Worker({**arguments, "part": part}, prefetch, patience) for part in parts]
+    def __init__(
+        self, data: PackedDataset, part: Part, workers: int, prefetch: int, patience: tuple[float, float]
+    ) -> None:
+        parts = [replace(part, worker=worker, workers=workers) for worker in range(workers)]
+        self._workers = [_Worker(data, part, prefetch, patience) for part in parts]
 
     def wait(self, give_up: Callable[[], bool]) -> bool:
         """Wait for the next batch; False if `give_up` said so.
@@ -87,8 +88,8 @@ class _Worker:
     is not safe.
     """
 
-    def __init__(self, arguments: dict[str, Any], prefetch: int, patience: tuple[float, float]) -> None:
-        self._sources: list[Source] = arguments["sources"]
+    def __init__(self, data: PackedDataset, part: Part, prefetch: int, patience: tuple[float, float]) -> None:
+        self._sources = data.sources
         self._patience, self._later = patience
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as shared:
@@ -105,7 +106,7 @@ class _Worker:
         self._received: queue.Queue[list[ReadRow] | Exception] = queue.Queue(maxsize=prefetch)
         self._next: list[ReadRow] | Exception | None = None
         self._died = self._closing = False
-        self._thread = threading.Thread(target=self._receive, args=(arguments,), daemon=True)
+        self._thread = threading.Thread(target=self._receive, args=((data, part),), daemon=True)
         self._thread.start()
 
     def wait(self, give_up: Callable[[], bool]) -> bool:
@@ -159,9 +160,9 @@ class _Worker:
                     self._received.get(timeout=0.05)
             self._connection.close()
 
-    def _receive(self, arguments: dict[str, Any]) -> None:
+    def _receive(self, setup: Any) -> None:
         try:
-            _send(self._connection, arguments)
+            _send(self._connection, setup)
             while not self._closing:
                 message = pickle.loads(self._connection.recv_bytes())
                 self._received.put(message)
@@ -180,10 +181,11 @@ def _send(connection: Connection, value: Any) -> None:
 def main(connection: Connection, at: memoryview) -> None:
     """Send batch after batch, until the trainer closes its end or an error is sent."""
     try:
-        arguments = pickle.loads(connection.recv_bytes())
-        level = logging.ERROR if arguments["part"].dp_rank else logging.INFO  # ranks would repeat it
-        logging.getLogger("titanlite").setLevel(level)
-        reader = BatchReader(**arguments, at=at)
+        data, part = pickle.loads(connection.recv_bytes())
+        logging.getLogger("titanlite").setLevel(
+            logging.ERROR if part.dp_rank else logging.INFO
+        )  # ranks would repeat it
+        reader = BatchReader(data, part, at)
         while True:
             _send(connection, reader.next_batch())
     except (UserError, OutOfData) as error:
