@@ -2,15 +2,11 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-from ranks import free_port
 from test_package import copy_of_repository
 
 ROOT = Path(__file__).parents[1]
@@ -50,28 +46,6 @@ def run(command: str, folder: Path, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
-def serve_tensorboard(command: str, folder: Path) -> None:
-    """Start the server, see that it finds the run, and stop it."""
-    port = free_port()
-    server = subprocess.Popen(
-        f"exec {command} --port {port}", cwd=folder, shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 120
-        answer = ""
-        while "nats" not in answer:  # the unit of the loss, in its description
-            assert time.monotonic() < deadline, f"no loss with its unit in {answer!r}"
-            time.sleep(1.0)
-            try:
-                url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
-                answer = urllib.request.urlopen(url, timeout=5).read().decode()
-            except OSError:
-                continue
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=30)
-
-
 @pytest.mark.slow
 def test_every_command_of_the_readme_works(clone: Path) -> None:
     ran = []
@@ -79,7 +53,7 @@ def test_every_command_of_the_readme_works(clone: Path) -> None:
         if command == "./run_tests.sh":
             assert (ROOT / "run_tests.sh").exists()  # it is what runs this test
         elif "tensorboard" in command:
-            serve_tensorboard(command, clone)
+            assert "1_loss/train" in run(f"{command} --inspect", clone)  # instead of serving: the curves that it finds
         elif "run_train.sh" in command and "--help" not in command:
             output = run(command + SHORT, clone)
             assert re.search(r"step +12/12|Nothing to do", output), output

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from titanlite.config.flavors import architecture
 from titanlite.config.load import PACKAGE, dump_config
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.windows import sliding_windows, window_batches
 from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
 from titanlite.score import TextScore, evaluate_text
@@ -73,45 +71,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (folder / "a.txt").write_text(TEXTS[0])
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:]))
     return [folder / "a.txt", folder / "b.jsonl"]
-
-
-# ---------------------------------------------------------------------------------------------------------- windows
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "stride"), [(1, 4, 2), (2, 4, 2), (4, 4, 3), (5, 4, 3), (50, 8, 1), (50, 8, 7)]
-)
-def test_each_token_is_scored_once_with_the_context_that_was_asked_for(count: int, length: int, stride: int) -> None:
-    scored = []
-    for window in sliding_windows(np.arange(count), length, stride):
-        assert len(window.tokens) <= length
-        for token in window.tokens[len(window.tokens) - window.scored :].tolist():
-            scored.append(token)
-            context = token - window.tokens[0]
-            assert context >= min(token, length - stride)
-    assert scored == list(range(1, count))
-
-
-@pytest.mark.parametrize("fixed_length", [None, 64])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_rows_of_all_ranks_hold_each_label_once_and_have_one_shape(ranks: int, fixed_length: int | None) -> None:
-    documents = [np.arange(start, start + 17 * start + 2) for start in range(1, 12)]
-    windows = [w for document in documents for w in sliding_windows(document, 48, 20)]
-    found, shapes = [], []
-    for rank in range(ranks):
-        device = torch.device("cpu")
-        batches = [
-            batch
-            for chunk in window_batches(iter(windows), 3, (rank, ranks), device, fixed_length=fixed_length)
-            for batch in chunk
-        ]
-        shapes.append([tuple(batch.input_ids.shape) for batch in batches])
-        for batch in batches:
-            valid = batch.labels >= 0
-            assert torch.equal(batch.input_ids[valid] + 1, batch.labels[valid])  # each predicts its neighbour
-            found += batch.labels[valid].tolist()
-    assert sorted(found) == sorted(token for document in documents for token in document[1:].tolist())
-    assert all(shape == shapes[0] for shape in shapes)
 
 
 # ------------------------------------------------------------------------------------------------------------ scores

@@ -160,9 +160,10 @@ def read_columns(lines: JsonLines) -> Columns:
                     put(f"{key}/{name}", number(value, name))
             else:
                 put(key, number(entry, key))
-    length = len(steps)
-    padded = {key: [*column[:length], *[math.nan] * (length - len(column))] for key, column in columns.items()}
-    return {key: np.array(column) for key, column in padded.items()}
+    found = {key: np.full(len(steps), np.nan) for key in columns}
+    for key, column in columns.items():
+        found[key][: len(column)] = column[: len(steps)]
+    return found
 
 
 def thin(columns: Columns, most: int) -> dict[str, Any]:
