@@ -39,7 +39,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from runs import RESULTS, ROOT, read_parts, write_text
+from runs import RESULTS, ROOT, commit, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_save_gpu.py")
 RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
@@ -249,7 +249,7 @@ class Part:
 
 
 def about(cpu: bool) -> str:
-    """When, on what and by which command."""
+    """When, on what, at which commit and by which command."""
     device = f"a CPU ({platform.machine()}) with a tiny model"
     if not cpu:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader", "--id=0"]
@@ -261,7 +261,7 @@ def about(cpu: bool) -> str:
         if importlib.util.find_spec(package) is not None:
             versions.append(f"{package} {version(package)}")
     command = shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]).replace(f"{ROOT}/", "")
-    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, `{command}`"
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}, {', '.join(versions)}, {commit()}, `{command}`"
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -247,11 +247,15 @@ def about(gpu: str = "") -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
     place = f"{gpu or f'{len(os.sched_getaffinity(0))} cores of {model}'}, Python {platform.python_version()}"
+    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {commit()}"
+
+
+def commit() -> str:
+    """The commit of the code that is measured, and whether it has been changed since."""
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     changes = subprocess.run([*git, "status", "--porcelain", "titanlite"], capture_output=True, check=False).stdout
-    at = f"commit {commit.strip() or 'unknown'}{' with changes' if changes else ''}"
-    return f"{time.strftime('%Y-%m-%d', time.gmtime())}, {place}, torch {version('torch')}, {at}"
+    return f"commit {name.strip() or 'unknown'}{' with changes' if changes else ''}"
 
 
 def read_parts(folder: Path, benchmark: str) -> dict[str, Any]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+import tomli
+from packaging.requirements import Requirement
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +39,20 @@ def run(script: str, *words: object) -> str:
 
 def test_performance_page_is_made_from_the_committed_results():
     assert performance_page.PAGE.read_text() == performance_page.page(RESULTS)
+
+
+def test_the_lists_of_the_offline_start_have_all_that_is_needed():
+    """Copied wheels come without what they need, so that must be copied or be there, too."""
+    section = (BENCHMARKS / "README.md").read_text().partition("### Without a network")[2].lower()
+    named = set(re.findall(r"[a-z][a-z0-9-]*", section))
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    copied = re.findall(r"[a-z][a-z0-9-]*", section.partition("manylinux2014_x86_64")[2].partition("```")[0])
+    needed = [Requirement(line) for line in project]
+    for package in copied:
+        with suppress(PackageNotFoundError):  # a version, or torchtitan
+            needed += map(Requirement, requires(package) or [])
+    needed = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    assert {re.sub(r"[-_.]+", "-", each.name.lower()) for each in needed} <= named
 
 
 def test_yardstick_has_at_most_150_lines_and_no_framework():

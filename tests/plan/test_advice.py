@@ -108,7 +108,7 @@ def test_all_candidates_keep_the_rules_and_are_not_far_too_large():
 
 def test_the_search_lists_what_fits_fastest_first_and_names_what_cannot_be_traced(capsys: pytest.CaptureFixture[str]):
     with ThreadPoolExecutor(2) as pool:
-        found, traced = search(run(8), without_recomputation, H100, pool, seconds=2.0)
+        found, traced = search(run(8), H100, seconds=2.0, trace=without_recomputation, pool=pool)
     assert 1 <= len(found) <= 10
     assert traced >= len(found)
     assert all(each.plan.fits and each.run.job.activation_checkpoint.mode != "full" for each in found)

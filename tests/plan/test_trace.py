@@ -1,5 +1,6 @@
 """A plan counts what the trainer does."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,7 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
     On several ranks the lowest of three counts: a thread of gloo may hold a buffer a moment longer than the step does.
     """
     world, found = dist.get_world_size(), {}
+    gc.disable()
     for name, overrides in jobs.items():
         run = tiny_run(overrides, world)
         mesh = build_mesh(run.degrees, "cpu")

@@ -102,13 +102,12 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     yield f"{plan.job} on {plan.world_size} x {plan.gpu}{assumed}\n"
     alike = f", the worst of {len(plan.peaks)} kinds of ranks" if len(plan.peaks) > 1 else ", as on every rank"
     yield f"Memory of rank {plan.rank}{alike}, GiB"
-    room = (plan.memory - plan.needs) / GIB
+    room = plan.memory - plan.needs
     verdict = f"of {plan.memory / GIB:.1f}: {'fits, left over' if room >= 0 else 'DOES NOT FIT, missing'}"
-    lines = [(name, size / GIB) for name, size in sorted(plan.kinds.items(), key=lambda kind: -kind[1]) if size]
-    lines += [(f"peak, in {plan.moment}", plan.peak / GIB)]
-    lines += [("allocator and libraries (allowance)", plan.allowance / GIB), (verdict, abs(room))]
-    lines += [("in host memory, for each rank", plan.host / GIB)] if plan.host else []
-    yield from (f"  {name:<36}{size:>10.3f}" for name, size in lines)
+    sizes = {name: size for name, size in sorted(plan.kinds.items(), key=lambda kind: -kind[1]) if size}
+    sizes |= {f"peak, in {plan.moment}": plan.peak, "allocator and libraries (allowance)": plan.allowance}
+    sizes |= {verdict: abs(room)} | ({"in host memory, for each rank": plan.host} if plan.host else {})
+    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items())
     if len(plan.peaks) > 1:
         yield "  peak of rank " + ", ".join(f"{rank}: {peak / GIB:.2f}" for rank, peak in plan.peaks.items())
     yield f"\nTime of a step, s ({plan.basis}; a roofline, right to a third)"
@@ -121,8 +120,7 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     took = f"  {run.job.training.steps:,} steps take {plan.days:,.2f} days."
     yield f"{took} What takes the most time: {plan.dominant}.\n"
     if plan.changes:
-        yield "What makes it fit, cheapest first:"
-        yield from (f"  {change}" for change in plan.changes)
+        yield "\n  ".join(["What makes it fit, cheapest first:", *map(str, plan.changes)])
     elif not plan.fits:
         yield plan.remedy()
     elif plan.largest_local_batch_size is not None:
@@ -132,12 +130,9 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
 
 def _search(run: Run, gpu: Gpu, options: Plan) -> None:
     """Print the fastest jobs that fit, and write the first if it is asked for."""
-    from titanlite.plan.advice import search, workers
-    from titanlite.plan.start import options as words
-    from titanlite.plan.trace import trace_run
+    from titanlite.plan.advice import search
 
-    with workers() as pool:
-        found, traced = search(run, trace_run, gpu, pool)
+    found, traced = search(run, gpu)
     if not found:
         raise UserError(
             f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
@@ -146,25 +141,14 @@ def _search(run: Run, gpu: Gpu, options: Plan) -> None:
     if options.write:
         write_whole(options.write, dump_config(found[0].run.job).encode())
     if options.as_json:
-        best = [{"options": words(each.settings), **each.plan.model_dump()} for each in found]
+        best = [{"options": each.options, **each.plan.model_dump()} for each in found]
         print(json.dumps({"traced": traced, "best": best}))
         return
     print(f"The best of {traced} jobs that were traced, for {run.world_size} x {gpu.name} ({found[0].plan.basis})\n")
     print(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
     for each in found:
         plan = each.plan
-        print(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {_layout(each.run)}")
-    print(f"\nThe first: {' '.join(words(found[0].settings))}")
+        print(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {each.words}")
+    print(f"\nThe first: {' '.join(found[0].options)}")
     if options.write:
         print(f"Written to {options.write}.")
-
-
-def _layout(run: Run) -> str:
-    """What a candidate of a search is, in a few words."""
-    degree, job = run.degrees, run.job
-    sizes = {"pp": degree.pipeline, "replicate": degree.replicate, "fsdp": degree.shard}
-    sizes |= {"cp": degree.context, "tp": degree.tensor}
-    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    precision = "float8" if job.float8.enable else "bf16"
-    rows = f"{job.training.local_batch_size} rows of {run.global_batch_size}"
-    return f"{layout}, {job.activation_checkpoint.mode} AC, {rows}, {precision}"

@@ -182,9 +182,20 @@ class Found:
     settings: Settings
     plan: Forecast
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of the command line that make this job of the one that was given."""
+        return options(self.settings)
+
+    @property
+    def words(self) -> str:
+        """What is not as by default, in a few words."""
+        chosen = [(key.partition(".")[2], value) for key, value in self.settings.items() if value not in (-1, False)]
+        return ", ".join(f"{name} {value}" for name, value in chosen if value != 1 or "degree" not in name)
+
 
 def search(
-    run: Run, trace: Tracer, gpu: Gpu, pool: Executor, seconds: float = 120.0, most: int = 10
+    run: Run, gpu: Gpu, seconds: float = 120.0, most: int = 10, trace: Tracer = trace_run, pool: Executor | None = None
 ) -> tuple[list[Found], int]:
     """The fastest jobs that fit, fastest first, and how many were traced.
 
@@ -192,33 +203,34 @@ def search(
     if the same with fewer rows or more recomputation does not fit, or if it cannot be traced; then it is named.
 
     Args:
-        trace: Can be sent to another process.
-        pool: Where traces run.
         seconds: After this time no further trace is started.
+        trace: Can be sent to another process.
+        pool: Where traces run; None: in processes of their own.
 
     Raises:
-        BrokenExecutor: A process of the pool was killed.
+        UserError: A process of a trace was killed.
     """
     waiting = sorted(candidates(run, gpu), key=lambda each: _guessed_seconds(each[1], gpu) / each[1].global_batch_size)
     too_large: list[Run] = []
     found: list[Found] = []
     running: dict[Future[Sequence[RankTrace]], tuple[Settings, Run]] = {}
     deadline, traced = time.monotonic() + seconds, 0
-    while waiting or running:
-        while waiting and len(running) < WORKERS and time.monotonic() < deadline:
-            settings, new = waiting.pop(0)
-            if not any(_takes_more(new, other) for other in too_large):
-                running[pool.submit(trace, new, gpu.fp8 > 0)] = settings, new
-        if not running:
-            break
-        for done in wait(running, return_when=FIRST_COMPLETED).done:
-            settings, new = running.pop(done)
-            plan = _plan_of(new, settings, gpu, done.result)
-            traced += plan is not None
-            if plan is not None and plan.fits:
-                found.append(Found(new, settings, plan))
-            elif plan is not None:
-                too_large.append(new)
+    with nullcontext(pool) if pool else workers() as pool:
+        while waiting or running:
+            while waiting and len(running) < WORKERS and time.monotonic() < deadline:
+                settings, new = waiting.pop(0)
+                if not any(_takes_more(new, other) for other in too_large):
+                    running[pool.submit(trace, new, gpu.fp8 > 0)] = settings, new
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                settings, new = running.pop(done)
+                if plan := _plan_of(new, settings, gpu, done.result):
+                    traced += 1
+                    if plan.fits:
+                        found.append(Found(new, settings, plan))
+                    else:
+                        too_large.append(new)
     return sorted(found, key=lambda each: -each.plan.tokens_per_second)[:most], traced
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
@@ -103,27 +104,27 @@ def memory_of_rank(run: Run, gpu: Gpu) -> int:
 def this_cpu() -> Gpu:
     """The cores and the memory of this machine, with the rates of one matmul of each dtype and of one copy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    side, rates = 768, []
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (torch.randn(side, side, dtype=dtype) for _ in range(2))
-        rates.append(2 * side**3 / _seconds_of(lambda a=a, b=b: a @ b) / 1e12)
-    data = torch.ones(32 << 20)
-    bandwidth = 2 * data.nbytes / _seconds_of(data.clone) / 1e9
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    # A collective of gloo copies each byte a few times.
-    speeds = {"fp32": rates[0], "bf16": rates[1], "bandwidth": bandwidth, "link": bandwidth / 4, "host": bandwidth}
-    name = f"{cores} CPU core{'s' if cores > 1 else ''}"
-    return Gpu(name=name, cpu=True, memory_gib=memory, network=1.0, latency_us=300.0, machine=cores, **speeds)
 
+    def seconds(words: str, tensor: Tensor) -> float:
+        timer = Timer(words, globals={"a": tensor}, num_threads=cores)
+        return min(timer.blocked_autorange(min_run_time=0.05).times)
 
-def _seconds_of(work: Callable[[], object]) -> float:
-    """The least time of a few calls."""
-    seconds = []
-    for _ in range(6):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    side, data = torch.randn(768, 768), torch.ones(32 << 20)
+    fp32, bf16 = (2 * 768**3 / seconds("a @ a", side.to(dtype)) / 1e12 for dtype in (torch.float32, torch.bfloat16))
+    bandwidth = 2 * data.nbytes / seconds("a.clone()", data) / 1e9
+    return Gpu(
+        name=f"{cores} CPU core{'s' if cores > 1 else ''}",
+        cpu=True,
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        bf16=bf16,
+        fp32=fp32,
+        bandwidth=bandwidth,
+        link=bandwidth / 4,  # a collective of gloo copies each byte a few times
+        network=1.0,
+        host=bandwidth,
+        latency_us=300.0,
+        machine=cores,
+    )
 
 
 def _allowance(run: Run, peak: int, gpu: Gpu) -> int:

@@ -106,33 +106,30 @@ def upper_bound(run: Run) -> int:
     waiting = run.microbatches if pipelined else 1
     mask = job.training.local_batch_size * job.training.seq_len**2 * 4 * waiting if job.dataset.document_mask else 0
     # Twice what blocks keep, because beside it are copies in fp32, and what an allocator has not returned yet.
-    kept = kept_by_blocks(run, waiting) * (1 + pipelined) + 3 * tokens * _kept_by_block(run, "none")
+    kept = kept_by_blocks(run, waiting) * (1 + pipelined) + 3 * tokens * _kept_by_block(run)
     return int(state + gathered + 2 * (kept + loss) + mask)
 
 
 def kept_by_blocks(run: Run, waiting: int) -> float:
     """About what the blocks of a rank keep for the backward passes of as many microbatches as are `waiting`, bytes."""
-    training, recompute = run.job.training, run.job.activation_checkpoint
+    training, recompute, arch = run.job.training, run.job.activation_checkpoint, run.arch
     tokens = training.local_batch_size * training.seq_len / run.degrees.context
-    mode = recompute.selective_ac_option if recompute.mode == "selective" else recompute.mode
-    return tokens * _kept_by_block(run, mode) * run.arch.n_layers / run.degrees.pipeline * waiting
+    of_token = _kept_by_block(run)
+    if recompute.mode == "full":
+        of_token = 4 * arch.dim / run.degrees.tensor  # its input
+    elif recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        of_token *= 0.4  # of 8b: every second matmul and the attention
+    return tokens * of_token * arch.n_layers / run.degrees.pipeline * waiting
 
 
-def _kept_by_block(run: Run, mode: str) -> float:
-    """Bytes that one token of a block keeps on one rank, with "none", "full", or an option of selective recomputation:
-    see model/llama.py, line by line."""
-    arch, degree = run.arch, run.degrees
-    size = {"float32": 4, "bfloat16": 2}[run.job.training.mixed_precision_param]
-    kv, stream = arch.n_kv_heads * arch.head_dim, size * arch.dim / degree.tensor
-    if mode == "full":
-        return stream
-    if mode == "op":
-        return stream + size * (3 * arch.dim + kv + arch.ffn_dim) / degree.tensor + size * arch.dim
+def _kept_by_block(run: Run) -> float:
+    """Bytes that one token of a block keeps on one rank if nothing is recomputed: see model/llama.py, line by line."""
+    arch, size = run.arch, {"float32": 4, "bfloat16": 2}[run.job.training.mixed_precision_param]
+    kv = arch.n_kv_heads * arch.head_dim
     # The residual stream and its norms, twice; queries, keys and values; SwiGLU; rotary embedding in fp32.
     values = 7 * arch.dim + 2 * kv + 4 * arch.ffn_dim
     fp8 = 3 * arch.dim + 2 * kv + 4 * arch.ffn_dim if run.job.float8.enable else 0
-    all_of_it = (size * values + 4 * (arch.dim + kv) + fp8) / degree.tensor + size * arch.dim
-    return all_of_it if mode in ("none", "memory_budget") else (stream + (int(mode) - 1) * all_of_it) / int(mode)
+    return (size * values + 4 * (arch.dim + kv) + fp8) / run.degrees.tensor + size * arch.dim
 
 
 def changed(run: Run, settings: Settings) -> Run | None:

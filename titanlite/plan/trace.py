@@ -275,7 +275,7 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     weights, state, gradients = (HOST,) * 3 if offload else ("weights", "optimizer state", "gradients")
     training = run.job.training
     shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
-    with counter.watching(), _no_garbage_collection():
+    with counter.watching():
         rows = [blank_microbatch(*shape, DEVICE) for _ in range(count)]
         counter.mark(update.model.parameters(), weights)  # before FP8 weights have scales, which torchao compares
         with followed(counter, sharded, update, gradients):
@@ -301,7 +301,8 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group whose collectives return at once. It is destroyed at the end."""
+    """A process group whose collectives return at once. It is destroyed at the end. As in training, cycles are not
+    collected within it."""
     assert not dist.is_initialized()
     # Before their first step the ranks of a pipeline agree on whether all of them know the shapes that they receive.
     # They do, but nobody answers here.
@@ -310,24 +311,16 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         "_warmup_backward_result": lambda *_, **__: SimpleNamespace(item=lambda: 1),
     }
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    gc.collect()
+    gc.disable()
     try:
         with patch.multiple(PipelineStage, create=True, **agreement):
             yield
     finally:
+        gc.enable()
         dist.destroy_process_group()
         # DTensor remembers meshes, which compare equal to those of a later world with process groups of other names.
         _clear_sharding_prop_cache()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """As in training: cycles are not collected within a step."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _allocate(sharded: ShardedModel, fake: FakeTensorMode) -> None:
