@@ -24,8 +24,8 @@ def job_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose driver says that it has an H100, and no plan so far."""
+def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose driver says that it has an H100, and no plan so far; its nvidia-smi."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 81000\n")
@@ -33,9 +33,10 @@ def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv(PLAN, "")  # so that it is restored
     monkeypatch.delenv(PLAN)
+    return tool
 
 
-def test_only_a_run_that_might_not_fit_is_planned_and_the_plan_is_handed_down(h100: None):
+def test_only_a_run_that_might_not_fit_is_planned_and_the_plan_is_handed_down(h100: Path):
     foresee(Run(JobConfig(), 1), [], 1)
     assert PLAN not in os.environ
     words = ("--model.flavor", "1b", "--training.seq_len", "16384", "--training.local_batch_size", "2")
@@ -48,27 +49,25 @@ def test_only_a_run_that_might_not_fit_is_planned_and_the_plan_is_handed_down(h1
     foresee(run(), ["--no-such-key"], 8)  # the plan that is there is not made again
 
 
-def test_a_state_that_cannot_fit_is_refused_without_a_trace(h100: None):
+def test_a_state_that_cannot_fit_is_refused_without_a_trace(h100: Path):
     with pytest.raises(UserError, match=r"state take 119\.7 GiB .* Cheapest change .* --training.dtype bfloat16"):
         foresee(run(1), ["--no-such-key"], 1)
     with pytest.raises(UserError, match=r"At least 77 such devices"):
         foresee(Run(JobConfig.model_validate({"model": {"flavor": "405b"}}), 8), ["--no-such-key"], 8)
 
 
-def test_a_plan_that_cannot_be_made_stops_no_run(h100: None, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_that_cannot_be_made_stops_no_run(h100: Path, capsys: pytest.CaptureFixture[str]):
     foresee(run(), ["--no-such-key"], 8)
     assert "The plan could not be made: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_whose_tensors_cannot_fit_is_refused(h100: None):
-    words = "launch --model.flavor 8b --training.seq_len 8192 --training.local_batch_size 16"
-    environment = {"NGPU": "8"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NGPU", environment["NGPU"])
-        said = titanlite(*words.split(), code=2)
+def test_a_run_whose_tensors_cannot_fit_is_refused_with_the_cheapest_change(h100: Path):
+    h100.write_text(h100.read_text().replace("81000", "150"))
+    rows = ("--training.seq_len", 8192, "--training.local_batch_size", 1, "--activation_checkpoint.mode", "none")
+    said = titanlite("train", "--model.n_layers", 1, *rows, code=2)
     assert "This run cannot fit. The plan: " in said
-    assert "Cheapest change that fits: --training.local_batch_size " in said
+    assert "Cheapest change that fits: --" in said
 
 
 def test_the_dry_run_is_an_option_beside_the_keys():
@@ -131,11 +130,11 @@ def _run_out() -> None:
 def test_the_command_prints_a_plan_and_writes_the_fastest_job(job_file: Path, tmp_path: Path):
     own = tmp_path / "gpu.toml"
     rates = ("memory_gib", "bf16", "fp32", "bandwidth", "link", "network", "host", "machine")
-    own.write_text('name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 1)))
+    own.write_text('name = "mine"\n' + "".join(f"{key} = {n}\n" for n, key in enumerate(rates, 4)))
     words = ("plan", "--job.config_file", job_file, "--gpu", own)
     plan = json.loads(titanlite(*words, "--json", "--quick").splitlines()[-1])
-    assert plan["memory"] == GIB
-    assert plan["needs" if "needs" in plan else "peak"] < GIB
+    assert plan["memory"] == 4 * GIB
+    assert 0 < plan["peak"] < GIB
     said = titanlite(*words, "--memory", "0.000001")
     assert "DOES NOT FIT" in said
     assert "No single change of the job makes it fit" in said
