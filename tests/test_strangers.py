@@ -1,5 +1,6 @@
 """What lies around does nothing: modules in the current folder, and shared folders that another user made."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -69,3 +70,42 @@ def test_no_module_of_the_current_folder_is_executed(words: list[str], hostile_f
     )
     assert not (hostile_folder / "EXECUTED").exists(), (hostile_folder / "EXECUTED").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+OWN = """
+import os, sys, titanlite
+for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    found = os.stat(os.path.dirname(os.environ[name]))
+    assert found.st_uid == os.geteuid() and not found.st_mode & 0o077
+assert "torch" not in sys.modules
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+@pytest.mark.parametrize("home", ["new", "a file", "open to all", "of another user", "named by the user"])
+def test_compilers_use_a_folder_of_the_users_own(home: str, tmp_path: Path):
+    """Whoever else could write there would run code as the trainer."""
+    folder = tmp_path / "titanlite-compiler"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        environment.pop(name, None)
+    if home == "a file":
+        folder.touch()
+    elif home == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif home == "of another user":
+        folder.mkdir(mode=0o700)
+        with contextlib.suppress(PermissionError):  # only root can make one; for others it is their own
+            os.chown(folder, 12345, 12345)
+    elif home == "named by the user":
+        folder.mkdir(mode=0o700)
+        environment |= {name: str(folder / "mine") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    ended = subprocess.run([sys.executable, "-c", OWN], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    used = Path(ended.stdout.strip())
+    assert used.parent.parent == tmp_path
+    assert (used.parent == folder) == (
+        folder.is_dir() and folder.stat().st_uid == os.geteuid() and home != "open to all"
+    )
+    assert (used.name == "mine") == (home == "named by the user")

@@ -382,6 +382,28 @@ def test_a_process_whose_parent_died_before_it_could_look_ends_at_once():
     assert (ended.returncode, ended.stdout) == (143, b"")
 
 
+BUSY = """
+import os
+from titanlite.runtime.process import serve_parent
+serve_parent()
+print(os.getpid(), flush=True)
+while True:
+    pass
+"""
+
+
+@LINUX
+def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
+    program = f"from titanlite.runtime.process import start_python; start_python(['-c', {BUSY!r}]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(child, signal.SIGTERM)  # a scheduler's, which is for the parent
+    parent.kill()
+    assert parent.stdout.read() == b""  # it ends when the child, which has it too, is gone
+    parent.wait()
+
+
 @pytest.mark.parametrize("command", ["launch", "train"])
 def test_no_late_signal_can_replace_the_exit_code(command: str):
     """The program does not shut Python down: its handlers would be gone by then."""
