@@ -132,7 +132,7 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    modes = ["disabled", "async", *(["async_with_pinned_mem"] if device == "cuda" else []), "process"]
+    modes = ["disabled", "async", *(["async_with_pinned_mem"] if device == "cuda" else [])]
     lines = [
         "# What a checkpoint costs",
         "",

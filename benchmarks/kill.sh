@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Kill training at every point of a save on each layout (one rank and two, synchronous and asynchronous saves, a process
-# that writes) and at N random moments spread over them; then check that every bit and every loss equals those of an
+# Kill training at every point of a save on each layout (one rank and two, synchronous and asynchronous saves) and
+# at N random moments spread over them; then check that every bit and every loss equals those of an
 # undisturbed run. Then kill the launcher 100 times, and send it 100 signals, spread over the first two seconds of a run
 # on two ranks: no process and no file may be left, and only documented exit codes are allowed.
 #

@@ -298,6 +298,6 @@ class _ReadingPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         name = write_item.index.fqn.removeprefix("model.")
         tensor = self._source.read(name).contiguous()
-        if not tensor.isfinite().all():
+        if not live_tensors.is_finite(tensor):
             raise UserError(f"{self._origin}: {name} holds values that are not finite (NaN or infinite)")
         return tensor

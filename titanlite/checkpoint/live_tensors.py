@@ -146,6 +146,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number of it is NaN or infinite. A sum shows nearly always that, and takes no memory."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor within torchao's wrapper of weights that are gathered in FP8; other tensors as they are."""
     if is_traceable_wrapper_subclass(tensor) and "_tensor" in tensor.__tensor_flatten__()[0]:

@@ -239,7 +239,7 @@ def _load_finite(reader: SafeReader, tensors: dict[str, Tensor], ranks: Ranks | 
 def _check_finite(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
     """Raises CheckpointError, on all ranks, that names the weights which are not finite."""
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    bad = [n for n, t in weights.items() if not live_tensors.local(t).isfinite().all()]
+    bad = [n for n, t in weights.items() if not live_tensors.is_finite(live_tensors.local(t))]
     of_ranks = [bad] if ranks is None else ranks.distinct(bad)
     if lines := sorted({name for names in of_ranks for name in names}):
         raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(lines)}")
