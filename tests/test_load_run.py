@@ -118,7 +118,7 @@ def test_a_job_of_python_is_checked_as_one_of_a_file():
     with pytest.raises(UserError) as caught:
         check_run(wrong, 1)
     report = re.sub(r"\s+", " ", str(caught.value))
-    assert report.startswith("2 mistakes in the job: JobConfig: model.n_heads = 3 must divide model.dim = 256.")
+    assert report.startswith("2 mistakes in the job: JobConfig: model.n_heads = 3 must divide model.dim = 256 ")
     assert "JobConfig: training.seq_len = 9000 must be at most model.max_seq_len" in report
     assert check_run(JobConfig(), 1).arch.vocab_size == 4096
 

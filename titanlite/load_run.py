@@ -145,7 +145,7 @@ def dataset(context: Context) -> Iterator[Problem]:
     dataset = context.job.dataset
     for number, stage in enumerate(dataset.stages):
         if len(stage.weights) != len(dataset.sources) or not any(stage.weights):
-            text = f"must be {len(dataset.sources)} weights, one for each of dataset.sources, and one of them above 0."
+            text = f"must be {len(dataset.sources)} weights, one for each of dataset.sources, not all 0."
             yield f"dataset.stages.{number}.weights", text
 
 
@@ -156,8 +156,7 @@ def validation(context: Context) -> Iterator[Problem]:
         if validation.sources or context.is_set("validation.source"):
             yield from _sources(context, "validation", validation)
         else:
-            text = "needs something to validate on: a share of the training data, such as validation.holdout = 0.01, "
-            yield "validation.freq", text + "or a validation.source of its own."
+            yield "validation.freq", "needs validation.holdout, such as 0.01, or a validation.source of its own."
     keys = _source_keys(context, "validation") + ["validation.sources"] * bool(validation.sources)
     if validation.freq == 0 and not context.is_set("validation.freq"):  # a 0 that the job file sets is intended
         for key in ["validation.holdout"] if validation.holdout > 0 else keys[:1]:
@@ -192,8 +191,7 @@ def _sources(context: Context, section: str, dataset: Dataset | Validation) -> I
         prefix = f"{section}.sources.{number}" if dataset.sources else section
         unused = [name for name, users in _USERS.items() if source.source not in users]
         if wrong := [name for name in unused if getattr(source, name) != type(source).model_fields[name].default]:
-            text = f"{wrong[0]} is not used by this source: name another source, or leave {wrong[0]} out."
-            yield f"{prefix}.source", text
+            yield f"{prefix}.source", f"does not use {wrong[0]}: name another source, or leave it out."
             continue
         try:
             find_files(source)
@@ -214,8 +212,7 @@ def output_folders(context: Context) -> Iterator[Problem]:
     elif checkpoint.enable and (problem := not_writable(Path(os.path.normpath(folder / checkpoint.folder)))):
         yield "checkpoint.folder", problem
     if os.path.normpath(checkpoint.folder) in (".", "final", "final_hf", *FILES):
-        text = "is where a run writes other outputs. Choose a folder for the checkpoints alone, such as checkpoint."
-        yield "checkpoint.folder", text
+        yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
 
 
 def _wrong_kind(folder: Path) -> str | None:
@@ -249,5 +246,4 @@ def initial_weights(context: Context) -> Iterator[Problem]:
     if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
-        text = "says how to read checkpoint.initial_load_path, which is left out. Set both, or none."
-        yield "checkpoint.initial_load_in_hf", text
+        yield "checkpoint.initial_load_in_hf", "says how to read checkpoint.initial_load_path, which is left out."

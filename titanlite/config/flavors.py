@@ -34,6 +34,11 @@ class Architecture:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
+    @property
+    def kv_dim(self) -> int:
+        """Width of all keys of a token, and of all values."""
+        return self.n_kv_heads * self.head_dim
+
 
 FLAVORS = {
     # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with

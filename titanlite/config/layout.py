@@ -77,8 +77,7 @@ def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
     three forward passes.
     """
     embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
-    kv_dim = arch.n_kv_heads * arch.head_dim
-    block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * kv_dim + 3 * arch.dim * arch.ffn_dim)
+    block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * arch.kv_dim + 3 * arch.dim * arch.ffn_dim)
     block += 2 * seq_len * arch.dim  # causal attention: scores and weighted sum, half of 4 T C
     return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
 

@@ -97,21 +97,17 @@ def broken_rules(context: Context, invalid: Collection[str] = frozenset()) -> li
 @rule("model", "training.seq_len")
 def model(context: Context) -> Iterator[Problem]:
     arch = context.run.arch
-    if arch.dim % arch.n_heads:
-        near = _near(_divisors(arch.dim), arch.n_heads)
-        yield "model.n_heads", f"must divide model.dim = {arch.dim}. Near ones that do: {near}."
-    elif arch.head_dim % 2:
-        text = f"gives heads of width {arch.head_dim} at model.dim = {arch.dim}; rotary embeddings need an even width."
-        yield "model.n_heads", text, "Choose fewer heads, or an even model.dim."
+    if arch.dim % arch.n_heads or arch.head_dim % 2:
+        near = _near((n for n in _divisors(arch.dim) if arch.dim // n % 2 == 0), arch.n_heads)
+        yield "model.n_heads", f"must divide model.dim = {arch.dim} into heads of an even width. Near ones: {near}."
     elif arch.n_heads % arch.n_kv_heads:
         near = _near(_divisors(arch.n_heads), arch.n_kv_heads)
         yield "model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}. Near ones that do: {near}."
     if arch.rope_scaling_factor > 1 and arch.rope_low_freq_factor >= arch.rope_high_freq_factor:
-        text = f"must be less than model.rope_high_freq_factor = {arch.rope_high_freq_factor}: frequencies between "
-        yield "model.rope_low_freq_factor", text + "the two are blended. Llama 3.1 has 1 and 4."
+        text = f"must be less than model.rope_high_freq_factor = {arch.rope_high_freq_factor}. Llama 3.1 has 1 and 4."
+        yield "model.rope_low_freq_factor", text
     if context.job.training.seq_len > arch.max_seq_len:
-        text = f"must be at most model.max_seq_len = {arch.max_seq_len} (flavor {context.job.model.flavor})."
-        yield "training.seq_len", text, "Shorten it, or raise model.max_seq_len."
+        yield "training.seq_len", f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them."
 
 
 # -------------------------------------------------------------------------------------------------------------- layout
@@ -166,26 +162,25 @@ def _tensor(run: Run) -> Iterator[Problem]:
         return arch.n_kv_heads % n == 0 and arch.ffn_dim % n == 0 and part * (n - 1) < arch.vocab_size
 
     if not works(tensor):
-        text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}: a rank takes "
+        text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
         near = _near(filter(works, range(1, arch.n_kv_heads + 1)), tensor)
-        yield "parallelism.tensor_parallel_degree", f"{text}whole heads. Nearest: {near}."
-    elif job.float8.enable and tensor > 1:
-        sides = {"n_kv_heads": arch.n_kv_heads * arch.head_dim, "dim": arch.dim, "ffn_dim": arch.ffn_dim}
-        if odd := [name for name, side in sides.items() if side // tensor % 16]:
-            text = f"leaves the rank a side that is no multiple of 16 (from model.{odd[0]}), which an FP8 matmul needs."
-            yield "parallelism.tensor_parallel_degree", text, "Lower it, or set float8.enable = false."
+        yield "parallelism.tensor_parallel_degree", f"{text} Nearest: {near}."
+    elif job.float8.enable and tensor > 1 and any(n // tensor % 16 for n in (arch.kv_dim, arch.dim, arch.ffn_dim)):
+        text = "leaves a rank a side that is no multiple of 16, which an FP8 matmul needs."
+        yield "parallelism.tensor_parallel_degree", text, "Nearest: a lower one, or float8.enable = false."
     if job.parallelism.enable_async_tensor_parallel and (tensor == 1 or not run.compiles("model")):
-        text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components: '
-        yield "parallelism.enable_async_tensor_parallel", f"{text}the compiler makes traffic and matmuls overlap."
+        text = 'needs tensor_parallel_degree > 1, and compile.enable = true with "model" in compile.components.'
+        yield "parallelism.enable_async_tensor_parallel", text
 
 
 def _sequence(run: Run) -> Iterator[Problem]:
     """Tensor and context ranks divide each row."""
     degree, length, divisor = run.degrees, run.job.training.seq_len, sequence_divisor(run.degrees)
     if length % divisor:
-        reason = f"context_parallel_degree = {degree.context} (two chunks a rank) and tensor_parallel_degree = "
-        text = f"must be a multiple of {divisor}: rows are cut by {reason}{degree.tensor}."
-        yield "training.seq_len", text, f"Nearest: {_multiples(length, divisor)}."
+        text = (
+            f"must be a multiple of {divisor}, because context and tensor ranks ({degree.context} and {degree.tensor}) "
+        )
+        yield "training.seq_len", f"{text}cut rows. Nearest: {_multiples(length, divisor)}."
 
 
 def _pipeline(run: Run) -> Iterator[Problem]:
@@ -209,12 +204,10 @@ def _pipeline(run: Run) -> Iterator[Problem]:
         text = f"gives {ranks * a_rank} stages ({a_rank} a rank), and the model has {layers} blocks."
         yield "parallelism.pipeline_parallel_degree", f"{text} Nearest: {layers // a_rank}."
     if run.arch.tied_embeddings:
-        text = "does not go with model.tied_embeddings = true: the one matrix would be needed on the first and on the "
-        remedy = "Use tensor or data parallelism for it, or set model.tied_embeddings = false."
-        yield "parallelism.pipeline_parallel_degree", f"{text}last stage, and its gradient summed between them.", remedy
+        text = "does not go with model.tied_embeddings = true: the first and the last stage would share a matrix."
+        yield "parallelism.pipeline_parallel_degree", text, "Use tensor or data parallelism."
     if config.fsdp_reduce == "microbatch":
-        text = 'is "microbatch", but a stage of a pipeline reduces its gradients with its last microbatch.'
-        yield "parallelism.fsdp_reduce", text, 'Set it to "step".'
+        yield "parallelism.fsdp_reduce", 'must be "step" with a pipeline, whose stages reduce with the last microbatch.'
     for reason, remedy in _schedule_lacks(job, run.compiles("model")):
         yield "parallelism.pipeline_parallel_schedule", reason, f'Nearest: "Interleaved1F1B", or {remedy}.'
     count, rows = run.microbatches, job.training.local_batch_size * run.degrees.data
@@ -229,11 +222,8 @@ def _pipeline(run: Run) -> Iterator[Problem]:
 
 def _schedule_lacks(job: JobConfig, compiled: bool) -> Iterator[tuple[str, str]]:
     """What a schedule of a pipeline cannot do, and what to change besides the schedule."""
-    schedule, recompute, torch = (
-        job.parallelism.pipeline_parallel_schedule,
-        job.activation_checkpoint,
-        version("torch"),
-    )
+    schedule, recompute = job.parallelism.pipeline_parallel_schedule, job.activation_checkpoint
+    torch = version("torch")
     if schedule not in SPLIT_BACKWARD:
         return
     old = tuple(map(int, torch.split(".")[:2])) < (2, 13)
@@ -280,10 +270,9 @@ def what_has_no_effect(context: Context) -> Iterator[Problem]:
     if checkpoint.keep_best and not checkpoint.enable:
         yield "checkpoint.keep_best", "keeps nothing, because checkpoint.enable is false. Set both."
     elif checkpoint.keep_best and context.job.validation.freq == 0:
-        text = "needs the loss of a validation, and validation.freq is 0: no validation. Set it, for example to "
-        yield "checkpoint.keep_best", f"{text}checkpoint.interval = {checkpoint.interval}."
+        yield "checkpoint.keep_best", "needs the loss of a validation, and validation.freq is 0. Set it."
     if samples.freq and not samples.prompts:
-        yield "samples.freq", 'has nothing to complete. Set samples.prompts, for example to ["import os"].'
+        yield "samples.freq", "has nothing to complete: samples.prompts is empty."
     if samples.prompts and not context.is_set("samples.freq"):  # a 0 that the job file sets is intended
         yield "samples.prompts", "has no effect, because samples.freq is left out, which means 0: never. Set both."
 
@@ -295,20 +284,19 @@ def profiles(context: Context) -> Iterator[Problem]:
         yield "profiling.profiler_ranks", f"names rank {missing[0]}, and the last of {ranks} is {ranks - 1}."
     needed = profiling.profiler_warmup + profiling.profiler_active
     if (profiling.enable_profiling or profiling.enable_memory_snapshot) and needed > profiling.profile_freq:
-        text = f"must be at least profiler_warmup + profiler_active = {needed}, the steps of a cycle that need the "
-        yield "profiling.profile_freq", f"{text}profiler."
+        yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
 
 
 @rule("activation_checkpoint", "compile", "model")
 def recomputation(context: Context) -> Iterator[Problem]:
     checkpoint, layers = context.job.activation_checkpoint, context.run.arch.n_layers
     if checkpoint.mode == "memory_budget" and not context.run.compiles("model"):
-        text = 'is decided by the compiler: set compile.enable = true with "model" in compile.components, or choose '
-        yield "activation_checkpoint.mode", text + "another mode (none, selective, full)."
+        text = 'is decided by the compiler: it needs compile.enable = true with "model" in compile.components.'
+        yield "activation_checkpoint.mode", text
     every = checkpoint.selective_ac_option
     if checkpoint.mode == "selective" and every.isdecimal() and int(every) > layers:
-        text = f"must be at most model.n_layers = {layers}. With a larger one no block is checkpointed. If you want "
-        yield "activation_checkpoint.selective_ac_option", text + 'that, set activation_checkpoint.mode = "none".'
+        text = f'must be at most model.n_layers = {layers}. For none: activation_checkpoint.mode = "none".'
+        yield "activation_checkpoint.selective_ac_option", text
 
 
 # ------------------------------------------------------------------------------------------------ optimizer and float8
@@ -322,17 +310,18 @@ def optimizer(context: Context) -> Iterator[Problem]:
     moment can stop anywhere between 0.72 and 1.64 times that value. With 0.004 it never falls."""
     optimizer, training, state = context.job.optimizer, context.job.training, context.run.state_dtype
     if optimizer.stochastic_rounding and "bfloat16" not in (state, training.dtype):
-        text = f'rounds nothing: training.dtype is "{training.dtype}" and optimizer.state_dtype "{state}". '
-        yield "optimizer.stochastic_rounding", text + 'Set one to "bfloat16".'
+        text = 'rounds nothing: set training.dtype or optimizer.state_dtype to "bfloat16".'
+        yield "optimizer.stochastic_rounding", text
     own = optimizer.stochastic_rounding or state != training.dtype or context.run.compiles("optimizer")
     if own and optimizer.implementation != "fused":
-        text = "is one of torch's, which have no stochastic_rounding, state_dtype or compilation. "
-        yield "optimizer.implementation", text + 'Leave it at "fused".'
+        text = 'must be "fused" with stochastic_rounding, a state_dtype of its own, or a compiled optimizer.'
+        yield "optimizer.implementation", text
     for key in ("beta1", "beta2") if state == "bfloat16" and not optimizer.stochastic_rounding else ():
         if (beta := getattr(optimizer, key)) > 0.99:
-            text = f"is too high for moments in bfloat16. A step changes a moment by {1 - beta:.2g} times its distance "
-            text += "from its target, and bfloat16 rounds away changes below 2^-8 = 0.0039 of the value. So it can "
-            text += f"stop at {1 / (1 + 2.0**-8 / (1 - beta)):.2f} times its target. Set "
+            stop = f"{1 / (1 + 2.0**-8 / (1 - beta)):.2f}"
+            text = (
+                f"is too high for moments in bfloat16, whose rounding lets them stop at {stop} times their target. Set "
+            )
             text += f"optimizer.stochastic_rounding = true, optimizer.{key} to 0.99 or less, or "
             yield f"optimizer.{key}", text + 'optimizer.state_dtype = "float32".'
 
@@ -343,25 +332,21 @@ def float8(context: Context) -> Iterator[Problem]:
     if not float8.enable:
         return
     if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
-        text = f'needs float8.recipe_name = "tensorwise"; it is "{float8.recipe_name}". A row\'s scale is not known to '
-        yield "float8.enable_fsdp_float8_all_gather", text + "the rank that gathers it."
+        yield "float8.enable_fsdp_float8_all_gather", 'needs float8.recipe_name = "tensorwise".'
     if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        text = "needs float8.enable_fsdp_float8_all_gather = true: the scales are for the gathered weights."
+        text = "needs float8.enable_fsdp_float8_all_gather = true."
         yield "float8.precompute_float8_dynamic_scale_for_fsdp", text
     if arch.dim < float8.min_features:
-        text = f"converts no layer: model.dim = {arch.dim} is less than float8.min_features = {float8.min_features}, "
-        remedy = "Set float8.min_features = 0 to convert all, or float8.enable = false."
-        yield "float8.enable", text + "below which FP8 gains nothing.", remedy
+        text = f"converts no layer: model.dim = {arch.dim} is less than float8.min_features = {float8.min_features}."
+        yield "float8.enable", text, "Set float8.min_features = 0 to convert all."
         return
-    for key, size in (("dim", arch.dim), ("n_kv_heads", arch.n_kv_heads * arch.head_dim), ("ffn_dim", arch.ffn_dim)):
+    for key, size in (("dim", arch.dim), ("n_kv_heads", arch.kv_dim), ("ffn_dim", arch.ffn_dim)):
         if size >= float8.min_features and size % 16:
-            text = f"gives FP8 layers a side of {size}; an FP8 matmul takes multiples of 16."
-            yield f"model.{key}", text, "Change it, or set float8.enable = false."
+            yield f"model.{key}", f"gives FP8 layers a side of {size}; an FP8 matmul takes multiples of 16."
     tokens = training.local_batch_size * training.seq_len // context.job.parallelism.context_parallel_degree
     if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # whose weight gradients need no FP8
-        text = f"with training.local_batch_size = {training.local_batch_size} gives {tokens} tokens at a time; "
-        remedy = "Change one of them, or set float8.enable = false."
-        yield "training.seq_len", text + "an FP8 matmul takes multiples of 16.", remedy
+        text = f"times training.local_batch_size gives {tokens} tokens; an FP8 matmul takes multiples of 16."
+        yield "training.seq_len", text
 
 
 def _divisors(number: int) -> list[int]:

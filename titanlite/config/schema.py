@@ -21,6 +21,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -58,6 +59,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists; a frozen section holds a tuple
 
+OF_CHECKPOINT = "of a checkpoint"  # the context of a validation
 NEVER_READ = "is no longer a key, because nothing read it. Remove it."
 
 
@@ -81,10 +83,21 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _forget_dropped(cls, values: Any) -> Any:
+    def _forget_gone(cls, values: Any, info: ValidationInfo) -> Any:
+        """`values` without dropped keys that have their default; in the job of a checkpoint, without all that is gone,
+        because the checkpoint must stay readable."""
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if key not in cls.dropped or value != cls.dropped[key][0]}
+        of_checkpoint, kept = info.context == OF_CHECKPOINT, {}
+        for key, value in values.items():
+            gone = cls.gone_values.get(key, {}) if of_checkpoint else {}
+            if key in cls.dropped and (of_checkpoint or value == cls.dropped[key][0]):
+                continue
+            if isinstance(value, list):
+                kept[key] = [item for item in value if not (isinstance(item, str) and item in gone)]
+            elif not (isinstance(value, str) and value in gone):
+                kept[key] = value
+        return kept
 
 
 class Job(Section):
@@ -589,14 +602,6 @@ class Comm(Section):
     The default, an hour, is enough for the largest checkpoints. With a scheduler that kills by itself it can stay."""
 
 
-def _kept(section: type[Section], key: str, value: Any) -> Any:
-    """`value` without choices that are gone. None: nothing is left."""
-    gone = section.gone_values.get(key, {})
-    if isinstance(value, list):
-        return [item for item in value if item not in list(gone)]
-    return None if isinstance(value, str) and value in gone else value
-
-
 class JobConfig(Section):
     """One training run.
 
@@ -624,20 +629,8 @@ class JobConfig(Section):
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> Self:
-        """The job in a checkpoint, which an earlier version may have saved: what it had and this version has not is
-        left out, whatever its value, because the checkpoint must stay readable.
-
-        Raises:
-            WrongJob: values that no version had.
-        """
-        kept: dict[str, Any] = {}
-        for name, table in saved.items():
-            section = cls.model_fields[name].annotation if name in cls.model_fields else None
-            if isinstance(section, type) and issubclass(section, Section) and isinstance(table, dict):
-                table = {key: _kept(section, key, value) for key, value in table.items() if key not in section.dropped}
-                table = {key: value for key, value in table.items() if value is not None}
-            kept[name] = table
-        return cls.model_validate(kept)
+        """The job in a checkpoint, without what an earlier version had. Raises WrongJob: what no version had."""
+        return cls.model_validate(saved, context=OF_CHECKPOINT)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -1,0 +1,107 @@
+"""The losses of titanlite and of torchtitan 0.2.2 from the same weights and rows, in fp32 on one CPU process.
+
+    pip install --no-deps torchtitan==0.2.2 torchdata==0.11.0 triton
+    python benchmarks/torchtitan_losses.py [--steps 10]
+
+torchtitan makes the weights, which titanlite imports. titanlite's loader makes the rows. Then each side trains the
+debug model with its own model, loss, clipping, AdamW and schedule. Weights do not decay, because torchtitan's norms do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.utils import clip_grad_norm_
+from torchtitan.components.loss import cross_entropy_loss  # pyright: ignore[reportMissingImports]
+from torchtitan.components.lr_scheduler import build_lr_schedulers  # pyright: ignore[reportMissingImports]
+from torchtitan.components.optimizer import OptimizersContainer  # pyright: ignore[reportMissingImports]
+from torchtitan.config import job_config  # pyright: ignore[reportMissingImports]
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs  # pyright: ignore[reportMissingImports]
+
+import titanlite
+from titanlite.cli import main as command
+
+SHAPE = {"dim": 256, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 4096, "rope_theta": 500000.0}
+ADAMW = {"lr": 8e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    steps = parser.parse_args().steps
+    torch.manual_seed(0)
+    theirs = Transformer(TransformerModelArgs(**SHAPE, multiple_of=640, ffn_dim_multiplier=0.1))
+    with torch.no_grad():
+        theirs.init_weights()
+    with tempfile.TemporaryDirectory(prefix="losses-") as name:
+        ours, rows = train_titanlite(theirs, Path(name), steps)
+    pairs = list(zip(ours, train_torchtitan(theirs, rows, steps), strict=True))
+    for step, (mine, other) in enumerate(pairs, 1):
+        print(
+            f"step {step:3}: titanlite {mine:.7f}, torchtitan {other:.7f}, relative difference {mine / other - 1:+.1e}"
+        )
+    print(f"largest relative difference: {max(abs(mine / other - 1) for mine, other in pairs):.1e}")
+
+
+def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[list[float], list[Any]]:
+    """The loss of each step, and the microbatch of each."""
+    save(theirs.state_dict(), checkpoint_id=str(folder / "theirs"))
+    words = ["import", "--torchtitan", str(folder / "theirs"), "--out", str(folder / "imported")]
+    said = ["--n-heads", str(SHAPE["n_heads"]), "--rope-theta", str(SHAPE["rope_theta"]), "--torchtitan-version", "0.2"]
+    assert command([*words, *said]) == 0
+    settings = {
+        "job.dump_folder": folder / "run",
+        "checkpoint.initial_load_path": folder / "imported",
+        "training.steps": steps,
+        "training.seq_len": 128,
+        "training.local_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        "lr_scheduler.warmup_steps": 2,
+        "optimizer.lr": ADAMW["lr"],
+        "optimizer.weight_decay": ADAMW["weight_decay"],
+        "metrics.log_freq": 1,
+        "model.max_seq_len": 131072,
+        "model.rope_scaling_factor": 8,
+        "model.ffn_dim": 640,
+        **{f"model.{key}": value for key, value in SHAPE.items()},
+    }
+    losses, rows = [], []
+    with titanlite.Trainer(titanlite.load_job([w for k, v in settings.items() for w in (f"--{k}", str(v))])) as trainer:
+        read = trainer.loader.next_global_batch
+
+        def keep() -> Any:
+            batch = read()
+            rows.extend(batch.microbatches)
+            return batch
+
+        trainer.loader.next_global_batch = keep
+        for _ in range(steps):
+            numbers = trainer.step()
+            assert numbers is not None
+            losses.append(numbers.loss)
+    return losses, rows
+
+
+def train_torchtitan(model: Any, rows: list[Any], steps: int) -> list[float]:
+    """The loss of each step, as torchtitan's train_step computes it."""
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, ADAMW)
+    schedulers = build_lr_schedulers(optimizers, job_config.LRScheduler(warmup_steps=2), steps)
+    losses = []
+    for batch in rows[:steps]:
+        optimizers.zero_grad()
+        loss = cross_entropy_loss(model(batch.input_ids), batch.labels) / (batch.labels != -100).sum().float()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizers.step()
+        schedulers.step()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    main()
