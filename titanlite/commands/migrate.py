@@ -61,18 +61,19 @@ def _report(result: Migration, options: Migrate) -> str:
     name = options.out or "NEW.toml"
     where = f"Wrote {name}" if options.out else "This job"
     scaled = "are scaled as in Llama 3.1" if result.version == "0.2" else "are not scaled"
+    lost = [
+        textwrap.fill(text, 110, initial_indent=indent, subsequent_indent=indent)
+        for reason, keys in result.lost.items()
+        for text, indent in ((", ".join(keys), "  "), (reason, "      "))
+    ]
     lines = [
         f"{where}: {result.carried} keys as they were. The old one is read as a job of torchtitan {result.version}, "
         f"where rotary frequencies {scaled}."
     ]
-    if result.renamed:
-        lines += ["", "Under another name:", *(f"  {old} -> {new}" for old, new in result.renamed.items())]
-    if result.added:
-        lines += ["", "Added, so that the run stays the same:"]
-        lines += [f"  {key}  ({why})" for key, why in result.added.items()]
-    if result.lost:
-        lines += ["", "Left out:"]
-        for reason, keys in result.lost.items():
-            lines += textwrap.wrap(", ".join(keys), 110, initial_indent="  ", subsequent_indent="  ")
-            lines += textwrap.wrap(reason, 110, initial_indent="      ", subsequent_indent="      ")
+    for heading, rows in (
+        ("Under another name:", [f"  {old} -> {new}" for old, new in result.renamed.items()]),
+        ("Added, so that the run stays the same:", [f"  {key}  ({why})" for key, why in result.added.items()]),
+        ("Left out:", lost),
+    ):
+        lines += ["", heading, *rows] if rows else []
     return "\n".join([*lines, "", f"Now: titanlite check --job.config_file {name} --world-size N"])

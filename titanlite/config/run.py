@@ -14,7 +14,7 @@ from typing import Literal
 from titanlite.config.flavors import Architecture, architecture
 from titanlite.config.layout import Degrees, degrees, stage_parts
 from titanlite.config.load import resolve_path
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import Component, JobConfig
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Run:
         """Folder that contains a folder per saved step."""
         return self.dump_folder / self.job.checkpoint.folder
 
-    def compiles(self, component: Literal["model", "loss", "optimizer", "clip"]) -> bool:
+    def compiles(self, component: Component) -> bool:
         """Whether the job asks to compile this component."""
         return self.job.compile.enable and component in self.job.compile.components
 

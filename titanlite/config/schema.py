@@ -63,6 +63,14 @@ OF_CHECKPOINT = "of a checkpoint"  # the context of a validation
 NEVER_READ = "is no longer a key, because nothing read it. Remove it."
 
 
+Component = Literal["model", "loss", "optimizer", "clip"]
+
+
+def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
+    """Keys that an earlier version accepted but never read, as `Section.dropped` has them."""
+    return {key: (default, NEVER_READ) for key, default in defaults.items()}
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
 
@@ -252,7 +260,7 @@ class Dataset(TextSource):
     """Where the text comes from, and in which order it is read. The keys here describe one source. For a mix, use
     [[dataset.sources]]."""
 
-    dropped = {"weight": (1.0, NEVER_READ)}
+    dropped = _never_read(weight=1.0)
 
     max_epochs: NonNegativeInt = 0
     """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
@@ -286,7 +294,7 @@ class Dataset(TextSource):
 class ValidationSource(TextSource):
     """One source of a mix to validate on."""
 
-    dropped = {"max_epochs": (0, NEVER_READ)}
+    dropped = _never_read(max_epochs=0)
 
     weight: NonNegativeFloat = 1.0
     """Share of the rows that come from this source, relative to the weights of the other sources."""
@@ -296,15 +304,8 @@ class Validation(TextSource):
     """The loss on data that is never trained on. The keys here describe one source. For a mix, use
     [[validation.sources]]."""
 
-    dropped = {
-        "weight": (1.0, NEVER_READ),
-        "max_epochs": (0, NEVER_READ),
-        "stages": ([], NEVER_READ),
-        "document_mask": (False, NEVER_READ),
-        "on_change": ("error", NEVER_READ),
-        "num_workers": (1, NEVER_READ),
-        "prefetch": (2, NEVER_READ),
-    }
+    dropped = _never_read(weight=1.0, max_epochs=0, stages=[], document_mask=False)
+    dropped |= _never_read(on_change="error", num_workers=1, prefetch=2)
 
     freq: NonNegativeInt = 0
     """Steps between two validations. One more is done before the first step, and one at the end. 0: no validation."""
@@ -439,10 +440,7 @@ class Compile(Section):
 
     enable: bool = False
     """Compile the listed components. The first step then takes half a minute or more."""
-    components: Annotated[tuple[Literal["model", "loss", "optimizer", "clip"], ...], Field(strict=False)] = (
-        "model",
-        "loss",
-    )
+    components: Annotated[tuple[Component, ...], Field(strict=False)] = ("model", "loss")
     """model: the transformer blocks (one compilation serves all of them), and the cast of weights before an FP8
     all-gather. loss: the softmax and the gradient of the loss. optimizer: the update, by titanlite's own AdamW instead
     of torch's fused one. clip: the gradient norm. optimizer.stochastic_rounding and optimizer.state_dtype need

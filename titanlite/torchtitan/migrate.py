@@ -77,12 +77,13 @@ def migrate(raw: str, name: str, version: Version | None = None) -> Migration:
     heading, rest = (raw[: header.end()], raw[header.end() :]) if header else ("", raw)
     try:
         tomli.loads(raw)
-        entries = list(_entries(tomlkit.parse(rest).body, "", []))
-        job = _Job(entries, version)
-        job.complete()
-        blocks = job.blocks()
+        document = tomlkit.parse(rest)
     except (ValueError, RecursionError, TOMLKitError) as error:  # bad TOML, a number of 5,000 digits, deep lists
         raise UserError(f"{name}: not valid TOML: {error}.") from None
+    try:
+        job = _Job(list(_entries(document.body, "", [])), version)
+        job.complete()
+        blocks = job.blocks()
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     job.result.text = "\n\n".join(filter(None, [heading.rstrip(), *blocks])) + "\n"
