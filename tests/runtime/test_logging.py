@@ -1,45 +1,64 @@
-"""What reaches the terminal and train.log, rank by rank."""
+"""What reaches the terminal, train.log and events.jsonl, rank by rank."""
 
+import json
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titanlite.config.errors import UserError
-from titanlite.runtime.logging import Event, failed_writes, logged_ranks, setup_logging
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, note_end, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
+Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _restore_logging():
+def _fresh_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("LOG_RANK", raising=False)
     yield
     for name in ("titanlite", "py.warnings"):
         logging.getLogger(name).handlers.clear()
     logging.captureWarnings(False)
 
 
-def test_rank_0_is_logged_by_default_with_the_time(monkeypatch, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    setup_logging(0, None).info("a line")
-    assert re.fullmatch(rf"{CLOCK} a line\n", capsys.readouterr().out)
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
 
 
-def test_other_ranks_print_nothing_but_errors(monkeypatch, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    logger = setup_logging(1, None)
-    logger.info("silent")
-    logger.warning("silent too")
-    warnings.warn("and this", stacklevel=1)
-    assert capsys.readouterr() == ("", "")
+def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("shown", "rank", "out", "err"),
+    [
+        ("", 0, f"{CLOCK} a line\n{CLOCK} ERROR: broken\n", ""),
+        ("", 1, "", rf"{CLOCK} \[rank 1\] ERROR: broken\n"),
+        ("0, 2", 2, rf"{CLOCK} \[rank 2\] a line\n{CLOCK} \[rank 2\] ERROR: broken\n", ""),
+        ("3", 3, f"{CLOCK} a line\n{CLOCK} ERROR: broken\n", ""),
+        ("3", 0, "", rf"{CLOCK} \[rank 0\] ERROR: broken\n"),
+    ],
+)
+def test_the_terminal_shows_the_ranks_that_are_asked_for_and_errors_of_all(
+    shown: str, rank: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+):
+    monkeypatch.setenv("LOG_RANK", shown)
+    setup_logging(rank, None)
+    logger = setup_logging(rank, None)  # a second call does not say all twice
+    logger.info("a line")
     logger.error("broken")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(rf"{CLOCK} \[rank 1\] ERROR: broken\n", err)
+    said = capsys.readouterr()
+    assert re.fullmatch(out, said.out)
+    assert re.fullmatch(err, said.err)
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ["careful", "broken"] * 2), (1, ["broken"] * 2)])
@@ -55,64 +74,31 @@ for name in ("torch.fx", "torchao"):
     logging.getLogger(name).warning("careful")
     logging.getLogger(name).error("broken")
 """
-    environment = {name: value for name, value in os.environ.items() if name != "LOG_RANK"}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ended.stderr.split() == said
-    assert ended.stdout == ""
+    ended = run(code)
+    assert (ended.stderr.split(), ended.stdout) == (said, "")
 
 
-def test_several_named_ranks_carry_a_prefix(monkeypatch, capsys):
-    monkeypatch.setenv("LOG_RANK", "0, 2")
-    setup_logging(2, None).info("here")
-    assert re.fullmatch(rf"{CLOCK} \[rank 2\] here\n", capsys.readouterr().out)
-
-
-def test_one_named_rank_needs_no_prefix(monkeypatch, capsys):
-    monkeypatch.setenv("LOG_RANK", "3")
-    setup_logging(3, None).info("here")
-    setup_logging(0, None).info("not here")
-    assert re.fullmatch(rf"{CLOCK} here\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("text", ["all", "0;1", "-1", ","])
-def test_a_wrong_log_rank_is_named(monkeypatch, text):
-    monkeypatch.setenv("LOG_RANK", text)
-    with pytest.raises(UserError, match=re.escape(f'LOG_RANK = "{text}"')):
-        logged_ranks()
-
-
-def test_rank_0_appends_to_its_file_even_if_the_terminal_shows_another_rank(monkeypatch, tmp_path, capsys):
+def test_rank_0_appends_to_its_files_even_if_the_terminal_shows_another_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
+):
     monkeypatch.setenv("LOG_RANK", "1")
-    log_file = tmp_path / "run" / "train.log"
-    for run in ("first", "second"):
-        setup_logging(0, log_file).info(f"{run} run")
-    setup_logging(1, log_file).info("rank 1")
-    lines = log_file.read_text().splitlines()
-    assert [line.split("] ")[-1] for line in lines] == ["first run", "second run"]
+    log_file = tmp_path / "run" / LOG_FILE
+    for name in ("first", "second"):
+        setup_logging(0, log_file).info(f"{name} run")
+        warnings.warn("look at this", stacklevel=1)
+    setup_logging(1, log_file).info(Event("rank 1", "save", 1))
+    lines = [line for line in log_file.read_text().splitlines() if line.startswith("[")]
+    assert [line.rpartition("] ")[2] for line in lines if "WARNING" not in line] == ["first run", "second run"]
+    assert sum("WARNING: " in line and "look at this" in line for line in lines) == 1  # Python says it once
     assert re.match(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] \[rank 0\]", lines[0])
     assert "first run" not in capsys.readouterr().out
+    assert events(log_file.parent) == []
 
 
-def test_setting_up_twice_does_not_print_twice(monkeypatch, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    setup_logging(0, None)
-    setup_logging(0, None).info("once")
-    assert capsys.readouterr().out.count("once") == 1
-
-
-def test_python_warnings_become_log_lines(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    setup_logging(0, tmp_path / "train.log")
-    warnings.warn("look at this", stacklevel=1)
-    assert "WARNING: " in capsys.readouterr().out
-    assert "look at this" in (tmp_path / "train.log").read_text()
-
-
-def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
+def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp_path: Path, capsys: Output):
     description = "mine\x1b[2J\r\u2028\n[12:00:00] step 9  loss 0.0\n[2026-01-01 12:00:00] saved\u202e\x85\ud800"
-    setup_logging(0, tmp_path / "train.log").info(description)
-    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+    setup_logging(0, tmp_path / LOG_FILE).info(description)
+    for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
         lines = text.rstrip("\n").split("\n")
         assert [line.startswith("[") for line in lines] == [True, False, False]
         assert r"mine\x1b[2J\x0d\u2028" in lines[0]
@@ -120,50 +106,58 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(mon
         assert all(line.isprintable() for line in lines)
 
 
-def test_import_is_cheap():
-    """`titanlite --help` must answer at once: neither rich nor torch is loaded before a terminal needs it."""
-    code = "import sys, titanlite.runtime.logging, titanlite.observe.live; print({'rich', 'torch'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+def test_events_are_lines_of_the_log_and_follow_what_was_there_even_a_line_that_was_cut(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_FILE).write_text('{"time": 1.0, "event": "sa')
+    log = setup_logging(0, tmp_path / LOG_FILE).info
+    log("a line")
+    log(pickle.loads(pickle.dumps(Event("saved step 5\x1b[2J\nto a folder", "save", 5, took=0.5))))
+    assert "saved step 5\\x1b[2J" in (tmp_path / LOG_FILE).read_text()
+    cut, whole = (tmp_path / EVENTS_FILE).read_text().splitlines()
+    assert cut == '{"time": 1.0, "event": "sa'
+    event = json.loads(whole)
+    assert isinstance(event.pop("time"), float)
+    assert event == {"event": "save", "step": 5, "text": "saved step 5\\x1b[2J\nto a folder", "took": 0.5}
 
 
-@pytest.mark.parametrize("full", ["train.log", "events.jsonl"])
-def test_a_full_disk_is_said_once_counted_and_stops_nothing(monkeypatch, tmp_path, capsys, full):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    (tmp_path / full).symlink_to("/dev/full")
-    logger = setup_logging(0, tmp_path / "train.log")
+def test_an_end_is_an_event_also_if_the_launcher_notes_it(tmp_path: Path) -> None:
+    """The launcher names the log, because it has set up none."""
+    note_end("rank 1 was killed", "failure", tmp_path / LOG_FILE)
+    setup_logging(0, tmp_path / LOG_FILE)
+    note_end("x" * 5000 + " is the reason", "guard")
+    first, second = events(tmp_path)
+    assert (first["event"], first["step"], first["text"]) == ("failure", None, "rank 1 was killed")
+    assert (second["event"], len(second["text"])) == ("guard", 4000)
+    assert second["text"].endswith("x is the reason")
+
+
+@pytest.mark.parametrize("full", [LOG_FILE, EVENTS_FILE, "the folder is gone"])
+def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(tmp_path: Path, capsys: Output, full: str):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if full.startswith("the"):
+        logger = setup_logging(0, folder / LOG_FILE)
+        folder.rename(tmp_path / "moved")
+    else:
+        (folder / full).symlink_to("/dev/full")
+        logger = setup_logging(0, folder / LOG_FILE)
     for step in range(3):
         logger.info(Event(f"saved step {step}", "save", step))
     out, err = capsys.readouterr()
-    assert out.count("its log cannot be written") == 1
-    assert f"{full}: [Errno 28]" in out
+    assert out.count("its log cannot be written") == (2 if full.startswith("the") else 1)  # a file each
     assert err == ""
     assert all(f"saved step {step}\n" in out for step in range(3))
     assert failed_writes() >= 3
     setup_logging(0, None)  # closes the files
 
 
-def test_a_log_that_is_gone_with_its_folder_stops_nothing(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("LOG_RANK", raising=False)
-    logger = setup_logging(0, tmp_path / "run/train.log")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    for _ in range(2):
-        logger.info("a line")
-    out, err = capsys.readouterr()
-    assert (out.count("a line"), out.count("cannot be written"), err) == (2, 1, "")
-
-
-def test_standard_output_on_a_full_disk_stops_nothing(tmp_path):
+def test_standard_output_on_a_full_disk_stops_nothing(tmp_path: Path):
     code = f"""
 import pathlib
 from titanlite.runtime.logging import setup_logging
-setup_logging(0, pathlib.Path({str(tmp_path / "train.log")!r})).info("a line")
+setup_logging(0, pathlib.Path({str(tmp_path / LOG_FILE)!r})).info("a line")
 """
-    environment = {name: value for name, value in os.environ.items() if name != "LOG_RANK"}
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-c", code], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=True
-        )
-    assert "Logging error" not in ended.stderr
-    written = (tmp_path / "train.log").read_text()
+        assert "Logging error" not in run(code, stdout=full, env=dict(os.environ)).stderr
+    written = (tmp_path / LOG_FILE).read_text()
     assert "a line" in written
     assert written.count("cannot be written: <stdout>: [Errno 28]") == 1

@@ -52,35 +52,23 @@ def launch(argv: Sequence[str]) -> int:
     run = load_run(words, workers * nodes)
     if least < nodes:
         load_run(words, workers * least)  # the run must also work on the fewest machines
-    folder = os.environ.pop(machines.FOLDER, None)
-    if folder is None:
-        foresee(run, words, workers, is_dry)
-        os.environ[COMMAND] = _on_this_machine(os.environ.get(COMMAND, "titanlite launch"), nodes)
+    world = World(range(workers), workers, shown_ranks, run.job.comm.preemption_seconds, max_restarts)
+    command = ["-m", "titanlite", "train", *argv]
 
     def hint() -> str:
         return resume_hint(run, argv)
 
+    if folder := os.environ.pop(machines.FOLDER, None):  # torch's agent has started this process for its machine
+        world = machines.part_of(world)
+        return machines.run_part(Path(folder), lambda: run_ranks(command, world, hint))
+    foresee(run, words, workers, is_dry)
+    os.environ[COMMAND] = _on_this_machine(os.environ.get(COMMAND, "titanlite launch"), nodes)
     _set_variables(workers, gpus, run.job.training.num_threads)
-    if nodes > 1 and folder is None:
+    if nodes > 1:
         own = None if number < 0 else number
         meeting = machines.Machines(least, nodes, address, port, own, max_restarts)
         return machines.run_agent(argv, meeting, lambda: hint() if is_saved(run) else "")
-    place, size = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if folder is None:
-        place, size = 0, 1
-    world = World(
-        range(place * workers, (place + 1) * workers),
-        size * workers,
-        shown_ranks,
-        run.job.comm.preemption_seconds,
-        max_restarts,
-        0 if folder is None else int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-        agent=folder is not None,
-    )
-    command = ["-m", "titanlite", "train", *argv]
-    if folder is None:
-        return run_ranks(command, world, hint)
-    return machines.run_part(Path(folder), lambda: run_ranks(command, world, hint))
+    return run_ranks(command, world, hint)
 
 
 def launch_command(words: Sequence[str]) -> int:

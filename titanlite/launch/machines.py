@@ -19,13 +19,13 @@ import struct
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.config.errors import StoppedBySignal, UserError
 from titanlite.launch.exit_report import KNOWN_EXITS, UNSAVED_STOPS
+from titanlite.launch.ranks import World
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import STOP_SIGNALS, leave, python_command
 
@@ -33,7 +33,6 @@ FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the m
 SIOCGIFADDR = 0x8915  # of netdevice(7)
 MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
 SAY_AFTER = 10  # seconds of waiting for the others
-GOODBYE_SECONDS = 30  # that an agent waits for the others after its machine has ended for a known reason
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler would not be called while torch waits for others
     waiting = f"Waiting for {machines.most} machines at {machines.address}:{machines.port}."
     threading.Thread(target=_pass_on, args=(signals, child, waiting), daemon=True).start()
-    threading.Thread(target=_leave_after, args=(end,), daemon=True).start()
     logging.disable(logging.ERROR)  # the process says why it ended
     address, interface = own_address(machines.address, machines.port)
     if interface is not None:
@@ -110,6 +108,15 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     return int(end.read_text())
 
 
+def part_of(world: World) -> World:
+    """The ranks of this machine among those of all, as the agent has numbered them."""
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    number, machines, restarts = (int(os.environ[name]) for name in names)
+    count = len(world.ranks)
+    ranks = range(number * count, (number + 1) * count)
+    return replace(world, ranks=ranks, size=machines * count, restarts=restarts, agent=True)
+
+
 def run_part(folder: Path, run: Callable[[], int]) -> int:
     """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
     (folder / "process").write_text(str(os.getpid()))
@@ -134,14 +141,6 @@ def _pass_on(signals: set[signal.Signals], child: Path, waiting: str) -> None:
         elif not said and not child.exists():
             said = True
             note(waiting)
-
-
-def _leave_after(end: Path) -> None:
-    """Do not wait for machines that are lost after this one has ended: the agent would do so for five minutes."""
-    while not end.exists():
-        time.sleep(0.5)
-    time.sleep(GOODBYE_SECONDS)
-    leave(int(end.read_text()))
 
 
 def own_address(host: str, port: int) -> tuple[str | None, str | None]:

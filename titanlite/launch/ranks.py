@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, UserError, printable
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, printable
 from titanlite.launch.exit_report import KNOWN_EXITS, RankEnd, explain, explain_hang
 from titanlite.runtime.logging import LOG_FILE, Kind, note_end
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python
@@ -54,9 +54,6 @@ def run_ranks(words: Sequence[str], world: World, resume_hint: Callable[[], str]
     Args:
         words: The program must first call `titanlite.runtime.process.begin`.
         resume_hint: The last lines of the output, if the ranks ended without printing them.
-
-    Raises:
-        UserError: The system refuses another process.
     """
     with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as folder:
         return _Ranks(words, world, resume_hint, Path(folder)).run()
@@ -106,8 +103,8 @@ class _Ranks:
             ERROR_FOLDER: str(self._folder),
         }
         if world.size == len(world.ranks):  # the interfaces replace what was set for runs on several machines
-            variables |= {STORE: str(self._folder / f"store-{restarts}")}
-            variables |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+            interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+            variables |= {STORE: str(self._folder / f"store-{restarts}"), **interfaces}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})  # so that none is missed
         try:
             for local_rank, rank in enumerate(world.ranks):
@@ -120,11 +117,6 @@ class _Ranks:
                 )
             if self._signal:  # it came between two attempts
                 self._send(self._signal)
-        except OSError as error:
-            raise UserError(
-                f"NGPU={len(world.ranks)}: the system refused process number {len(self._processes) + 1} "
-                f"({error.strerror}). Lower NGPU, or raise the limit of processes (ulimit -u)."
-            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
