@@ -107,7 +107,7 @@ def tokenizing(
         *(
             f"| {name} | {statistics.median(times):.2f} | {tokens / statistics.median(times) / 1e6:.2f} |"
             for name, times in (
-                ("`titanlite prepare`: file to shards, start of the processes included", ours),
+                ("`titanlite prepare`: file to shards", ours),
                 ("tiktoken `encode_ordinary_batch`, texts in memory", theirs),
             )
         ),
