@@ -61,7 +61,7 @@ class Loader:
         gather: in place of an all-gather over dp_group, for tests.
 
     Raises:
-        UserError: a source is missing, empty, or smaller than one row; or the ranks cannot share the rows evenly.
+        UserError: a source is missing, empty, or smaller than one row.
     """
 
     def __init__(
@@ -75,11 +75,6 @@ class Loader:
         gather: Gather | None = None,
     ) -> None:
         training, comm = run.job.training, run.job.comm
-        if run.global_batch_size % (run.degrees.data * training.local_batch_size):
-            raise UserError(
-                f"training.global_batch_size = {run.global_batch_size} must be a multiple of training.local_batch_size "
-                f"= {training.local_batch_size} times the data-parallel degree = {run.degrees.data}."
-            )
         self.global_batch_size = run.global_batch_size
         """Rows of one optimizer step, over all ranks."""
         self._dataset, self._local_batch_size, self._device = run.job.dataset, training.local_batch_size, device

@@ -49,35 +49,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class EpochOrder:
+def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     """An endless order of n things: a permutation of all of them, then another one, and so on.
 
-    Attributes:
-        seed: the order is a function of the seed and n.
+    Returns:
+        The things at `positions`, int64 of the same shape. Position p is in epoch p // n.
     """
-
-    _SMALL = 1 << 14  # up to this n, the permutations of the latest epochs are kept in memory
-
-    def __init__(self, n: int, seed: int) -> None:
-        self._n, self.seed = n, seed
-        self._known: dict[int, np.ndarray] = {}
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The things at `positions`, int64 of the same shape. Position p is in epoch p // n."""
-        epochs, places = np.divmod(positions, self._n)
-        result = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            result[here] = self._in_epoch(epoch, places[here])
-        return result
-
-    def _in_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        if epoch in self._known:
-            return self._known[epoch][places]
-        permutation = Permutation(self._n, f"{self.seed} epoch {epoch}")
-        if self._n > self._SMALL:
-            return permutation(places)
-        if len(self._known) >= 32:
-            self._known.pop(next(iter(self._known)))
-        self._known[epoch] = permutation(np.arange(self._n))
-        return self._known[epoch][places]
+    epochs, places = np.divmod(positions, n)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        places[here] = Permutation(n, f"{seed} epoch {epoch}")(places[here])
+    return places

@@ -32,7 +32,7 @@ import numpy as np
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.mixture import Mixture
-from titanlite.data.shuffle import EpochOrder, Permutation
+from titanlite.data.shuffle import Permutation, epoch_order
 from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
 from titanlite.data.sources.shards import Shards
@@ -168,7 +168,7 @@ class SourceReader:
     def __init__(self, source: Source, tokenizer: DocumentTokenizer, seed: int, max_epochs: int, at: _At) -> None:
         self.source, self.max_epochs = source, max_epochs
         self.streams = num_streams(source, max_epochs, tokenizer.holdout)
-        self._tokenizer, self._order, self._seed, self._at = tokenizer, EpochOrder(source.num_units, seed), seed, at
+        self._tokenizer, self._seed, self._at = tokenizer, seed, at
         self._end = max_epochs * source.num_units or MAX_COUNT
 
     def documents(self, stream: int, start: Place) -> Iterator[Document]:
@@ -183,13 +183,13 @@ class SourceReader:
         assert isinstance(self.source, RandomAccess)
         # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
         block = max(8, min(256, len(self.source) // self.streams))
-        turn = start.turn
+        turn, count = start.turn, len(self.source)
         while turn * self.streams + stream < self._end:
-            positions = np.arange(turn, turn + block - turn % block) * self.streams + stream
-            positions = positions[positions < self._end]
-            for position, number in zip(positions.tolist(), self._order(positions).tolist(), strict=True):
+            positions = np.arange(turn, turn + block) * self.streams + stream
+            numbers = epoch_order(count, self._seed, positions[positions < self._end]).tolist()
+            for number in numbers:
                 self._at[2] = number
-                tokens = self._tokenizer.encode(self.source.record(number), position >= len(self.source))
+                tokens = self._tokenizer.encode(self.source.record(number), turn * self.streams + stream >= count)
                 turn += 1
                 yield Document(Place(turn - 1), Place(turn), 0, number, tokens)
 
@@ -197,7 +197,7 @@ class SourceReader:
         assert isinstance(self.source, Sequential)
         turn, first, index = start
         while (position := turn * self.streams + stream) < self._end:
-            part = int(self._order(np.array([position]))[0])
+            (part,) = epoch_order(self.source.num_units, self._seed, np.array([position])).tolist()
             records = self._from(part, first)
             while window := _take_window(records):
                 shuffle = Permutation(len(window), f"{self._seed} position {position} window {first}")
