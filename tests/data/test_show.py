@@ -1,8 +1,14 @@
 """What people see is what training sees."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from data_helpers import ROOT, TOKENIZER, TOKENIZER_PATH, dataset_of, make_loader, some_texts, write_jsonl
+from tokenizers import Tokenizer as Library
+from tokenizers import models
 
+from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig, Tokenizer, Training, Validation
@@ -11,57 +17,57 @@ from titanlite.data.show import show_step
 from titanlite.data.tokenizer import load_tokenizer
 
 
-def run_of(dataset, **sections):
+def run_of(dataset: Dataset, **sections: Any) -> Run:
     training = Training(steps=100, seq_len=32, local_batch_size=6, seed=7)
     return Run(JobConfig(dataset=dataset, training=training, tokenizer=Tokenizer(path=str(TOKENIZER_PATH)), **sections))
 
 
-def shown_text(output):
+def shown_text(output: str) -> list[str]:
     """The text of each row, without the headings."""
     rows = [row[:-1] for row in f"{output}\n".split("=== step ")[1:]]
     parts = [[part.split("\n", 1) for part in row.split("\n--- ")[1:]] for row in rows]
     return ["".join(part[1] for part in row if len(part) == 2) for row in parts]  # a padding has no second line
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_it_shows_the_text_that_training_saw(tmp_path, packing):
+@pytest.mark.parametrize(("packing", "holdout"), [("concat", 0.0), ("best_fit", 0.0), ("concat", 0.5)])
+def test_it_shows_the_text_that_training_saw(tmp_path: Path, packing: str, holdout: float) -> None:
     dataset = dataset_of(tmp_path, some_texts(200), packing=packing)
-    loader = make_loader(dataset, global_batch_size=6)
+    loader, run = (
+        make_loader(dataset, global_batch_size=6, holdout=holdout),
+        run_of(dataset, validation=Validation(holdout=holdout)),
+    )
     for _ in range(3):
         batch = loader.next_global_batch()
     expected = [row.tolist() for micro in batch.microbatches for row in micro.input_ids]
-    for row, (text, tokens) in enumerate(zip(shown_text(show_step(run_of(dataset), 3, None)), expected, strict=True)):
+    for row, (text, tokens) in enumerate(zip(shown_text(show_step(run, 3, None)), expected, strict=True)):
         assert text.startswith(TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0])
-        assert shown_text(show_step(run_of(dataset), 3, row)) == [text]
+        assert shown_text(show_step(run, 3, row)) == [text]
 
 
-def test_it_names_documents_files_and_offsets(tmp_path):
-    output = show_step(run_of(Dataset()), 1, 2)
-    heading, place, *_ = output.split("\n")
+def test_places_are_named_and_nothing_commands_the_terminal(tmp_path: Path) -> None:
+    heading, place, *_ = show_step(run_of(Dataset()), 1, 2).split("\n")
     assert heading == "=== step 1, row 2, python_stdlib"
     assert place.startswith("--- document ")
     assert ".py, bytes 0 to " in place
     assert place.endswith(", tokens 0 to 32")
-
-
-def test_a_document_cannot_command_the_terminal(tmp_path):
     output = show_step(run_of(dataset_of(tmp_path, ["\x1b[2J\x9b1m\u202ehidden\r\u2028" * 20])), 1, 0)
     assert r"\x1b[2J\x9b1m\u202ehidden\x0d\u2028" in output
     assert output.replace("\n", "").isprintable()
 
 
-def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path):
+def test_steps_and_rows_that_do_not_exist_are_errors(tmp_path: Path) -> None:
     run = run_of(dataset_of(tmp_path, some_texts(50), max_epochs=1))
-    with pytest.raises(UserError, match="the run has the steps 1 to 100"):
-        show_step(run, 101, None)
-    with pytest.raises(UserError, match="a global batch has the rows 0 to 5"):
-        show_step(run, 1, 6)
     assert show_step(Run(run.job, 2), 1, 11)
-    with pytest.raises(UserError, match=r"step 99 does not exist: .* has been read once"):
-        show_step(run, 99, None)
+    for step, row, message in [
+        (101, None, "the run has the steps 1 to 100"),
+        (1, 6, "a global batch has the rows 0 to 5"),
+        (99, None, r"step 99 does not exist: .* has been read once"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            show_step(run, step, row)
 
 
-def test_the_table_of_sources(tmp_path):
+def test_the_table_of_sources(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     texts = some_texts(200)
     tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
     one = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", texts)), weight=3.0)
@@ -78,47 +84,26 @@ def test_the_table_of_sources(tmp_path):
     assert cells[0][2].startswith("~")
     assert abs(int(cells[0][2][1:].replace(",", "")) / tokens - 1) < 0.1  # 64 of 200 documents, by bytes
     assert cells[0][3] == "62.5%"
-    held = make_loader(dataset_of(tmp_path, texts), holdout=0.25).table(10)
-    assert "25.00% held out" in held
+    assert not caplog.messages
+    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "abc ")]
+    Library(models.Unigram(vocabulary, 0, False)).save(str(tmp_path / "tokenizer.json"))
+    lossy = load_tokenizer(tmp_path / "tokenizer.json")
+    poor = dataset_of(tmp_path, ["abc cab " * 20] * 20 + ["caf\u00e9 \u00fcber"])
+    assert "25.00% held out" in make_loader(poor, tokenizer=lossy, holdout=0.25).table(steps=1)
+    assert "tokenizer.json cannot represent 5 characters in a sample of jsonl" in caplog.messages[0]
+    assert "'e', 'f', 'r', '\u00e9', '\u00fc'" in caplog.messages[0]
 
 
-def test_the_held_out_documents_are_left_out_here_too(tmp_path):
-    dataset = dataset_of(tmp_path, some_texts(200))
-    run = run_of(dataset, validation=Validation(freq=10, holdout=0.5))
-    loader = make_loader(dataset, global_batch_size=6, holdout=0.5)
-    tokens = loader.next_global_batch().microbatches[4].input_ids[0].tolist()
-    assert shown_text(show_step(run, 1, 4))[0].startswith(TOKENIZER.decode(tokens))
-
-
-def test_commands(tmp_path, capsys):
-    from titanlite.cli import main
-
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--training.seq_len", "64", "--tokenizer.path", str(ROOT / "assets/tokenizer/tokenizer.json")]
     assert main(["data", "show", "--step", "2", "--row=1", *arguments]) == 0
     assert capsys.readouterr().out.startswith("=== step 2, row 1, python_stdlib\n--- document ")
     halves = ["--world-size", "4", "--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "1"]
     assert main(["data", "show", *halves, *arguments]) == 0
     assert capsys.readouterr().out.count("=== step 1, row ") == 2  # ranks of one tensor-parallel group read the same
-    assert main(["data", "show", "--step", "x", *arguments]) == 2
-    assert main(["data", "list"]) == 2
-    assert main(["prepare"]) == 2
+    for wrong in (["data", "show", "--step", "x", *arguments], ["data", "list"], ["prepare"]):
+        assert main(wrong) == 2
     assert "--out PATH" in capsys.readouterr().err
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
-    keys = ["--dataset.source", "jsonl", "--dataset.path", str(path)]
+    keys = ["--dataset.source", "jsonl", "--dataset.path", str(write_jsonl(tmp_path / "a.jsonl", some_texts(20)))]
     assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0
     assert "20 documents" in capsys.readouterr().out
-
-
-def test_characters_that_the_tokenizer_loses_are_named_before_the_first_step(tmp_path, caplog):
-    from tokenizers import Tokenizer, models
-
-    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "abc ")]
-    Tokenizer(models.Unigram(vocabulary, 0, False)).save(str(tmp_path / "tokenizer.json"))
-    dataset = dataset_of(tmp_path, ["abc cab " * 20] * 20 + ["caf\u00e9 \u00fcber"])
-    make_loader(dataset, tokenizer=load_tokenizer(tmp_path / "tokenizer.json")).table(steps=1)
-    (warning,) = caplog.messages
-    assert "tokenizer.json cannot represent 5 characters in a sample of jsonl" in warning
-    assert "'e', 'f', 'r', '\u00e9', '\u00fc'" in warning
-    caplog.clear()
-    make_loader(dataset, tokenizer=load_tokenizer(ROOT / "assets/tokenizer/tokenizer.json")).table(steps=1)
-    assert not caplog.messages
