@@ -225,22 +225,6 @@ def test_no_command_line_leads_to_a_traceback(argv: list[str]):
         load_job(argv)
 
 
-anything = st.recursive(
-    st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=4,
-)
-section_names = st.sampled_from([*SECTIONS, "steps", "modle"])
-key_names = st.sampled_from([*{key.split(".")[1] for key in KEYS}, "setps"])
-
-
-@given(st.dictionaries(section_names, anything | st.dictionaries(key_names, anything, max_size=4), max_size=4))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_file_leads_to_a_traceback(content: dict[str, Any]):
-    with contextlib.suppress(UserError):
-        load(tomlkit.dumps(content))
-
-
 # ------------------------------------------------------------------------------------------------------- dropped keys
 
 
@@ -389,12 +373,6 @@ def test_a_tilde_is_the_home_folder_and_a_name_that_no_system_takes_is_a_mistake
     assert getattr(getattr(load("", f"--{key}", "~nobody123/x"), section), name) == "~nobody123/x"  # no such user
     assert "is no path: File name too long" in mistakes("", f"--{key}", "x" * 256)
     assert "embedded null" in mistakes("", f"--{key}", "a\0b")  # byte or character, as the version of Python has it
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "~nobody123/x"])
-def test_a_job_file_of_an_impossible_name_is_not_there(name: str):
-    with pytest.raises(UserError, match="no such file"):
-        load_job(["--job.config_file", name])
 
 
 # --------------------------------------------------------------------------------------------------------- from Python

@@ -77,8 +77,8 @@ def read_job(argv: Sequence[str]) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
     0."""
     values, strays, errors = _command_line([word for word in argv if word not in ("-h", "--help")])
-    name = values.pop(CONFIG_FILE, None)
-    path, raw, problem = _read_file(DEFAULT_JOB_FILE if name is None else name)
+    is_named = CONFIG_FILE in values
+    path, raw, problem = _read_file(str(values.pop(CONFIG_FILE, DEFAULT_JOB_FILE)))
     errors = [*problem, *errors]
     unreadable, raw = raw is None, raw or {}
     tables = {section: table for section, table in raw.items() if isinstance(table, dict)}
@@ -89,7 +89,7 @@ def read_job(argv: Sequence[str]) -> Draft:
     if {"-h", "--help"} & {*argv}:
         from titanlite.config.help import print_help
 
-        print_help(_validate(raw, {}, str(path))[0] if name is not None else JobConfig(), strays)
+        print_help(_validate(raw, {}, str(path))[0] if is_named else JobConfig(), strays)
     errors += [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
     for key, value in values.items():
         section, name = key.split(".")
