@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.checkpoint.find import known_job
 from titanlite.checkpoint.job_diff import compare_jobs
+from titanlite.checkpoint.step_folders import encode_manifest
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import architecture, unused_rows
 from titanlite.config.load import dump_config, load_job
@@ -212,3 +214,15 @@ def test_a_wrong_job_of_the_largest_model_is_found_out_in_a_fraction_of_a_second
     report = check("--model.flavor", "405b", "--tokenizer.path", "llama.model", "--model.n_heads", "127")
     assert report.startswith("1 mistake")
     assert time.perf_counter() - started < 2.0  # 0.3 s on two idle cores, most of it reading the tokenizer twice
+
+
+def test_a_checkpoint_of_an_older_version_stays_readable(tmp_path: Path):
+    """Whatever its job has of what is gone since."""
+    job = JobConfig().model_dump(mode="json")
+    job["checkpoint"]["async_mode"] = "process"
+    state = {"step": 1, "tokens": 64, "data": {"version": 1}}
+    body = {"format": 1, "step": 1, "files": {}, "info": {"job": job, "train_state": state}}
+    folder = tmp_path / "checkpoint/step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(encode_manifest(body))
+    assert known_job(folder) == JobConfig()

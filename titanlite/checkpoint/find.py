@@ -173,7 +173,7 @@ def saved_job(step_folder: Path) -> JobConfig | None:
     try:
         job = step_folders.read_manifest(step_folder)["info"]["job"]
         if job is not None:
-            return JobConfig.model_validate(job)
+            return JobConfig.of_checkpoint(job)
     except WrongJob as wrong:
         found = "; ".join(mistake.found for mistake in wrong.mistakes)
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
