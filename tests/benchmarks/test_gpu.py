@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,22 +50,6 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
     assert measured["first step"] > 0
     assert measured["memory reserved, GiB"] > 0
     assert measured["MFU"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_checks_put_the_loss_beside_a_materialised_one(tmp_path: Path):
-    case = gpu(tmp_path, "checks", "--only", "loss")["loss"]
-    assert "error" not in case
-    assert "\n| materialised | " in case["text"]
-    assert "\n| fused | " in case["text"]
-
-
-@pytest.mark.slow
-def test_a_case_that_the_time_is_too_short_for_is_named(tmp_path: Path):
-    cases = gpu(tmp_path, "smoke", "--seconds", "1.5", code=1)
-    assert cases["started"]["error"] == "not finished: the 2 seconds of this part were over"
-    assert "seconds" not in cases["generated"]
 
 
 @pytest.fixture
@@ -120,30 +103,6 @@ def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
         "| tokens of a row | 64 |",
         "",
     ]
-
-
-def test_both_run_in_turns_and_are_compared_after_each_pair(part: script.Part, monkeypatch: pytest.MonkeyPatch):
-    order: list[str] = []
-
-    def measured(side: str, rate: float) -> Callable[..., dict[str, float]]:
-        def run(*_: object, **__: object) -> dict[str, float]:
-            order.append(side)
-            if len(order) == 4:
-                raise script.Failed("no end after 180 seconds")
-            return {"tokens/s": rate, "memory reserved, GiB": 1 / rate}
-
-        return run
-
-    monkeypatch.setattr(script, "run_titanlite", measured("titanlite", 3.0))
-    monkeypatch.setattr(script, "run_torchtitan", measured("torchtitan", 2.0))
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
-    part.cpu, part.options.only = False, ["4 rows"]
-    script.torchtitan(part)
-    (case,) = json.loads(part.path.read_text()).values()
-    assert order == ["torchtitan", "titanlite", "titanlite", "torchtitan"]
-    assert case["ratio of tokens/s"] == 1.5
-    assert case["error"] == "no end after 180 seconds"
-    assert case["work"]["activation_checkpoint"] == "full"
 
 
 @pytest.mark.slow

@@ -21,72 +21,46 @@ machine = 2
 
 
 @pytest.mark.parametrize(
-    ("name", "tera"),
+    ("device", "name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA H100 80GB HBM3", "H100", 989),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756),
+        ("NVIDIA H100 NVL", "H100 NVL", 835),
+        ("NVIDIA H200", "H200", 989),
+        ("NVIDIA GH200 480GB", "GH200", 989),
+        ("NVIDIA B200", "B200", 2250),
+        ("NVIDIA GB200", "GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", "A100", 312),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 312),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe", 312),
+        ("NVIDIA L40S", "L40S", 362),
+        ("NVIDIA L4", "L4", 121),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2),
+        ("AMD Instinct MI300X", "MI300X", 1307),
     ],
 )
-def test_peak_of_known_devices(name, tera):
-    assert peak_flops(name) == tera * 1e12
-
-
-@pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H1000"])
-def test_peak_of_unknown_devices_is_none(name):
-    assert peak_flops(name) is None
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
-        ("NVIDIA A100-PCIE-40GB", "A100 PCIe"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-    ],
-)
-def test_a_variant_of_a_device_has_its_own_memory_and_links(device: str, name: str):
+def test_a_device_is_known_by_its_own_name_and_a_variant_is_another(device: str, name: str, tera: float):
     gpu = gpu_of_device(device)
     assert gpu is not None
     assert gpu.name == name
+    assert peak_flops(device) == tera * 1e12
 
 
-@pytest.mark.parametrize("name", ["H100", "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090", "MI300X"])
-def test_people_write_names_as_they_like(name: str):
-    assert find_gpu(name).name.upper().replace(" ", "-") == name.upper().replace(" ", "-")
+@pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H1000"])
+def test_peak_of_unknown_devices_is_none(name: str):
+    assert peak_flops(name) is None
 
 
-def test_a_name_is_taken_as_it_is_and_never_for_a_relative():
+def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
+    names = [gpu.name for gpu in known_gpus()]
+    assert len(set(names)) == len(names) >= 9
+    for name in (*names, "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090"):
+        assert find_gpu(name).name.upper().replace(" ", "-") == name.upper().replace(" ", "-")
     with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Did you mean A100-80GB\?"):
         find_gpu("A100-80")
     with pytest.raises(UserError, match=r"Known are .*H100, "):
         find_gpu("V100")
-
-
-def test_all_rows_are_different_devices_that_can_be_found():
-    names = [gpu.name for gpu in known_gpus()]
-    assert len(set(names)) == len(names) >= 9
-    assert [find_gpu(name).name for name in names] == names
-
-
-def test_numbers_of_ones_own(tmp_path: Path):
-    file = tmp_path / "mine.toml"
-    file.write_text(MINE)
-    gpu = find_gpu(str(file))
-    assert (gpu.memory, gpu.bf16, gpu.fp8) == (24 * 2**30, 100.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +75,9 @@ def test_numbers_of_ones_own(tmp_path: Path):
 )
 def test_mistakes_in_ones_own_numbers_are_named(tmp_path: Path, change: tuple[str, str], said: str):
     file = tmp_path / "mine.toml"
+    file.write_text(MINE)
+    gpu = find_gpu(str(file))
+    assert (gpu.memory, gpu.bf16, gpu.fp8) == (24 * 2**30, 100.0, 0.0)
     file.write_text(MINE.replace(*change))
     with pytest.raises(UserError, match=said):
         find_gpu(str(file))
