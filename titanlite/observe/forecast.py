@@ -119,19 +119,15 @@ class Forecast(FileModel):
             "memory_peak": (self.needs if self.shared else self.peak) / GIB,
         }
 
-    def composition(self) -> str:
-        """What the peak consists of, the largest first."""
-        kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])
-        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
-
     def explain_memory(self) -> str:
         """The peak, when it is, what it consists of, and the cheapest change that fits."""
-        text = (
+        kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+        composition = ", ".join(f"{name} {size / GIB:.2f}" for name, size in kinds if size > 0)
+        return (
             f"The plan: {self.peak / GIB:.2f} GiB at the peak, on rank {self.rank}, in {self.moment}. In GiB: "
-            f"{self.composition()}. Beside it about {self.allowance / GIB:.1f} for allocator and libraries; there are "
-            f"{self.memory / GIB:.1f}."
+            f"{composition}. Beside it about {self.allowance / GIB:.1f} for allocator and libraries; there are "
+            f"{self.memory / GIB:.1f}. {self.remedy()}"
         )
-        return f"{text} {self.remedy()}"
 
     def remedy(self) -> str:
         """The cheapest change that makes the run fit."""

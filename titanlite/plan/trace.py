@@ -147,16 +147,15 @@ def trace_run(
     def later(place: Place, blocks: int) -> Place:
         return replace(place, block=place.block + blocks) if place.block >= front else place
 
-    def extended(short: Mapping[Any, Any], long: Mapping[Any, Any], key_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        return {key: value + (long[key_of(key)] - value) * (spare // unit) for key, value in short.items()}
-
     traces = []
     for i, rank in enumerate(ranks):
-        one, *more = counted[i * len(runs) : (i + 1) * len(runs)]
+        one, longer = counted[i * len(runs)], counted[(i + 1) * len(runs) - 1]
+        times = spare // unit  # what `longer` has more is there so often in all
         peaks, amounts = one.peaks, one.amounts
-        if more:
-            peaks = extended(peaks, more[0].peaks, lambda key: (later(key[0], unit), key[1]))
-            amounts = extended(amounts, more[0].amounts, lambda key: key)
+        if times:
+            longer_peaks = {key: longer.peaks[later(key[0], unit), key[1]] for key in peaks}
+            peaks = {key: value + times * (longer_peaks[key] - value) for key, value in peaks.items()}
+            amounts = {key: value + times * (longer.amounts[key] - value) for key, value in amounts.items()}
         totals = {key: (moments * _VIEWS).sum(axis=1) for key, moments in peaks.items()}
         peak = max(totals, key=lambda key: totals[key][0])
         place = later(peak[0], spare)
