@@ -50,7 +50,7 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, monkeypat
     manager.close()
     assert names(tmp_path) == [*others, *map(step_folders.step_name, kept)]
     assert manager.stats()["failed_saves"] == 0
-    removals = [line for line in lines if getattr(line, "kind", "") == "removal"]
+    removals = [line for line in lines if getattr(line, "kind", "") == "foreground"]
     assert len(removals) == (0 if threads else 7)
     assert threads or removals[0] == "old checkpoints are removed while training waits (can't start new thread)"
 

@@ -147,7 +147,7 @@ class Saver:
             try:
                 self._purger.submit(self._purge)
             except RuntimeError as error:
-                self._log(Event(f"old checkpoints are removed while training waits ({error})", "removal"))
+                self._log(Event(f"old checkpoints are removed while training waits ({error})", "foreground"))
                 self._purge()
 
     def close(self) -> None:
@@ -209,7 +209,11 @@ class Saver:
                 self._copies = started.staging_completion
                 return started.upload_completion
             except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
-                self._log(Event(f"step {writer.step} is saved while training waits ({reason(error)})", "save"))
+                self._log(
+                    Event(
+                        f"step {writer.step} is saved while training waits ({reason(error)})", "foreground", writer.step
+                    )
+                )
         future: Future[Any] = Future()
         try:
             future.set_result(dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group))

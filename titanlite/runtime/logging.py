@@ -30,7 +30,7 @@ EVENTS_FILE = "events.jsonl"
 LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
 
 Kind = Literal[
-    "start", "plan", "data", "save", "failed save", "removal", "validation", "profile", "restart", "hang", "stop",
+    "start", "plan", "data", "save", "failed save", "foreground", "validation", "profile", "restart", "hang", "stop",
     "guard", "failure", "finish",
 ]  # fmt: skip
 ENDS: tuple[Kind, ...] = ("stop", "guard", "failure", "hang", "finish")
