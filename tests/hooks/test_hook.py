@@ -113,7 +113,7 @@ def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path: Path) -> None:
         return [(name, number) for name in (*(name for name, _ in step), *after)]
 
     assert [(name, None if name == "logged" else at) for name, at in first] == [
-        *[("built", None), ("load", None), ("started", 0), ("train_begins", 0), ("validated", 0), ("act", 0)],
+        *[("built", None), ("load", None), ("started", 0), ("train_begins", 0), ("validated", 0)],
         *of(1),
         ("logged", None),
         ("act", 1),

@@ -67,31 +67,11 @@ def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_p
     assert [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").open()] == ["second begins"]
 
 
-def test_a_third_run_gets_a_number_and_the_same_one_for_all_files(tmp_path: Path) -> None:
-    for number, run in enumerate(("first", "second", "third", "fourth")):
-        start(tmp_path, run)
-        measure(tmp_path, 5, note=run)
-        if number == 1:  # a person has cleaned up a part
-            (tmp_path / "train.log.superseded").unlink()
-    assert names(tmp_path, ".superseded-2") == [f"{name}.superseded-2" for name in ALL]
-    assert names(tmp_path, ".superseded-3") == [f"{name}.superseded-3" for name in ALL]
-    assert "third" in (tmp_path / "metrics.jsonl.superseded-3").read_text()
-
-
 def test_a_start_that_measured_nothing_leaves_nothing_to_set_aside(tmp_path: Path) -> None:
     start(tmp_path, "first")
     assert start(tmp_path, "second") == ""
     assert names(tmp_path, "") == ["config.toml", "environment.json", "events.jsonl", "train.log"]
     assert "first begins" in (tmp_path / "train.log").read_text()
-
-
-def test_a_resumed_run_continues_the_files(tmp_path: Path) -> None:
-    start(tmp_path, "one")
-    measure(tmp_path, 5, 10)
-    assert start(tmp_path, "one", resumed_step=10) == ""
-    measure(tmp_path, 15)
-    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10, 15]
-    assert not names(tmp_path, ".superseded")
 
 
 def test_what_is_trained_again_after_a_crash_is_kept_too(tmp_path: Path) -> None:
@@ -137,14 +117,6 @@ def test_a_run_that_is_resumed_after_another_one_in_its_folder_gets_its_files_ba
     assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
 
 
-def test_a_checkpoint_of_elsewhere_does_not_continue_what_was_measured_here(tmp_path: Path) -> None:
-    start(tmp_path, "here")
-    measure(tmp_path, 5, 10)
-    start(tmp_path, "elsewhere", resumed_step=7)
-    assert steps_in(tmp_path / "metrics.jsonl.superseded") == [5, 10]
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
     marks = []
     plan = [("a", None), ("a", 10), ("b", None), ("a", 5), ("c", None), ("b", 5), ("b", 0), ("a", 10), ("d", 3)]
@@ -160,25 +132,15 @@ def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
         assert f"steps = {10 + number}\n" in everything(tmp_path)
 
 
-def test_runs_of_version_0_1_are_continued(tmp_path: Path) -> None:
-    measure(tmp_path, 5, 10)
-    (tmp_path / "environment.json").write_text('{"python": "3.11"}')
-    start(tmp_path, "new", resumed_step=10)
-    assert steps_in(tmp_path / "metrics.jsonl") == [5, 10]
-
-
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}', b'{"step": 2, "lo'])
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}', b'{"step": 2, "lo', b""])
 def test_a_damaged_line_is_set_aside_and_the_next_starts_afresh(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}\n' + damage)
+    """A whole line without its end is kept, and so are the files of version 0.1, which name no run."""
+    (tmp_path / "environment.json").write_text('{"python": "3.11"}')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}' + (damage and b"\n" + damage))
     start(tmp_path, "one", resumed_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1, "loss": 8.0}\n'
-    assert (tmp_path / "metrics.jsonl.superseded").read_bytes() == damage + b"\n"
-
-
-def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}')
-    start(tmp_path, "one", resumed_step=1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 8.0}\n'
+    aside = tmp_path / "metrics.jsonl.superseded"
+    assert aside.read_bytes() == damage + b"\n" if damage else not aside.exists()
 
 
 def test_a_resumed_run_of_step_0_validates_once_more_and_stands_there_once(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class Checkpoints(Hook):
         )
 
     def _save(self, step: int, last: bool) -> None:
+        for hook in self._training.hooks:
+            hook.saving(step)
         with self._training.meter.timing("checkpoint"):
             self._settle()
             state = self._training.state_dict()

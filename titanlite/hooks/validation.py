@@ -17,13 +17,7 @@ from titanlite.score import Score, make_score
 
 
 class Validation(Hook):
-    """Asks for a validation every validation.freq steps, and does those that are asked for.
-
-    Attributes:
-        score: The newest one.
-    """
-
-    score: Score | None = None
+    """Asks for a validation every validation.freq steps, and does those that are asked for."""
 
     def built(self, training: Training) -> None:
         self._training, run = training, training.run
@@ -36,16 +30,17 @@ class Validation(Hook):
 
     def act(self, step: int, asked: Request) -> None:
         if asked.validate:
-            self.score = score = self._evaluate()
-            for hook in self._training.hooks:
-                hook.validated(step, asdict(score))
-            self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
+            self.validate(step)
 
-    def _evaluate(self) -> Score:
-        """Score the model. It waits for the device."""
+    def validate(self, step: int) -> Score:
+        """Score the weights after `step`, log it and tell all hooks. It waits for the device."""
         mesh = self._training.mesh
         loss = self._training.forward_backward.evaluate(list(self._rows.batches())).double()
         counts = loss.new_tensor([self._rows.num_tokens, self._rows.num_bytes])
         dist.all_reduce(loss, group=mesh.loss_group)
         dist.all_reduce(counts, group=mesh.data_group)
-        return make_score(loss.item(), *counts.tolist())
+        score = make_score(loss.item(), *counts.tolist())
+        for hook in self._training.hooks:
+            hook.validated(step, asdict(score))
+        self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
+        return score

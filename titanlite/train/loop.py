@@ -240,8 +240,8 @@ class Trainer(Training):
 
     def validate(self) -> Score | None:
         """Compute the loss on held-out data, if the job has any, log it and return it."""
-        self._act(Request(validate=True))
-        return next((hook.score for hook in self.hooks if isinstance(hook, Validation)), None)
+        found = next((hook for hook in self.hooks if isinstance(hook, Validation)), None)
+        return None if found is None else found.validate(self.steps_done)
 
     def save(self) -> None:
         """Save what a resume needs. Weights after a non-finite gradient are never saved."""
@@ -252,9 +252,6 @@ class Trainer(Training):
         self.opened.close()
 
     def _act(self, asked: Request) -> None:
-        if asked.save:
-            for hook in self.hooks:
-                hook.saving(self.steps_done)
         for hook in self.hooks:
             hook.act(self.steps_done, asked)
 
