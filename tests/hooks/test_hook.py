@@ -166,12 +166,12 @@ def test_a_step_can_be_skipped_on_all_ranks_without_reading_its_norm(tmp_path: P
 def test_the_line_of_a_step_has_the_numbers_of_hooks(tmp_path: Path) -> None:
     run_ranks(1, count, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
-    assert [line["skipped_records"] for line in lines] == [7, 7]
+    assert [(line["skipped_records"], line["mine"]) for line in lines] == [(7, 0.5), (7, 1.0)]
 
 
 class Counter(Hook):
-    def numbers(self, step: int) -> dict[str, int]:
-        return {"skipped_records": 7}
+    def numbers(self, step: int) -> dict[str, float]:
+        return {"skipped_records": 7, "mine": step / 2}
 
 
 def count(folder: str) -> None:

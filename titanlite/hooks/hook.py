@@ -90,7 +90,8 @@ class Hook:
         """The host is done with the step. Must not wait for the device."""
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        """More fields of the `LoggedStep` of a step that is logged. The host waits for the device anyway."""
+        """More fields of the `LoggedStep` of a step that is logged, known or new ones. The host waits for the device
+        anyway."""
         return {}
 
     def logged(self, entry: LoggedStep) -> None:

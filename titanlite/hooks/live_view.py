@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict
 
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
@@ -52,7 +51,7 @@ class LiveRun(Hook):
 
     def logged(self, entry: LoggedStep) -> None:
         if self._live is not None:
-            self._status.logged(asdict(entry))
+            self._status.logged(entry.model_dump())
 
     def ended(self, step: int, stopped: str) -> None:
         self._end("stopped" if stopped else "finished")

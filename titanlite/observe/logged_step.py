@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass as documented
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict
 
 
 class StepLine(str):
@@ -33,14 +31,13 @@ class Curve:
         return Curve(f"{self.tag}/{part}", f"{part}: {self.description}")
 
 
-@documented(frozen=True, kw_only=True, config=ConfigDict(use_attribute_docstrings=True))
-class LoggedStep:
+class LoggedStep(BaseModel):
     """A line of metrics.jsonl: one JSON object with these keys.
 
     Rates and times are means over the steps since the previous line, in wall-clock time, including saves. JSON has no
     NaN and no infinity: such a value is null, and an additional key has it as text, {"nonfinite": {"loss": "nan"}}. An
     object stands for a number with several parts; those that are empty are left out. Each number has the tag of its
-    curve in TensorBoard.
+    curve in TensorBoard. Hooks can add further numbers.
 
     Attributes:
         step: Optimizer steps done, from 1.
@@ -48,6 +45,8 @@ class LoggedStep:
         distributions: Name of a number with several parts -> part -> what it consists of, for histograms. It is not in
             the line.
     """
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
 
     step: int
     loss: Annotated[float, "1_loss/train"]
@@ -114,20 +113,20 @@ class LoggedStep:
     """Saves that had to wait for the end of the one before, since this start."""
     failed_writes: Annotated[int, "7_counters/failed_writes"] = 0
     """Times that metrics, the log or events could not be written (disk full), since this start."""
-    source_tokens: Annotated[dict[str, int], "6_progress/source_tokens"] = field(default_factory=dict)
+    source_tokens: Annotated[dict[str, int], "6_progress/source_tokens"] = {}
     """Tokens of the rows that were read from a source of data."""
-    source_epochs: Annotated[dict[str, float], "6_progress/source_epochs"] = field(default_factory=dict)
+    source_epochs: Annotated[dict[str, float], "6_progress/source_epochs"] = {}
     """How many times a source of data was read, by its documents or its parts."""
-    grad_norms: Annotated[dict[str, float], "8_gradient_norms"] = field(default_factory=dict)
+    grad_norms: Annotated[dict[str, float], "8_gradient_norms"] = {}
     """L2 norm of this step's gradient of a group of parameters, before clipping."""
-    update_ratios: Annotated[dict[str, float], "9_update_ratios"] = field(default_factory=dict)
+    update_ratios: Annotated[dict[str, float], "9_update_ratios"] = {}
     """Norm of this step's update of a group of parameters, without weight decay, as a share of that of its
     weights."""
-    distributions: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    distributions: dict[str, dict[str, list[float]]] = {}
 
     def to_json(self) -> str:
         """One line of strict JSON."""
-        return json.dumps(_strict(asdict(self) | {"distributions": {}}), allow_nan=False)
+        return json.dumps(_strict(self.model_dump(exclude={"distributions"})), allow_nan=False)
 
 
 def _strict(values: dict[str, Any]) -> dict[str, Any]:
@@ -139,9 +138,12 @@ def _strict(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def points(values: Mapping[str, Any]) -> Iterator[tuple[Curve, float]]:
-    """The curves of a logged step with their values, from `asdict` or from a line of metrics.jsonl."""
-    for name, curve in CURVES.items():
-        value = values.get(name)
+    """The curves of a logged step with their values, from `model_dump`."""
+    for name, value in values.items():
+        known = name in LoggedStep.model_fields
+        curve = CURVES.get(name) if known else Curve(f"7_counters/{name}", "A number that a hook has added.")
+        if curve is None:
+            continue
         if isinstance(value, dict):
             yield from ((curve.of(part), number) for part, number in value.items() if isinstance(number, int | float))
         elif value is not None:
@@ -155,10 +157,9 @@ def curve_of(key: str) -> Curve | None:
     return curve.of(part) if curve is not None and part else curve
 
 
-_FIELDS: dict[str, FieldInfo] = LoggedStep.__pydantic_fields__  # pyright: ignore[reportAttributeAccessIssue]
 CURVES = {
     name: Curve(info.metadata[0], (info.description or "").replace("\n", " "))
-    for name, info in _FIELDS.items()
+    for name, info in LoggedStep.model_fields.items()
     if info.metadata
 }
 TIME_PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")

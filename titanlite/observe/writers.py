@@ -13,7 +13,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -156,7 +156,7 @@ class TensorBoard(Writer):
         self._write(lambda board: board.add_custom_scalars({"titanlite": layout}))
 
     def logged(self, entry: LoggedStep) -> None:
-        self._write(lambda board: _add_points(board, points(asdict(entry)), entry.step))
+        self._write(lambda board: _add_points(board, points(entry.model_dump()), entry.step))
         for name, parts in entry.distributions.items():
             for part, values in parts.items():
                 tag, finite = CURVES[name].of(part).tag, [value for value in values if math.isfinite(value)]
@@ -245,7 +245,7 @@ class WeightsAndBiases(Writer):
             ) from None
 
     def logged(self, entry: LoggedStep) -> None:
-        self._send(entry.step, points(asdict(entry)))
+        self._send(entry.step, points(entry.model_dump()))
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         self._send(step, ((VALIDATION_CURVES[name], value) for name, value in score.items()))
