@@ -31,7 +31,7 @@ class Watcher(Hook):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in ("wants", "calls", "numbers", "state_dict", "tensors") or not callable(value):
+        if name in ("wants", "stopping", "calls", "numbers", "state_dict", "tensors") or not callable(value):
             return value
 
         def call(*arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.hooks.checkpoints import Checkpoints
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.hooks.validation import Validation
 from titanlite.load_run import check_run, world_size
@@ -245,7 +246,9 @@ class Trainer(Training):
 
     def save(self) -> None:
         """Save what a resume needs. Weights after a non-finite gradient are never saved."""
-        self._act(Request(save=True))
+        for hook in self.hooks:
+            if isinstance(hook, Checkpoints):
+                hook.act(self.steps_done, Request(save=True))
 
     def close(self) -> None:
         """Finish all background work and close all files."""
@@ -270,7 +273,7 @@ class Trainer(Training):
             return self.loader.fails_within(steps, lambda: bool(self._stopping()))
 
     def _stopping(self) -> int:
-        return max(hook.stopping() for hook in self.hooks)
+        return max((hook.stopping() for hook in self.hooks), default=0)
 
     def _data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
