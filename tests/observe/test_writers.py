@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,7 @@ def log_to_wandb(job_file: str, out: str) -> list[dict[int, dict]]:
         def finish(self) -> None: ...
 
     fake = SimpleNamespace(init=FakeRun, Settings=lambda **_: None, Table=lambda _, data: data, Error=RuntimeError)
+    fake.__spec__ = ModuleSpec("wandb", None)
     sys.modules["wandb"] = fake  # pyright: ignore
     words = ["--job.config_file", job_file, "--job.dump_folder", out, "--metrics.enable_wandb"]
     words += ["--lr_scheduler.decay_ratio", "0", "--checkpoint.interval", "2"]
@@ -111,8 +113,9 @@ def test_wandb_has_the_steps_of_all_starts_and_a_run_of_its_own_for_one_that_wen
     (tmp_path / "small.toml").write_text(SMALL)
     first, second = run_process(log_to_wandb, str(tmp_path / "small.toml"), str(tmp_path / "out"))
     last = {line["step"]: line["loss"] for line in map(json.loads, (tmp_path / "out/metrics.jsonl").open())}
-    aside = {line["step"]: line["loss"] for line in map(json.loads, (tmp_path / "out/metrics.jsonl.superseded").open())}
-    assert {step: values["loss/train"] for step, values in first.items()} == {**last, **aside}
+    (aside,) = (tmp_path / "out").glob("metrics.jsonl.superseded*")
+    left = {line["step"]: line["loss"] for line in map(json.loads, aside.open())}
+    assert {step: values["loss/train"] for step, values in first.items()} == {**last, **left}
     assert {step: values["loss/train"] for step, values in second.items()} == {s: last[s] for s in (3, 4, 5)}
     assert list(first) == [1, 2, 3, 4, 5, 6]
     assert first[1]["speed/tokens_per_second"] > 0
