@@ -29,7 +29,6 @@ from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer, T
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import open_source
-from titanlite.data.sources.base import RandomAccess
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from titanlite.model.llama import Llama
 
@@ -71,9 +70,7 @@ def main() -> None:
 
 def write_text(folder: Path, size: int) -> tuple[list[str], Path]:
     """The standard library in short documents, again and again up to `size` bytes: in memory, and as JSON lines."""
-    source = open_source(DataSource())
-    assert isinstance(source, RandomAccess)
-    whole = "".join(str(source[i]) for i in range(len(source)))
+    whole = "".join(map(str, open_source(DataSource())))
     documents = [whole[i : i + 2000] for i in range(0, len(whole), 2000)]
     texts = [documents[i % len(documents)] for i in range(size // 2000)]
     file = folder / "text.jsonl"
