@@ -6,6 +6,7 @@ Invariant: `Permutation(n, key)` maps range(n) onto itself, each value once, and
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -49,6 +50,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+_SMALL = 1 << 14  # up to this n, the permutations of the latest epochs are kept in memory
+
+
 def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     """An endless order of n things: a permutation of all of them, then another one, and so on.
 
@@ -57,6 +61,11 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     """
     epochs, places = np.divmod(positions, n)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        places[here] = Permutation(n, f"{seed} epoch {epoch}")(places[here])
+        here, key = epochs == epoch, f"{seed} epoch {epoch}"
+        places[here] = _whole(n, key)[places[here]] if n <= _SMALL else Permutation(n, key)(places[here])
     return places
+
+
+@lru_cache(maxsize=32)
+def _whole(n: int, key: str) -> np.ndarray:
+    return Permutation(n, key)(np.arange(n))

@@ -32,6 +32,7 @@ FORMAT = 2
 """Format 1 had no hashes of the texts."""
 BLOCK_BYTES = 1 << 16
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
+_NUMBERS = {1: "<Q", 2: "<2Q"}
 _MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
@@ -97,7 +98,7 @@ class Shards(RandomAccess):
             raise is_empty(name, [folder])
         self.size = self.num_tokens * np.dtype(manifest.dtype).itemsize
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
-        self.files = Files([path for shard in self._shards for path in shard.sizes])
+        self.files = Files([Path(path) for shard in self._shards for path in shard.sizes])
         self._with_hashes = False
 
     def record(self, index: int) -> Prepared:
@@ -138,21 +139,22 @@ class _Shard:
         self._entry, self._dtype = entry, np.dtype(manifest.dtype).newbyteorder("<")
         self._vocab_size, size = manifest.vocab_size, entry.tokens * self._dtype.itemsize
         blocks = -(-size // BLOCK_BYTES)
-        self._bin, self._index, self._hash = (folder / f"{entry.name}{end}" for end in (".bin", ".idx", ".hash"))
+        self._bin, self._index, self._hash = (f"{folder}/{entry.name}{end}" for end in (".bin", ".idx", ".hash"))
         self.sizes = {self._bin: size, self._index: 8 * (entry.documents + blocks)}
         if manifest.format > 1:
             self.sizes[self._hash] = 8 * entry.documents
         for path, expected in self.sizes.items():
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise UserError(f"{path} is missing: run titanlite prepare again")
-            if (found := path.stat().st_size) != expected:
+            if (found := os.path.getsize(path)) != expected:
                 raise UserError(f"{path} is truncated or altered: {found:,} bytes, not {expected:,}. {_REMEDY}")
-        self._open: dict[Path, BinaryIO] = {}
+        self._open: dict[str, int] = {}  # descriptors, by name
+        self._streams: list[BinaryIO] = []  # which close them
         self._checked = bytearray(blocks)
         self._check_whole(self._index, entry.index_checksum)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a background process opens the files itself
+        return {**self.__dict__, "_open": {}, "_streams": []}  # a background process opens the files itself
 
     def document(self, index: int, with_hash: bool) -> Prepared:
         """Document `index`. `with_hash`: also the hash of its text."""
@@ -168,16 +170,17 @@ class _Shard:
             (text_hash,) = self._numbers(self._hash, index, 1)
         return Prepared(np.frombuffer(raw, self._dtype), text_hash)
 
-    def _read(self, path: Path, start: int, end: int) -> bytes:
+    def _read(self, path: str, start: int, end: int) -> bytes:
         if path not in self._open:
-            self._open[path] = open_file(path)
-        raw = os.pread(self._open[path].fileno(), end - start, start)
+            self._streams.append(open_file(Path(path)))
+            self._open[path] = self._streams[-1].fileno()
+        raw = os.pread(self._open[path], end - start, start)
         if len(raw) < end - start:
             raise UserError(f"{path} has changed while it was read: it is shorter than it was. {_REMEDY}")
         return raw
 
-    def _numbers(self, path: Path, start: int, count: int) -> tuple[int, ...]:
-        return struct.unpack(f"<{count}Q", self._read(path, 8 * start, 8 * (start + count)))
+    def _numbers(self, path: str, start: int, count: int) -> tuple[int, ...]:
+        return struct.unpack(_NUMBERS[count], self._read(path, 8 * start, 8 * (start + count)))
 
     def _check(self, block: int) -> None:
         start = block * BLOCK_BYTES
@@ -189,7 +192,7 @@ class _Shard:
             raise UserError(f"{self._bin} holds token ids beyond its vocabulary of {self._vocab_size:,}. {_REMEDY}")
         self._checked[block] = 1
 
-    def _check_whole(self, path: Path, checksum: str | None) -> None:
+    def _check_whole(self, path: str, checksum: str | None) -> None:
         digest = xxhash.xxh3_64()
         for start in range(0, self.sizes[path], 1 << 24):
             digest.update(self._read(path, start, min(start + (1 << 24), self.sizes[path])))
