@@ -125,8 +125,8 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
         said = (tmp_path / f"log{number}").read_text()
         assert said.count("Starting again from the newest checkpoint (0 restarts left).") == 1
         variables = f"NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT={cluster['MASTER_PORT']}"
-        last = said.splitlines()[-1]
-        assert f"To go on after it: {variables} MAX_RESTARTS=1 titanlite launch --job.config_file" in last
+        assert f"To go on after it: {variables} MAX_RESTARTS=1 titanlite launch --job.config_file" in said
+        assert "frame #" not in said  # no C++ stack of the agent, whose store may end before it
     assert "failed first: it was killed (SIGKILL)" in said  # of the second machine
 
 

@@ -56,6 +56,9 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     Raises:
         UserError: The machines did not meet.
     """
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # or C++ stacks follow the last lines
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
