@@ -56,9 +56,7 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     Raises:
         UserError: The machines did not meet.
     """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # or C++ stacks follow the last lines
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or C++ stacks follow the last lines
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
