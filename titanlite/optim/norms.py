@@ -7,7 +7,6 @@ nothing is read from the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,13 +35,17 @@ class ParameterNorms:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, arch: Architecture, gradients: bool, updates: bool
     ) -> None:
         self._optimizer, self._gradients, self._updates = optimizer, gradients, updates
-        own = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
         with torch.device("meta"):  # a pipeline has other parameters on other ranks
-            self.names = [name for name, _ in Llama(arch).named_parameters()]
-        places = {name: place for place, name in enumerate(self.names)}
-        self._places = {parameter: places[name] for parameter, name in own.items()}
+            names = [name for name, _ in Llama(arch).named_parameters()]
+        places = {name: place for place, name in enumerate(names)}
+        self._places = {parameter: places[name] for name, parameter in model.named_parameters()}
+        # Parameters with the same place in a block, such as attention.wq, and each of the others.
+        self._groups: dict[str, list[int]] = {}
+        for name, place in places.items():
+            group = name.split(".", 2)[2] if name.startswith("layers.") else name
+            self._groups.setdefault(group.removesuffix(".weight"), []).append(place)
         device = local_shard(next(model.parameters())).device
-        self._sums = torch.zeros(len(_KINDS), len(self.names), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(_KINDS), len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -81,41 +84,19 @@ class ParameterNorms:
         Args:
             sums: what `total` returned, as lists of numbers.
         """
-        squares = dict(zip(_KINDS, sums, strict=True))
+        squares: dict[str, list[float]] = dict(zip(_KINDS, sums, strict=True))
+
+        def norms(kind: str) -> dict[str, float]:
+            return {group: math.sqrt(sum(squares[kind][i] for i in own)) for group, own in self._groups.items()}
+
         found: dict[str, Any] = {}
         if self._gradients:
-            found["grad_norms"] = {group: _norm(squares["gradients"], own) for group, own in self._groups()}
-            found["distributions"] = {
-                "grad_norms": {
-                    group: [math.sqrt(squares["gradients"][i]) for i in own]
-                    for group, own in self._groups()
-                    if len(own) > 1
-                }
-            }
+            each = [math.sqrt(square) for square in squares["gradients"]]
+            several = {group: [each[i] for i in own] for group, own in self._groups.items() if len(own) > 1}
+            found |= {"grad_norms": norms("gradients"), "distributions": {"grad_norms": several}}
         if self._updates:
+            weights = norms("weights")
             found["update_ratios"] = {
-                group: _norm(squares["updates"], own) / max(_norm(squares["weights"], own), 1e-30)
-                for group, own in self._groups()
+                group: norm / max(weights[group], 1e-30) for group, norm in norms("updates").items()
             }
         return found
-
-    def _groups(self) -> Iterator[tuple[str, list[int]]]:
-        """Parameters with the same place in a block, such as attention.wq, and each of the others."""
-        groups: dict[str, list[int]] = {}
-        for place, name in enumerate(self.names):
-            groups.setdefault(group_of(name.removesuffix(".weight")), []).append(place)
-        yield from groups.items()
-
-
-def group_of(name: str) -> str:
-    """The name of a module or a parameter without the number of its block."""
-    return name.split(".", 2)[2] if name.startswith("layers.") else name
-
-
-def clean_name(name: str) -> str:
-    """The name of a parameter in the model as it was built."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _norm(squares: list[float], places: list[int]) -> float:
-    return math.sqrt(sum(squares[place] for place in places))
