@@ -26,6 +26,7 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
         match node:
             case ast.Import(names=aliases):
                 known |= {alias.name for alias in aliases if alias.name in sys.stdlib_module_names}
+                own |= {alias.name for alias in aliases if alias.name in sys.stdlib_module_names}
                 found |= {part for alias in aliases for part in alias.name.split(".")}
             case ast.ImportFrom(module=str(module), names=aliases) if not module.startswith("titanlite"):
                 found |= {part for part in [*module.split("."), *(alias.name for alias in aliases)]}
