@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal, printable
+from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
 from titanlite.launch.exit_report import KNOWN_EXITS, RankEnd, explain, explain_hang
-from titanlite.runtime.logging import LOG_FILE, Kind, note_end
+from titanlite.runtime.logging import LOG_FILE, Kind, note, note_end
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that only this machine can reach
@@ -80,8 +80,8 @@ class _Ranks:
                 ends = self._watch()
                 if not ends:
                     return 0
-                known = self._signal or any(end.code in KNOWN_EXITS for end in ends)  # it would end again like this
-                last = bool(known) or done >= most
+                known = any(end.code in KNOWN_EXITS for end in ends)  # it would end again like this
+                last = known or self._signal > 0 or done >= most
                 code = self._report(ends, last)
                 if last:
                     return code
@@ -182,9 +182,8 @@ class _Ranks:
         """Print, and add to the run's log as an event of this kind."""
         if not text:
             return
-        text = printable(text)  # because it quotes the content of files
         with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
-            print(text, file=sys.stderr, flush=True)
+            note(text)
         with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
             if kind is not None:
                 note_end(text, kind, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
