@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"] or (sys.argv[:1] and sys.argv[0].endswith("/titanlite"
 
 import importlib
 
-from titanlite.runtime.process import use_own_caches
+from titanlite.runtime.process import use_expandable_segments, use_own_caches
 
 TYPE_CHECKING = False  # as in typing, which is not imported because that takes longer than the start of Python
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ _HOMES = {
 __all__ = [name for names in _HOMES.values() for name in names]  # pyright: ignore[reportUnsupportedDunderAll]
 
 use_own_caches()
+use_expandable_segments()
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.plan.start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
-    workers, gpus = _workers()
+    workers = _workers()
     least, nodes = _machines()
     address, port, number = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 29500), _number("NODE_RANK", -1)
     if number >= nodes:
@@ -63,7 +63,7 @@ def launch(argv: Sequence[str]) -> int:
         return machines.run_part(Path(folder), lambda: run_ranks(command, world, hint))
     foresee(run, words, workers, is_dry)
     os.environ[COMMAND] = _on_this_machine(os.environ.get(COMMAND, "titanlite launch"), nodes)
-    _set_variables(workers, gpus, run.job.training.num_threads)
+    _set_variables(workers, run.job.training.num_threads)
     if nodes > 1:
         own = None if number < 0 else number
         meeting = machines.Machines(least, nodes, address, port, own, max_restarts)
@@ -76,13 +76,13 @@ def launch_command(words: Sequence[str]) -> int:
     wrong."""
     from titanlite.launch.ranks import World, run_ranks
 
-    workers, gpus = _workers()
-    _set_variables(workers, gpus, 0)
+    workers = _workers()
+    _set_variables(workers, 0)
     return run_ranks(["-m", "titanlite", *words], World(range(workers), workers))
 
 
-def _workers() -> tuple[int, int]:
-    """The number of processes on this machine, and of its GPUs.
+def _workers() -> int:
+    """The number of processes on this machine.
 
     Raises:
         UserError: NGPU is wrong, or the machine is too small for so many.
@@ -97,16 +97,14 @@ def _workers() -> tuple[int, int]:
             f"NGPU={workers}: so many processes need at least {workers * RANK_BYTES / 2**30:,.0f} GiB of memory; "
             f"this machine has {memory / 2**30:,.0f}. One for each of its {_cores()} cores is the most that helps."
         )
-    return workers, gpus
+    return workers
 
 
-def _set_variables(workers: int, gpus: int, num_threads: int) -> None:
+def _set_variables(workers: int, num_threads: int) -> None:
     """Set the environment variables of the ranks that the user has not set."""
     # The threads of all processes together use each core once. More threads would slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads or max(1, _cores() // workers)))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash of native code shows the Python stack
-    if gpus and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less memory is lost by fragmentation
 
 
 def _on_this_machine(command: str, nodes: int) -> str:

@@ -87,6 +87,15 @@ def serve_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
+def use_expandable_segments() -> None:
+    """Let torch's allocator for GPUs extend its blocks, unless the user has set it up: fragmentation takes less memory.
+
+    torch reads this when it is imported.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def use_own_caches() -> None:
     """Let torch's compilers keep what they made in a folder of this user's own, unless the user has named one.
 

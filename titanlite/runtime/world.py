@@ -18,6 +18,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvous  # pyright: ignore
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
@@ -95,3 +96,4 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     with backend_order(device):
         yield device
     dist.destroy_process_group()  # not after an error, because it would wait for ranks that wait for this one
+    _clear_sharding_prop_cache()  # or a later world of this process finds meshes of this one, and its groups by name
