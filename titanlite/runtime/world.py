@@ -96,4 +96,14 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     with backend_order(device):
         yield device
     dist.destroy_process_group()  # not after an error, because it would wait for ranks that wait for this one
-    _clear_sharding_prop_cache()  # or a later world of this process finds meshes of this one, and its groups by name
+    _forget_meshes(device)
+
+
+def _forget_meshes(device: torch.device) -> None:
+    """Let DTensor forget the meshes of a world that has ended. Those of a later world compare equal to them, although
+    their process groups have other names. Each thread remembers its own, and on a GPU the backward pass has one."""
+    _clear_sharding_prop_cache()
+    if device.type == "cuda":
+        x = torch.zeros((), device=device, requires_grad=True)
+        x.register_hook(lambda _gradient: _clear_sharding_prop_cache())
+        x.backward()
