@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from titanlite.config.schema import KEYS, SECTIONS
 TITANLITE = [sys.executable, "-P", "-m", "titanlite"]
 
 
-def run(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run([*TITANLITE, *argv], stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
 

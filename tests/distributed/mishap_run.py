@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._C import _distributed_c10d
 
 from titanlite.checkpoint.dcp import CommittingWriter
 from titanlite.data.loader import Loader
@@ -59,7 +60,7 @@ if __name__ == "__main__":
     stuck = mishap == "hang_save" and os.environ["RANK"] == "1"
     write = (lambda *_: time.sleep(1000)) if stuck else CommittingWriter.write_data
     if mishap == "hang_nccl":
-        recorder: Any = torch._C._distributed_c10d
+        recorder: Any = _distributed_c10d
         recorder._dump_nccl_trace_json = nccl_table
         torch.distributed.is_nccl_available = lambda: True
     with (
