@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 MOST_PACKAGE_LINES = 17_715
-MOST_TEST_LINES = 22_602
+MOST_TEST_LINES = 22_700
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -28,12 +28,12 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-def package_lines() -> int:
+def lines_of_package() -> int:
     """Lines of code of the package."""
     return sum(map(code_lines, (ROOT / "titanlite").rglob("*.py")))
 
 
-def test_lines() -> int:
+def lines_of_tests() -> int:
     """All lines of the tests."""
     return sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
 
