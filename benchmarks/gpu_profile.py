@@ -117,8 +117,9 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
 
         return call
 
-    assert trainer.model.loss is not None
-    trainer.model.loss = wrapped(trainer.model.loss, "loss and its gradients", before="forward")
+    model: Any = trainer.model
+    assert model.loss is not None
+    model.loss = wrapped(model.loss, "loss and its gradients", before="forward")
     backward = wrapped(trainer.train_step.forward_backward, "backward", before="batch")
     trainer.train_step.forward_backward = backward  # pyright: ignore[reportAttributeAccessIssue]
     step.clip_grad_norm_ = wrapped(step.clip_grad_norm_, "clipping")
@@ -128,7 +129,7 @@ def watch_parts(trainer: Trainer, clock: Clock) -> None:
 
 def part_floors(trainer: Trainer, rates: dict[str, float]) -> dict[str, dict[str, float]]:
     """Milliseconds that each part must take at least, by FLOPs and by bytes."""
-    job, arch, training = trainer.job, trainer.model.arch, trainer.job.training
+    job, arch, training = trainer.job, trainer.run.arch, trainer.job.training
     tokens = training.local_batch_size * training.seq_len
     output = arch.vocab_size * arch.dim
     params = num_params(arch)

@@ -170,7 +170,8 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
 
 def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
     """Step to the end; what there is to compare."""
-    job, model, rows = trainer.job, trainer.model, trainer.loader
+    job, rows = trainer.job, trainer.loader
+    model: Any = trainer.model
     assert isinstance(rows, FixedRows)
     initial = weights_hash(all_weights(model))
     seen = dtypes_seen(model) if not job.compile.enable else {}

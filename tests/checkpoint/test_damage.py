@@ -67,6 +67,7 @@ def resumed_by_a_rank(folder: Path) -> int:
     manager = TinyRun(seed=9).manager(folder)
     state = manager.load()
     manager.close()
+    assert state is not None
     return state["step"]
 
 
@@ -141,7 +142,7 @@ def leave_the_folder(metadata: Metadata) -> None:
         place.relative_path = f"../step-00000002/{place.relative_path}"
 
 
-def hide_a_part(metadata: Metadata) -> None:
+def hide_a_part(metadata: Any) -> None:
     metadata.state_dict_metadata["model.norm.weight"].chunks.clear()  # DCP would leave it as it was, and say nothing
 
 
@@ -160,7 +161,7 @@ def test_an_index_with_good_checksums_runs_nothing_and_leaves_the_folder_nowhere
     path = folder / "step-00000004"
     metadata = pickle.loads((path / ".metadata").read_bytes())
     alter(metadata)
-    reseal(path, **{".metadata": pickle.dumps(metadata, 4)})
+    reseal(path, None, **{".metadata": pickle.dumps(metadata, 4)})
     for load in (lambda: load_model_weights(folder, Llama(run.model.arch)), TinyRun().manager(folder).load):
         with pytest.raises(CheckpointError, match=f"metadata cannot be read: .*{found}"):
             load()
@@ -171,7 +172,7 @@ def test_an_index_cannot_change_torchs_classes(two_saved):
     """The instruction BUILD on a class would change it for the whole process."""
     folder, run = two_saved
     code = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x07planted\x88s\x86b."
-    reseal(folder / "step-00000004", **{".metadata": code})
+    reseal(folder / "step-00000004", None, **{".metadata": code})
     with pytest.raises(CheckpointError, match="metadata cannot be read"):
         load_model_weights(folder, Llama(run.model.arch))
     assert not hasattr(Metadata, "planted")
@@ -188,7 +189,7 @@ def test_a_file_of_tensors_with_good_checksums_runs_nothing(two_saved, content):
     metadata = pickle.loads((path.parent / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, path.stat().st_size
-    reseal(path.parent, **{".metadata": pickle.dumps(metadata, 4)})
+    reseal(path.parent, None, **{".metadata": pickle.dumps(metadata, 4)})
     with pytest.raises(CheckpointError, match="step-00000004 cannot be loaded") as caught:
         load_model_weights(folder, Llama(run.model.arch))
     assert "can still be loaded" not in str(caught.value)
@@ -197,9 +198,10 @@ def test_a_file_of_tensors_with_good_checksums_runs_nothing(two_saved, content):
 
 def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
     run = TinyRun()
+    model: Any = run.model
     with torch.no_grad():
-        run.model.layers["1"].attention.wq.weight[3, 5] = float("nan")
-        run.model.norm.weight[0] = float("inf")
+        model.layers["1"].attention.wq.weight[3, 5] = float("nan")
+        model.norm.weight[0] = float("inf")
     run.manager(tmp_path / "old").save(1, run.train_state(1))
     expected = (
         r"step-00000001 holds weights that are not finite .*:\n  layers\.1\.attention\.wq\.weight\n  norm\.weight$"

@@ -38,7 +38,7 @@ JOB: dict[str, dict[str, Any]] = {
 class Checkpoints:
     """The checkpoints of one run, saved and resumed as the trainer does it."""
 
-    def __init__(self, config, folder, live, *, lines=None, job=None, write_tokenizer=None, **comparisons):
+    def __init__(self, config, folder, live, *, lines=None, job=None, write_tokenizer: Any = None, **comparisons):
         log = (lambda line: None) if lines is None else lines.append
         self.folder = CheckpointFolder(config, folder, log)
         self.saver = Saver(self.folder, live, job=job, write_tokenizer=write_tokenizer)

@@ -114,7 +114,8 @@ def test_the_loss_is_that_of_transformers_on_the_exported_model(
     trained: Path, files: list[Path], tmp_path: Path
 ) -> None:
     titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
-    for words, length, stride in (({}, 48, 24), ({"window": 33, "stride": 5}, 33, 5)):
+    cases: list[tuple[Any, int, int]] = [({}, 48, 24), ({"window": 33, "stride": 5}, 33, 5)]
+    for words, length, stride in cases:
         ours = asdict(evaluate_text(trained, files, **words))
         total, tokens = score_by_transformers(tmp_path / "hf", length, stride)
         assert ours["tokens"] == tokens

@@ -40,6 +40,7 @@ def test_both_formats_give_equal_ids_and_the_text_back(text: str) -> None:
     assert other.encode(text) == ids
     assert model.decode(ids) == other.decode(ids) == text
     assert b"".join(map(model.token_bytes, ids)) == b"".join(map(other.token_bytes, ids)) == text.encode()
+    assert model.bos_id is not None
     assert all(0 <= i < model.bos_id for i in ids)  # no special token comes out of any text
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ TOKENS = torch.arange(30)[None]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    model = Llama(dataclasses.replace(ARCH, rope_original_max_seq_len=16))
+    model: Any = Llama(dataclasses.replace(ARCH, rope_original_max_seq_len=16))
     model.init_weights(1)
     folder = tmp_path_factory.mktemp("good")
     model.read = model.get_parameter  # as a checkpoint has them

@@ -60,7 +60,7 @@ def fill_disk() -> None:
     def export(*_: object) -> None:
         raise OSError("No space left on device")
 
-    torch.profiler.profile.export_chrome_trace = export
+    torch.profiler.profile.export_chrome_trace = export  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.slow
