@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from runs import commit
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -139,8 +140,9 @@ def main() -> None:
         "    python benchmarks/checkpoint.py",
         "",
         f"One rank on {device}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before the start), "
-        f"torch {torch.__version__}, Python {platform.python_version()}. Medians of {SAVES} saves, after one that "
-        "warms up. Files stay in the page cache. Blocked: how long `save` stops the step loop, and its "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {commit()}. "
+        f"Medians of {SAVES} saves, after one that warms up. Files stay in the page cache. "
+        "Blocked: how long `save` stops the step loop, and its "
         "share of a synchronous save. Published: until the checkpoint has its name.",
         "",
         "| state | async_mode | blocked | share | published | step alone | step meanwhile |",

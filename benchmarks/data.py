@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from runs import commit
 from torch.nn import functional as F
 
 from titanlite.config.flavors import FLAVORS
@@ -52,7 +53,8 @@ def main() -> None:
     lines = [
         "# Data: rates",
         "",
-        f"`{command}` on {machine}, Python {platform.python_version()}, {versions}. Medians of {options.repeats}.",
+        f"`{command}` on {machine}, Python {platform.python_version()}, {versions}, {commit()}. "
+        f"Medians of {options.repeats}.",
         "",
     ]
 

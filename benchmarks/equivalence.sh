@@ -3,5 +3,6 @@
 # `benchmarks/equivalence.sh --write docs/parallelism.md` also puts the tables into the page. Takes 15 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+git describe --always --dirty # the commit that is measured
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}"
 exec .venv/bin/python tests/distributed/equivalence.py "$@"

@@ -3,6 +3,7 @@
 # prints both losses, fails if they are more than 1% apart. Arguments go to both runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+git describe --always --dirty # the commit that is measured
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 common=(--training.steps 300 --validation.freq 300 --validation.holdout 0.02 --checkpoint.no-enable

@@ -5,6 +5,7 @@
 #     benchmarks/norms.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
+git describe --always --dirty # the commit that is measured
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for ranks in 1 2 4; do
