@@ -191,7 +191,7 @@ def main(connection: Connection, at: memoryview) -> None:
     except (UserError, OutOfData) as error:
         _send(connection, error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass
+        pass  # the trainer has ended, or has closed the loader: nobody reads any more
     except Exception as error:
         _send(connection, WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error))))
 
