@@ -33,7 +33,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.hooks.live_view import LiveRun
 from titanlite.load_run import load_run
 from titanlite.report.page import page_data
-from titanlite.report.run_files import RunFiles
+from titanlite.report.run_files import read_status
 from titanlite.train import loop
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def test_ctrl_c_saves_and_starting_again_goes_on(job_file: Path, tmp_path: Path)
     assert [kind for kind, _, _ in happened if kind not in ("save", "data")] == ["start", "stop", "start", "finish"]
     assert ("save", last, False) in happened
     assert happened[-1] == ("finish", last + 2, False)
-    assert RunFiles(tmp_path / "stopped").read().state == "finished"
+    assert read_status(tmp_path / "stopped").state == "finished"
 
 
 def worker_of(process: "subprocess.Popen[str]", rank: int) -> int:

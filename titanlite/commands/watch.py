@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated
 
 import tyro
@@ -13,7 +13,7 @@ from pydantic import Field
 from titanlite.config.errors import one_line
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.observe.live import RunStatus, View, plain_line
-from titanlite.report.run_files import RunFiles
+from titanlite.report.run_files import read_status
 from titanlite.runtime.logging import is_live_terminal, terminal_console
 
 
@@ -31,39 +31,29 @@ class Watch(Options):
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to the folder."""
-    options = parse(Watch, argv, "watch")
-    files = RunFiles(options.dir)
-    with ExitStack() as stack:
-        show = _live(files, stack) if is_live_terminal() else _PlainLines()
+    from rich.live import Live
+
+    options, said = parse(Watch, argv, "watch"), list[str]()
+    status = read_status(options.dir)
+    with Live(console=terminal_console(), auto_refresh=False) if is_live_terminal() else nullcontext() as live:
         while True:
-            status = files.read()
-            show(status)
+            if live is not None:
+                live.update(View(status), refresh=True)
+            else:
+                lines = _lines(status)
+                for line in lines:
+                    if line not in said:
+                        print(line)
+                said = lines
             if status.state not in ("running", "stale"):
                 break
             time.sleep(options.interval)
+            status = read_status(options.dir)
 
 
-def _live(files: RunFiles, stack: ExitStack) -> Callable[[RunStatus], None]:
-    """Draws the view of a terminal anew; it shows the status object that `files` returns each time."""
-    from rich.live import Live
-
-    live = stack.enter_context(Live(View(files.read()), console=terminal_console(), auto_refresh=False))
-    return lambda _status: live.refresh()
-
-
-class _PlainLines:
-    """Prints a line for each change: events, numbers, and what cannot be read."""
-
-    def __init__(self) -> None:
-        self._last_event, self._said = 0.0, set[str]()
-
-    def __call__(self, status: RunStatus) -> None:
-        for at, text in status.events:
-            if at > self._last_event:
-                self._last_event, clock = at, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-                print(f"{clock}  {one_line(text.partition(chr(10))[0])}")
-        lines = {plain_line(status): None, **dict.fromkeys(map(one_line, status.problems))}
-        for line in lines:
-            if line not in self._said:
-                print(line)
-        self._said = set(lines)
+def _lines(status: RunStatus) -> list[str]:
+    """The last events, the numbers, and what cannot be read."""
+    clocks = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at, _ in status.events]
+    events = [one_line(text.partition("\n")[0]) for _, text in status.events]
+    told = [f"{clock}  {event}" for clock, event in zip(clocks, events, strict=True)]
+    return [*told, plain_line(status), *map(one_line, status.problems)]

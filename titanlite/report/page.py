@@ -1,7 +1,7 @@
 """The page of `titanlite report`: one HTML file with its script, style and data, for one or several runs.
 
-Invariant: the page loads nothing and runs no script but its own two, which its Content-Security-Policy names by their
-hashes. What comes from files is in the data only, as JSON without "<", and static/page.js sets it as text.
+Invariant: the page loads nothing and runs no script but its own, which its Content-Security-Policy names by its hash.
+What comes from files is in the data only, as JSON without "<", and static/page.js sets it as text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from titanlite.checkpoint.step_folders import read_manifest
 from titanlite.config.errors import CheckpointError, UserError, printable
 from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import VALIDATION_CURVES, curve_of
-from titanlite.report.json_lines import JsonLines, moment, number, step_of
-from titanlite.report.run_files import LAST, RunFiles, read_tables
+from titanlite.report.run_files import json_lines, number, read_config, read_status, read_table
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
 Columns = dict[str, NDArray[np.float64]]
@@ -48,28 +47,24 @@ def make_page(folders: Sequence[Path]) -> str:
     Raises:
         UserError: no run has written to a folder.
     """
-    data = json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    scripts = [_static("uPlot.iife.min.js"), _static("page.js")]
-    hashes = (f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    script = _static("uPlot.iife.min.js") + _static("page.js")
     parts = {
-        "hashes": " ".join(hashes),
+        "hash": f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'",
         "style": _static("uPlot.min.css") + _static("page.css"),
-        "data": data,
-        "uplot": scripts[0],
-        "script": scripts[1],
+        "data": json.dumps(page_data(folders), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": script,
     }
     return re.sub("@([a-z]+)@", lambda found: parts[found[1]], _static("page.html"))
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     """What static/page.js draws, as a JSON value."""
-    shares, text = len(folders), min(1_000, _TEXT // len(folders))
-    runs = [_run(folder, shares) for folder in folders]
-    tables = [run.pop("tables") for run in runs]
-    points = max(50, min(_POINTS, _NUMBERS // (3 * max(1, sum(len(columns) for pair in tables for columns in pair)))))
+    runs = [_run(folder, len(folders)) for folder in folders]
+    numbers = sum(len(run[name]) for run in runs for name in ("curves", "validations"))
+    points = max(50, min(_POINTS, _NUMBERS // (3 * max(1, numbers))))
     above = os.path.commonpath([run["folder"].parent for run in runs])
-    for run, (metrics, validations) in zip(runs, tables, strict=True):
-        run |= {"curves": thin(metrics, points), "validations": thin(validations, points)}
+    for run in runs:
+        run |= {name: thin(run[name], points) for name in ("curves", "validations")}
         run["name"] = os.path.relpath(run["folder"], above)
     keys = {key for run in runs for key in run["curves"]["y"]}
     data = {
@@ -80,7 +75,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         "validation_tags": {key: [curve.tag, curve.description] for key, curve in VALIDATION_CURVES.items()},
         "defaults": JobConfig().model_dump(mode="json"),
     }
-    return _safe(data, text)
+    return _safe(data, min(1_000, _TEXT // len(folders)))
 
 
 def _static(name: str) -> str:
@@ -99,71 +94,51 @@ def _safe(value: Any, most: int) -> Any:
 
 
 def _run(folder: Path, shares: int) -> dict[str, Any]:
-    """All that a run has written, for a page of which it has one of `shares`. Its curves are under "tables"."""
-    run = RunFiles(folder, last=LAST)
-    status, folder = run.read(), run.folder
-    lines = {name: JsonLines(folder / name) for name in ("metrics.jsonl", "validation.jsonl", "samples.jsonl")}
-    metrics, validations = read_columns(lines["metrics.jsonl"]), read_columns(lines["validation.jsonl"])
-    samples = list(lines["samples.jsonl"].new())
-    events = _events(list(JsonLines(folder / EVENTS_FILE).new()), metrics)
+    """All that a run has written, for a page of which it has one of `shares`."""
+    status, folder = read_status(folder), Path(os.path.expanduser(folder)).resolve()
+    problems = status.problems
+    metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
+    validations = read_columns(json_lines(folder / "validation.jsonl", problems))
+    events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
     quiet = [event for event in events if event["kind"] in _QUIET]
-    loud = [event for event in events if event["kind"] not in (*_QUIET, "data")]
-    environment, unreadable = read_tables(folder / "environment.json", json.loads)
-    checkpoints, damaged = _checkpoints(folder)
-    found = [*status.problems, *(problem for file in lines.values() for problem in file.problems())]
+    loud = [event for event in events if event["kind"] not in _QUIET]
     most = max(20, _EVENTS // shares)
     return {
-        "tables": (metrics, validations),
-        "folder": folder.resolve(),
-        "state": status.state,
-        "reason": status.reason,
-        "last_word": status.last_word,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "numbers": status.numbers,
+        "folder": folder,
+        **{name: getattr(status, name) for name in ("state", "reason", "last_word", "step", "total_steps", "numbers")},
+        "curves": metrics,
+        "validations": validations,
         "events": sorted([*loud[-most:], *quiet[-most:]], key=lambda event: event["time"]),
         "older_events": max(0, len(loud) - most) + max(0, len(quiet) - most),
-        "data": next((event["text"] for event in reversed(events) if event["kind"] == "data"), ""),
-        "samples": samples[-max(4, _SAMPLES // shares) :],
-        "checkpoints": checkpoints[-max(5, _CHECKPOINTS // shares) :],
-        "config": run.config,
-        "environment": environment,
-        "problems": list(dict.fromkeys([*found, *unreadable, *damaged]))[:100],
+        "samples": [*json_lines(folder / "samples.jsonl", problems)][-max(4, _SAMPLES // shares) :],
+        "checkpoints": _checkpoints(folder, problems)[-max(5, _CHECKPOINTS // shares) :],
+        "config": read_config(folder, []),
+        "environment": read_table(folder / "environment.json", json.loads, problems),
+        "problems": list(dict.fromkeys(problems))[:100],
     }
 
 
-def read_columns(lines: JsonLines) -> Columns:
-    """All numbers of a file whose lines have a step, by key; NaN where there is none. Those of an object in a line have
-    keys such as "OBJECT/KEY".
-
-    The steps rise: of lines with the same step the last one counts, and what lies between them is left out.
-    """
+def read_columns(entries: Iterable[dict[str, Any]]) -> Columns:
+    """All numbers of lines that have a step, by key; NaN where there is none. Those of an object in a line have keys
+    such as "OBJECT/KEY". The steps rise: what a later line goes behind is left out."""
     columns: dict[str, array[float]] = {"step": array("d")}
-    steps = columns["step"]
+    for row, entry in enumerate(entry for entry in entries if number(entry, "step") is not None):
+        for key, value in _numbers(entry):
+            column = columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (row - len(column)))
+            column.append(math.nan if value is None else value)
+    rows = len(columns["step"])
+    table = {key: np.append(column, np.full(rows - len(column), np.nan)) for key, column in columns.items()}
+    later = np.append(np.minimum.accumulate(table["step"][::-1])[::-1][1:], np.inf)
+    return {key: column[table["step"] < later] for key, column in table.items()}
 
-    def put(key: str, value: float | None) -> None:
-        column = columns.setdefault(key, array("d"))
-        del column[row:]
-        column.extend([math.nan] * (row - len(column)))
-        column.append(math.nan if value is None else value)
 
-    for entry in lines.new():
-        if (step := step_of(entry)) is None:
-            lines.damaged += 1
-            continue
-        while steps and steps[-1] >= step:
-            del steps[-1]
-        row = len(steps)
-        for key, value in entry.items():
-            if isinstance(value, dict) and key != "nonfinite":
-                for name in value:
-                    put(f"{key}/{name}", number(value, name))
-            else:
-                put(key, number(entry, key))
-    found = {key: np.full(len(steps), np.nan) for key in columns}
-    for key, column in columns.items():
-        found[key][: len(column)] = column[: len(steps)]
-    return found
+def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{name}", number(value, name)) for name in value)
+        else:
+            yield key, number(entry, key)
 
 
 def thin(columns: Columns, most: int) -> dict[str, Any]:
@@ -171,13 +146,13 @@ def thin(columns: Columns, most: int) -> dict[str, Any]:
     and the largest of their values, so nothing is left out.
 
     Returns:
-        {"logged": number of logged steps, "per_point": the most that a point stands for, "x": {"step", "tokens" and
-        "hours", as far as they are known: [..]}, "y": {key: {"mean": [..]} or {"mean", "min", "max"}}}. Null stands for
-        no finite value. Curves that are zero everywhere, or never finite, are left out.
+        {"x": {"step", "tokens" and "hours", as far as they are known: [..]}, "y": {key: {"mean": [..]} or {"mean",
+        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere, or never finite, are left
+        out.
     """
     logged = len(columns["step"])
     if logged == 0:
-        return {"logged": 0, "per_point": 1, "x": {}, "y": {}}
+        return {"x": {}, "y": {}}
     edges = np.unique(np.linspace(0, logged, min(most, logged) + 1).astype(np.int64))[:-1]
     counts = np.diff(np.append(edges, logged))
     axes = {"step": columns["step"], "tokens": columns.get("tokens"), "hours": _hours(columns)}
@@ -193,7 +168,7 @@ def thin(columns: Columns, most: int) -> dict[str, Any]:
             if logged > len(edges):
                 y[key]["min"] = _rounded(np.fmin.reduceat(values, edges))
                 y[key]["max"] = _rounded(np.fmax.reduceat(values, edges))
-    return {"logged": logged, "per_point": int(counts.max()), "x": x, "y": y}
+    return {"x": x, "y": y}
 
 
 def _rounded(values: NDArray[np.float64], digits: int = 6) -> list[float]:
@@ -210,25 +185,24 @@ def _hours(columns: Columns) -> NDArray[np.float64] | None:
     return np.cumsum(np.maximum(np.append(elapsed[:1], spent), 0.0)) / 3600
 
 
-def _events(entries: Sequence[Mapping[str, Any]], metrics: Columns) -> list[dict[str, Any]]:
-    """The events by time. "step" is the number of steps done by then. "undone" says that a later start went back to an
-    earlier step. A kind is found here: "killed", where a start follows another one without an end."""
+def _events(entries: Iterable[dict[str, Any]], metrics: Columns) -> list[dict[str, Any]]:
+    """The events. "step" is the number of steps done by then. "undone" says that a later start went back to an earlier
+    step. A kind is found here: "killed", where a start follows another one without an end."""
     times = np.maximum.accumulate(np.nan_to_num(metrics.get("time", metrics["step"])))
-    timed = sorted(
-        ((at, entry) for entry in map(dict, entries) if (at := moment(entry)) is not None), key=lambda e: e[0]
-    )
     found: list[dict[str, Any]] = []
     ended = True
-    for at, entry in timed:
-        row, step, kind = int(np.searchsorted(times, at, side="right")), step_of(entry), str(entry.get("event"))
+    for entry in entries:
+        at, step, kind = number(entry, "time"), number(entry, "step"), str(entry.get("event"))
+        if at is None:
+            continue
+        row = int(np.searchsorted(times, at, side="right"))
         reached = float(metrics["step"][row - 1]) if row else 0.0
         if kind == "start" and not ended:
             text = "The next start found no word of an end: the run was killed."
             found.append({"time": at, "kind": "killed", "step": reached, "text": text})
         ended = kind in ENDS or (ended and kind != "start")
-        known = reached if step is None else step
-        told = {"text": str(entry.get("text", "")), "planned": entry.get("planned")}
-        found.append({"time": at, "kind": kind, "step": known, **told})
+        event = {"time": at, "kind": kind, "step": reached if step is None else step}
+        found.append(event | {"text": str(entry.get("text", "")), "planned": entry.get("planned")})
     back_to = math.inf
     for event in reversed(found):
         event["undone"] = event["step"] > back_to
@@ -237,21 +211,17 @@ def _events(entries: Sequence[Mapping[str, Any]], metrics: Columns) -> list[dict
     return found
 
 
-def _checkpoints(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Step, folder, bytes and kind of each checkpoint, and what cannot be read. Damaged ones have no bytes."""
-    found, problems = [], []
+def _checkpoints(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Step, folder, bytes and kind of each checkpoint. Damaged ones have no bytes."""
     try:
-        paths = checkpoints_at(folder)
-    except CheckpointError:
-        return [], []  # it has saved none, or its folder was copied without them
-    except UserError as error:
-        return [], [str(error)]
-    for path in paths:
-        found.append({"step": int(path.name.removeprefix("step-")), "folder": str(path)})
+        found = [{"step": int(path.name.removeprefix("step-")), "folder": path} for path in checkpoints_at(folder)]
+    except UserError:
+        return []  # it has saved none, or its folder was copied without them
+    for checkpoint in found:
         try:
-            manifest = read_manifest(path)
-            found[-1]["bytes"] = sum(file["size"] for file in manifest["files"].values())
-            found[-1]["weights_only"] = manifest["info"].get("weights_only", False)
+            manifest = read_manifest(checkpoint["folder"])
+            checkpoint["bytes"] = sum(file["size"] for file in manifest["files"].values())
+            checkpoint["weights_only"] = manifest["info"].get("weights_only", False)
         except CheckpointError as error:
-            problems.append(f"{path.name}: {error}")
-    return found, problems
+            problems.append(f"{checkpoint['folder'].name}: {error}")
+    return found

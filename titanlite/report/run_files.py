@@ -1,16 +1,19 @@
-"""The files in the output folder of one run, and what state they show it to be in.
+"""The files in the output folder of a run, and what state they show it to be in.
 
-Invariant: a state says no more than the files do. A run whose end nobody wrote down is "crashed" only on the machine
-where it ran, whose locks tell; from elsewhere it is "stale" after a time without a word.
+Invariant: a damaged line costs that line only, and is counted. A last line without its end is not damaged: its writer
+has not finished it yet. A state says no more than the files do: a run whose end nobody wrote down is "crashed" only on
+the machine where it ran, whose locks tell; from elsewhere it is "stale" after a time without a word.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,136 @@ import tomli
 
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import UserError
-from titanlite.config.files import read_file
+from titanlite.config.files import check_regular, read_file
 from titanlite.config.load import MOST_BYTES
 from titanlite.observe.live import RunStatus, State
-from titanlite.report.json_lines import JsonLines, moment, number, step_of
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
-LAST, ALL = 1 << 18, 1 << 26  # bytes: about 600 and 150,000 lines of metrics.jsonl
+_LAST = 1 << 19  # bytes at the end of a file that a status reads: about 1,200 lines of metrics.jsonl
+_LONGEST = 1 << 22  # bytes of a line
 _SIGNS = ("metrics.jsonl", "config.toml", EVENTS_FILE)  # files by which a folder is known as a run's
-_DEPTH = 3  # of folders in folders that are searched for runs
 _PATIENCE = 300.0  # seconds without a word after which a run may have ended
+_LIMITS = {"time": (0, 2**37), "step": (0, 2**53)}  # what a calendar knows, and what a run can have
+
+
+def json_lines(path: Path, problems: list[str], last: int = 1 << 62) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, or in about so many bytes at its end. What cannot be read is added to
+    `problems`. A file that is not there is empty."""
+    damaged = 0
+    if not os.path.lexists(path):
+        return
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            if (start := file.seek(0, os.SEEK_END) - last) > 0:  # go to the next whole line
+                file.seek(start - 1)
+                file.readline()
+            else:
+                file.seek(0)
+            while (line := file.readline(_LONGEST)).endswith(b"\n") or len(line) == _LONGEST:
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    entry = None
+                if isinstance(entry, dict):
+                    yield entry
+                else:
+                    damaged += 1
+    except (OSError, UserError) as error:
+        problems.append(str(error))
+    if damaged:
+        problems.append(f"{path.name}: {damaged} line{'s' * (damaged > 1)} cannot be read")
+
+
+def read_table(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[str, Any]:
+    """The content of a small file, of any version, so nothing in it is checked. What cannot be read is added to
+    `problems`."""
+    try:
+        value = parse(read_file(path, MOST_BYTES).decode()) if path.exists() else {}
+        return value if isinstance(value, dict) else {}
+    except (UserError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+
+
+def number(entry: dict[str, Any], key: str) -> float | None:
+    """A finite number of a line that a sum can bear, or a time or step that there can be; None if it is none."""
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    least, most = _LIMITS.get(key, (-1e100, 1e100))
+    return float(value) if least <= value < most else None
+
+
+def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """The config.toml of a run, without what is no section."""
+    config = read_table(folder / "config.toml", tomli.loads, problems)
+    return {name: section for name, section in config.items() if isinstance(section, dict)}
+
+
+def read_status(folder: Path) -> RunStatus:
+    """How a run goes, from the last lines of its files.
+
+    Raises:
+        UserError: no run has written to the folder.
+    """
+    folder = Path(os.path.expanduser(folder))
+    if not _is_run(folder):
+        problem = "no run has written to this folder" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"{folder}: {problem}. Name the output folder of a run; `titanlite runs FOLDER` lists them.")
+    problems: list[str] = []
+    config = read_config(folder, problems)
+    name, description = folder.resolve().name, config.get("job", {}).get("description")
+    status = RunStatus(f"{name}: {description}" if description else name, problems=problems)
+    steps = config.get("training", {}).get("steps")
+    status.total_steps = steps if type(steps) is int and 0 <= steps < 2**53 else None
+    for entry in json_lines(folder / "metrics.jsonl", problems, _LAST):
+        if number(entry, "step") is not None:
+            status.logged({key: number(entry, key) for key in entry})
+            status.last_word = number(entry, "time") or status.last_word
+    start: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    reached = 0.0  # by the events since the last start
+    for event in json_lines(folder / EVENTS_FILE, problems, _LAST):
+        at, text, step = number(event, "time"), event.get("text"), number(event, "step")
+        if at is None or not isinstance(text, str):
+            continue
+        last = event
+        if event.get("event") == "start":
+            start, reached = event, step or 0.0
+        reached = max(reached, step or 0.0)
+        if event.get("event") != "data":
+            status.events.append((at, text))
+    status.step = int(max(reached, status.numbers.get("step", 0.0)))
+    status.last_word = max((t for t in (status.last_word, number(last, "time")) if t is not None), default=None)
+    status.state, status.reason = _state(folder, status, start, last)
+    return status
+
+
+def _state(folder: Path, status: RunStatus, start: dict[str, Any], last: dict[str, Any]) -> tuple[State, str]:
+    """The state and its reason, by the events of the last start and the last event of all."""
+    kind = last.get("event")
+    if kind in ENDS:
+        text = last["text"].strip()
+        # The reason of a traceback is its last line.
+        reason = text.rpartition("\n")[2] if text.startswith("Traceback") else text.partition("\n")[0]
+        return ("finished", "") if kind == "finish" else ("stopped" if kind == "stop" else "crashed", reason)
+    silent = time.time() - (status.last_word or 0.0)
+    if kind == "restart" and silent < _PATIENCE:
+        return "running", "its launcher starts it again"
+    here = start.get("host") == socket.gethostname()
+    if here and start.get("process") == os.getpid():
+        return "running", ""  # asking for the lock would end it, because this process holds it
+    locked = step_folders.is_locked(folder / "run")
+    if here and locked is False:
+        return "crashed", "its process is gone, and has not written why: it was killed, or the machine went down"
+    if locked or silent < max(_PATIENCE, 10 * max(status.step_times, default=0.0)):
+        return "running", ""
+    return "stale", "nothing says that it ended, and nothing new came for a long time"
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs in a folder and in the folders in it, the one that wrote last first.
+    """The runs in a folder and in the folders in it, three deep, the one that wrote last first.
 
     Returns:
         A JSON value for each: {"run": path, "state", "reason", "step", "total_steps", "loss", "tps", "last_word": Unix
@@ -41,132 +160,20 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         UserError: there is no such folder, or no run in it.
     """
     folder, rows, now = Path(os.path.expanduser(folder)), [], time.time()
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder. Name a folder with the output folders of runs.")
-    for path in _find(folder, _DEPTH):
-        status = RunFiles(path, LAST).read()
+    below = (name for depth in (1, 2, 3) for name in sorted(glob("*/" * depth, root_dir=folder)))
+    paths = [folder, *map(folder.joinpath, below)]
+    runs = {path.resolve(): path for path in reversed(paths) if _is_run(path)}  # each once, by its shortest name
+    if not runs:
+        raise UserError(f"{folder}: there is no run in this folder. Name one with the output folders of runs.")
+    for path in runs.values():
+        status = read_status(path)
         numbers = {name: value for name, value in status.numbers.items() if math.isfinite(value)}
         found = {name: getattr(status, name) for name in ("state", "reason", "step", "total_steps", "last_word")}
         age = None if status.last_word is None else max(0.0, now - status.last_word)
         found |= {"loss": numbers.get("loss"), "tps": numbers.get("tps"), "age": age, "problems": status.problems}
         rows.append({"run": str(path), **found})
-    if not rows:
-        raise UserError(f"{folder}: no run here, nor in the folders in it. Name a folder with output folders of runs.")
     return sorted(rows, key=lambda row: -(row["last_word"] or 0.0))
 
 
-def _find(folder: Path, depth: int, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """The folders of runs in a folder. A link to one of the folders `above` leads nowhere new."""
-    real = folder.resolve()
-    if real in above:
-        return
-    if _is_run(folder):
-        yield folder
-    elif depth:
-        for path in sorted(folder.iterdir()):
-            if path.is_dir() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
-                yield from _find(path, depth - 1, (*above, real))
-
-
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _SIGNS)
-
-
-class RunFiles:
-    """The files of a run that a status needs. Call `read` again while the run goes on: it reads what is new.
-
-    Args:
-        last: Bytes of metrics.jsonl that are read of a larger one: `LAST` for the numbers of now, `ALL` for the loss.
-
-    Raises:
-        UserError: no run has written to the folder.
-    """
-
-    def __init__(self, folder: Path, last: int = ALL) -> None:
-        self.folder = Path(os.path.expanduser(folder))
-        if not _is_run(self.folder):
-            problem = "no run has written to this folder" if self.folder.is_dir() else "there is no such folder"
-            raise UserError(
-                f"{self.folder}: {problem}. Name the output folder of a run (job.dump_folder), for example "
-                "outputs/debug_model; `titanlite runs FOLDER` lists those in a folder."
-            )
-        self._status = RunStatus(self.folder.resolve().name)
-        self._read_config()
-        self._metrics, self._events = (
-            JsonLines(self.folder / "metrics.jsonl", last),
-            JsonLines(self.folder / EVENTS_FILE),
-        )
-        self._step = 0  # the last one that an event since the last start names
-        self._last: dict[str, Any] = {}  # last event
-        self._start: dict[str, Any] = {}  # last event of a start
-
-    def read(self) -> RunStatus:
-        """The status now, which is the same object at each call."""
-        status = self._status
-        words = [status.last_word]
-        for i, entry in enumerate(self._metrics.new()):
-            if i == 0 and self._metrics.replaced:  # a resume has cut what it trains again
-                status.losses.clear()
-                status.step_times.clear()
-            if step_of(entry) is not None:
-                status.logged({name: number(entry, name) for name in entry})
-                words[1:] = [moment(entry)]
-        for event in self._events.new():
-            self._take(event)
-        status.step = max(self._step, int(status.numbers.get("step", 0)))
-        status.last_word = max((t for t in (*words, moment(self._last)) if t is not None), default=None)
-        status.problems = [*self._problems, *self._metrics.problems(), *self._events.problems()]
-        status.state, status.reason = self._state()
-        return status
-
-    def _read_config(self) -> None:
-        self.config, self._problems = read_tables(self.folder / "config.toml", tomli.loads)
-        job, training = (self.config.get(name) for name in ("job", "training"))
-        name, description = self.folder.resolve().name, job.get("description") if isinstance(job, dict) else None
-        steps = training.get("steps") if isinstance(training, dict) else None
-        self._status.title = f"{name}: {description}" if description else name
-        self._status.total_steps = steps if type(steps) is int and 0 <= steps < 2**53 else None
-
-    def _take(self, event: dict[str, Any]) -> None:
-        at, kind, text, step = moment(event), event.get("event"), event.get("text"), step_of(event)
-        if at is None or not isinstance(text, str):
-            return
-        self._last = event
-        if kind == "start":
-            self._start = event
-            self._read_config()  # a start can have changed it
-        if step is not None:
-            self._step = step if kind == "start" else max(self._step, step)
-        if kind != "data":
-            self._status.events.append((at, text))
-
-    def _state(self) -> tuple[State, str]:
-        kind = self._last.get("event")
-        if kind in ENDS:
-            text = str(self._last["text"]).strip()
-            # The reason of a traceback is its last line.
-            reason = text.rpartition("\n")[2] if text.startswith("Traceback") else text.partition("\n")[0]
-            return ("finished", "") if kind == "finish" else ("stopped" if kind == "stop" else "crashed", reason)
-        silent = time.time() - (self._status.last_word or 0.0)
-        if kind == "restart" and silent < _PATIENCE:
-            return "running", "its launcher starts it again"
-        here = self._start.get("host") == socket.gethostname()
-        if here and self._start.get("process") == os.getpid():
-            return "running", ""  # asking for the lock would end it, because this process holds it
-        locked = step_folders.is_locked(self.folder / "run")
-        if locked:
-            return "running", ""
-        if here and locked is not None:
-            return "crashed", "its process is gone, and has not written why: it was killed, or the machine went down"
-        if silent < max(_PATIENCE, 10 * max(self._status.step_times, default=0.0)):
-            return "running", ""
-        return "stale", "nothing says that it ended, and nothing new came for a long time"
-
-
-def read_tables(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any], list[str]]:
-    """The content of a small file, of any version, so nothing in it is checked; and what cannot be read."""
-    try:
-        value = parse(read_file(path, MOST_BYTES).decode()) if path.exists() else {}
-        return value if isinstance(value, dict) else {}, []
-    except (UserError, ValueError, RecursionError) as error:
-        return {}, [f"{path.name} cannot be read: {error}"]
+    return any(os.path.isfile(folder / name) for name in _SIGNS)

@@ -81,9 +81,9 @@ function chartSpecs() {
 }
 D.charts = chartSpecs();
 
-const COLORS = { save: "--muted", plan: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn", profile: "--c4" }; // others: --bad
+const COLORS = { save: "--muted", plan: "--muted", data: "--muted", validation: "--c5", start: "--c2", stop: "--warn", restart: "--warn", profile: "--c4" }; // others: --bad
 const kindColor = (kind) => css(COLORS[kind] || (kind === "finish" ? "--good" : "--bad"));
-const QUIET = ["save", "validation", "plan", "profile", "finish"]; // they have no line in the charts, only a mark among the events
+const QUIET = ["save", "validation", "data", "plan", "profile", "finish"]; // they have no line in the charts, only a mark among the events
 const KINDS = [...new Set(D.runs.flatMap((run) => run.events.kind))];
 
 const state = { axis: "step", smoothing: 0, events: true, log: false, cut: false, zoom: null, hidden: new Set() };
@@ -416,7 +416,6 @@ function sections() {
     node("summary", more, "", "Saves and validations");
     table(more, head, events.filter(isQuiet).map(row), style);
   }
-  perRun("Data, as the last start saw it", ["log"], (run) => (run.data ? [[run.data]] : []), { kind: "text" });
   const size = (found) => (found.bytes === undefined ? "damaged" : `${(found.bytes / 1e9).toFixed(3)} GB`);
   perRun("Checkpoints", ["step", "size", "", "folder"], (run) =>
     run.checkpoints.map((found) => [count(found.step), size(found), found.weights_only ? "weights only" : "", found.folder]), { numeric: [0, 1] });
