@@ -4,13 +4,16 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("patient", deadline=None)  # an example is slow where the machine has other work
-hypothesis.settings.load_profile("patient")
+with suppress(ImportError):  # the checks of a GPU need few packages
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)  # an example is slow where the machine has other work
+    settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run beside each other and their ranks
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no helpers that import torch once more in each rank
 
