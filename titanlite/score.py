@@ -28,7 +28,7 @@ from titanlite.config.rules import Context, layout_problems
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.windows import TextWindows, open_files, window_batches
+from titanlite.data.validation import TextWindows, open_files, window_batches
 from titanlite.load_run import world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh

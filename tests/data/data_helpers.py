@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from titanlite.config.run import Run
 from titanlite.config.schema import Comm, Dataset, JobConfig, Training, Validation
 from titanlite.data.loader import Loader
-from titanlite.data.shuffle import Permutation
+from titanlite.data.shuffle import permuted
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import ValidationSet
 
@@ -55,7 +56,7 @@ def write_hub(folder, texts, files=6):
 def hide_bad_records(path, texts, count=1, bad="not json"):
     """Write `texts` with bad lines that the first look at the data does not see; returns their line numbers."""
     total = len(texts) + count
-    seen = set(Permutation(total, "sample")(np.arange(64)).tolist())
+    seen = set(permuted(np.arange(64), total, "sample").tolist())
     hidden = [number for number in range(100, total) if number not in seen][:count]
     lines = [json.dumps({"text": text}) for text in texts]
     for number in hidden:
@@ -80,10 +81,10 @@ def run_of(dataset, validation=None, dp_size=1, comm=None, **training):
     return Run(JobConfig(**sections), dp_size)
 
 
-def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, gather=None, **keys):
+def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, stopping=bool, **keys):
     """A loader of rank 0 of 1 unless told otherwise."""
     run = run_of(dataset, Validation(holdout=holdout), **keys)
-    return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), gather=gather)
+    return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), stopping)
 
 
 def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
@@ -93,24 +94,21 @@ def make_validation(validation, dataset, *, rank=0, size=1, local=3, **keys):
 
 
 class Ranks:
-    """R loaders of one world; their `gather` meets at a barrier, as a collective does."""
+    """R loaders of one world, which meet at a barrier in place of a collective."""
 
     def __init__(self, dataset, size, *, local=1, global_batch=24, **keys):
-        self.size = size
-        values, barrier = {}, threading.Barrier(size)
-
-        def gather_of(rank):
-            def gather(value):
-                values[rank] = value
-                barrier.wait()
-                gathered = [values[r] for r in range(size)]
-                barrier.wait()  # or the next call could write what another rank has not read yet
-                return gathered
-
-            return gather
-
+        self.size, self._values, self._barrier = size, {}, threading.Barrier(size)
         keys |= {"global_batch_size": global_batch, "local_batch_size": local, "dp_size": size}
-        self.loaders = [make_loader(dataset, dp_rank=rank, gather=gather_of(rank), **keys) for rank in range(size)]
+        self.loaders = [make_loader(dataset, dp_rank=rank, **keys) for rank in range(size)]
+        for rank, loader in enumerate(self.loaders):
+            loader._gather = partial(self._gather, rank)
+
+    def _gather(self, rank, value):
+        self._values[rank] = value
+        self._barrier.wait()
+        gathered = [self._values[r] for r in range(self.size)]
+        self._barrier.wait()  # or the next call could write what another rank has not read yet
+        return gathered
 
     def batch(self):
         """The next global batch, rows in their order: (G, 2, T), inputs and labels."""

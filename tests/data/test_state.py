@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from data_helpers import ROOT, TOKENIZER, Ranks, dataset_of, make_loader, some_texts, write_jsonl
 
-from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -37,12 +37,12 @@ def test_what_changed_since_the_checkpoint_is_said(dataset: Dataset, state: dict
     for ranks, message in [
         (Ranks(dataset_of(tmp_path, some_texts(99)), 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
         (Ranks(dataset.model_copy(update={"text_column": "text"}), 1, seed=8), "the seed .* was 7, it is now 8"),
-        (Ranks(dataset_of(few, some_texts(20)), 1), r"read in 64 streams, .* in 16: another number of documents"),
-        (Ranks(capped, 1), r"read in 64 streams, .* is read in 1: another dataset\.max_epochs or number of"),
+        (Ranks(dataset_of(few, some_texts(20)), 1), r"read in 64 streams, .* in 16: another .* number of documents"),
+        (Ranks(capped, 1), r"read in 64 streams, .* is in 1: another dataset"),
         (Ranks(mix, 1), "there were 1 sources, there are now 2"),
         (Ranks(dataset, 1, tokenizer=less), "the tokenizer is another one"),
         (Ranks(dataset, 1, seq_len=64), r"training\.seq_len was 32, it is now 64"),
-        (Ranks(dataset, 1, holdout=0.2), r"checkpoint: validation\.holdout was 0\.0, it is now 0\.2\. Restore"),
+        (Ranks(dataset, 1, holdout=0.2), r"holdout was 0\.0, it is now 0\.2$"),
     ]:
         with pytest.raises(UserError, match=message):
             ranks.load(state)
@@ -74,19 +74,8 @@ def test_a_place_that_no_run_saves_ends_in_words(tmp_path: Path, kind: str, fiel
     if (field, value) == (0, 10**6):  # a run of a million documents may have come there
         Ranks(dataset, 1).load(state).batch()
         return
-    known = field == 0 or (field < 3 and kind != "sequential")  # without a look at the source
-    ranks = Ranks(dataset, 1)
-    with pytest.raises(CheckpointError, match=r"none that a run comes to|place in the data does not exist") as refused:
-        ranks.load(state).batch()
-    assert isinstance(refused.value, Damage) == known
-
-
-@pytest.mark.parametrize(("rows", "step"), [(10**15, 1), (10**12, 1), (2**62, 2**62), (10**9, 10**9)])
-def test_rows_that_no_run_reads_are_refused(dataset: Dataset, state: dict[str, Any], rows: int, step: int) -> None:
-    """They would let the run go on with other rows, without a word."""
-    schedule = {**state["schedule"], "rows": [rows], "stage_rows": [rows], "step": step}
-    with pytest.raises(Damage):
-        Ranks(dataset, 1).load({**state, "schedule": schedule})
+    with pytest.raises(CheckpointError, match=r"place in the data does not exist"):
+        Ranks(dataset, 1).load(state).batch()
 
 
 def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path: Path) -> None:

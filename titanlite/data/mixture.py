@@ -6,12 +6,15 @@ has had its share of them, less than one sequence more or less.
 
 from __future__ import annotations
 
+import copy
 import math
 from fractions import Fraction
 from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
+
+_STATE = ("step", "rows", "weights", "stage_rows")
 
 
 class Mixture:
@@ -23,59 +26,50 @@ class Mixture:
     Attributes:
         step: batches so far.
         rows: sequences of each source so far.
+        weights: those of the stage.
+        stage_rows: sequences of each source since the stage began.
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        self._stages = stage_weights(dataset)
-        self._global_batch_size = global_batch_size
+        self._stages, self._global_batch_size = stage_weights(dataset), global_batch_size
         self.step = 0
-        self.rows = [0] * max(1, len(dataset.sources))
-        self._weights: list[int] = []
-        self._stage_rows = list(self.rows)
+        self.rows, self.weights = [0] * max(1, len(dataset.sources)), list[int]()
+        self.stage_rows = list(self.rows)
 
     def next_batch(self) -> list[tuple[int, int]]:
         """(source, number of the row within it) of each sequence of the next global batch."""
         weights = next(weights for start, weights in reversed(self._stages) if start <= self.step)
-        if weights != self._weights:
-            self._weights, self._stage_rows = weights, [0] * len(self.rows)
-        self._total, self._scale = sum(weights), math.lcm(*filter(None, weights))
-        batch = [self._next() for _ in range(self._global_batch_size)]
+        if weights != self.weights:
+            self.weights, self.stage_rows = weights, [0] * len(self.rows)
+        total, scale = sum(weights), math.lcm(*filter(None, weights))
+        batch = []
+        for _ in range(self._global_batch_size):
+            source = self._next_source(total, scale)
+            batch.append((source, self.rows[source]))
+            self.rows[source] += 1
+            self.stage_rows[source] += 1
         self.step += 1
         return batch
 
-    def _next(self) -> tuple[int, int]:
-        source = 0
-        if len(self.rows) > 1:
-            length, parts = sum(self._stage_rows) + 1, 2 * len(self.rows) - 2
-            best: int | None = None
-            for i, weight in enumerate(self._weights):
-                # parts * total times the sequences by which source i lags behind its share
-                lag = parts * (weight * length - self._stage_rows[i] * self._total)
-                if weight and lag >= self._total:
-                    # Time until source i lags by one: (1 - 1/parts - lag) / weight, multiplied by whole numbers that
-                    # are the same for all sources.
-                    time_left = ((parts - 1) * self._total - lag) * (self._scale // weight)
-                    if best is None or time_left < best:
-                        best, source = time_left, i
-            assert best is not None
-        row = self.rows[source]
-        self.rows[source] += 1
-        self._stage_rows[source] += 1
-        return source, row
+    def _next_source(self, total: int, scale: int) -> int:
+        length, parts = sum(self.stage_rows) + 1, 2 * len(self.rows) - 2
+        waiting = []
+        for i, (weight, rows) in enumerate(zip(self.weights, self.stage_rows, strict=True)):
+            lag = parts * (weight * length - rows * total)  # parts * total times the sequences that it lags behind
+            if weight and lag >= total:
+                # Time until source i lags by one: (1 - 1/parts - lag) / weight, multiplied by whole numbers that are
+                # the same for all sources.
+                waiting.append((((parts - 1) * total - lag) * (scale // weight), i))
+        return min(waiting)[1] if parts else 0
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON value."""
-        return {
-            "step": self.step,
-            "rows": list(self.rows),
-            "weights": list(self._weights),
-            "stage_rows": list(self._stage_rows),
-        }
+        return {key: copy.copy(getattr(self, key)) for key in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`. If the weights have changed since, the sequences of the stage are counted from 0."""
-        self.step, self.rows = state["step"], list(state["rows"])
-        self._weights, self._stage_rows = list(state["weights"]), list(state["stage_rows"])
+        for key in _STATE:
+            setattr(self, key, copy.copy(state[key]))
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:

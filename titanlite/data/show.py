@@ -11,7 +11,15 @@ from titanlite.data.mixture import stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import Shards
-from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Part, sample, sample_numbers
+from titanlite.data.stream import (
+    BatchReader,
+    DocumentTokenizer,
+    OutOfData,
+    PackedDataset,
+    sample,
+    sample_numbers,
+    training_data,
+)
 from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
@@ -85,30 +93,28 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     Raises:
         UserError: there is no such step or row, or the data cannot be read.
     """
-    training, dataset, size = run.job.training, run.job.dataset, run.global_batch_size
+    training, size = run.job.training, run.global_batch_size
     if not 1 <= step <= training.steps:
         raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
     if row is not None and not 0 <= row < size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
-    skip_bad = dataset.on_bad_record == "skip"
-    documents = DocumentTokenizer(load_tokenizer(run.tokenizer_path), run.job.validation.holdout, skip_bad=skip_bad)
-    data = PackedDataset(dataset, documents, run.data_seed, training.seq_len, size)
+    data = training_data(run, load_tokenizer(run.tokenizer_path))
     for _ in range(step - 1):
         data.mixture.next_batch()
-    reader = BatchReader(data, Part())
+    reader = BatchReader(data)
     lines = []
     for k, (source, number) in enumerate(data.mixture.next_batch()):
         if row not in (None, k):
             continue
         try:
-            found, _ = reader.read(source, number)
+            found = reader.read(source, number, k)
         except OutOfData as error:
             raise UserError(f"step {step} does not exist: {error}") from None
         lines.append(f"=== step {step}, row {k}, {data.sources[source].name}")
         start = 0
         for part, document, offset, length in found.segments.tolist():
             lines.append(f"--- {data.sources[source].where(part, document)}, tokens {offset} to {offset + length - 1}")
-            lines.append(documents.tokenizer.decode(found.tokens[start : start + length].tolist()))
+            lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
             start += length
         if start < len(found.tokens):
             lines.append(f"--- {len(found.tokens) - start} tokens of padding")

@@ -1,6 +1,6 @@
 """The order of documents: a seeded permutation of range(n) that is computed, not stored.
 
-Invariant: `Permutation(n, key)` maps range(n) onto itself, each value once, and depends on n and key alone.
+Invariant: `permuted(index, n, key)` maps range(n) onto itself, each value once, and depends on n and key alone.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ import numpy as np
 _ROUNDS = 6  # four make a balanced Feistel network indistinguishable from random; two more because they are cheap
 
 
-class Permutation:
-    """A pseudo-random permutation of range(n) in constant memory: a billion documents need no table.
+def permuted(index: np.ndarray, n: int, key: str) -> np.ndarray:
+    """The images of `index`, values in range(n), under a pseudo-random permutation of range(n) in constant memory: a
+    billion documents need no table.
 
     A Feistel network permutes range(2^(2b)), the smallest such range that holds range(n), b >= 1. If the image of a
     number is outside range(n), it is permuted again until it is inside ("cycle walking": Black and Rogaway, Ciphers
     with arbitrary finite domains, 2002). The larger range has less than 4n numbers, so that this takes fewer than four
     turns on average.
+
+    Returns:
+        int64 of the same shape.
     """
+    bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    half, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
+    keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
 
-    def __init__(self, n: int, key: str) -> None:
-        assert n > 0
-        self.n = n
-        half = max(1, ((n - 1).bit_length() + 1) // 2)
-        self._half, self._mask = np.uint64(half), np.uint64((1 << half) - 1)
-        self._keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+    def turn(value: np.ndarray) -> np.ndarray:
+        left, right = value >> half, value & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        return (left << half) | right
 
-    def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Images of `index`, an integer array with values in range(n); int64 of the same shape."""
-        value = self._turn(index.astype(np.uint64))
-        while (outside := value >= self.n).any():
-            value[outside] = self._turn(value[outside])
-        return value.astype(np.int64)
-
-    def _turn(self, value: np.ndarray) -> np.ndarray:
-        left, right = value >> self._half, value & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
-        return (left << self._half) | right
+    value = turn(index.astype(np.uint64))
+    while (outside := value >= n).any():
+        value[outside] = turn(value[outside])
+    return value.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -62,10 +60,10 @@ def epoch_order(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
     epochs, places = np.divmod(positions, n)
     for epoch in np.unique(epochs).tolist():
         here, key = epochs == epoch, f"{seed} epoch {epoch}"
-        places[here] = _whole(n, key)[places[here]] if n <= _SMALL else Permutation(n, key)(places[here])
+        places[here] = _whole(n, key)[places[here]] if n <= _SMALL else permuted(places[here], n, key)
     return places
 
 
 @lru_cache(maxsize=32)
 def _whole(n: int, key: str) -> np.ndarray:
-    return Permutation(n, key)(np.arange(n))
+    return permuted(np.arange(n), n, key)

@@ -18,9 +18,7 @@ part is read from its front in windows of neighbours, and each window is shuffle
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +28,10 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.mixture import Mixture
-from titanlite.data.shuffle import Permutation, epoch_order
+from titanlite.data.shuffle import epoch_order, permuted
 from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
 from titanlite.data.sources.shards import Shards
@@ -41,17 +40,11 @@ from titanlite.data.tokenizer import Tokenizer
 MAX_STREAMS = 64
 """Changing this number changes the data order of every run. It is a power of two, so that usual numbers of ranks divide
 it: each data-parallel rank then tokenizes only its own streams."""
-MAX_COUNT = 1 << 48
-"""More documents or rows than any run reads, and few enough that their positions are 64-bit numbers."""
 
+_NO_END = 1 << 48  # more documents than any run reads, and few enough that their positions are 64-bit numbers
 _WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
 _WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
 _SAMPLE_DOCUMENTS = 64
-_MOST_EMPTY = 100_000  # so many empty documents at the front, and no other, are a mistake
-
-
-_At = MutableSequence[int] | memoryview
-"""What is being read: numbers of source, part and document."""
 
 
 class OutOfData(Exception):
@@ -70,7 +63,7 @@ class Place(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """Where the next row of a stream begins."""
+    """Where the next row of a stream begins. The larger of two is the later one."""
 
     row: int = 0
     """Number of the row."""
@@ -78,6 +71,12 @@ class StreamPosition(NamedTuple):
     """concat: the document it begins in. best_fit: the first document of its window."""
     offset: int = 0
     """concat: which token of that document. best_fit: which row of the window."""
+
+
+Part = tuple[int, int, int, int]
+Piece = tuple[np.ndarray, tuple[int, int, int, int]]
+"""Tokens of a document, and what a line of `Row.segments` says of them."""
+_At = MutableSequence[int] | memoryview
 
 
 class Document(NamedTuple):
@@ -92,15 +91,27 @@ class Document(NamedTuple):
     tokens: np.ndarray
     """int32, bos and eos included; empty if the document is skipped or held out."""
 
+    def piece(self, offset: int, most: int) -> Piece:
+        """Up to `most` tokens from token `offset` on."""
+        tokens = self.tokens[offset : offset + most]
+        return tokens, (self.part, self.number, offset, len(tokens))
+
 
 class Row(NamedTuple):
-    """One sequence of a batch."""
+    """One sequence of a batch, and where its stream goes on after it."""
 
+    k: int
+    """Place in the global batch."""
     tokens: np.ndarray
     """(T + 1,) int32. Inputs are the first T, labels the last T. Tokens after the last segment are padding."""
     segments: np.ndarray
     """(S, 4) int64. Each line is a document or a piece of one: part, document number, offset of the first token in the
     document, number of tokens."""
+    source: int
+    stream: int
+    position: StreamPosition
+    skipped: list[str]
+    """Why records were left out on the way to this row; in the first epoch only, so that each is reported once."""
 
 
 @dataclass
@@ -154,229 +165,88 @@ class DocumentTokenizer:
         return np.concatenate([self._begin, self.tokenizer.encode_array(record).view(np.int32), self._end])
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
-
-
-class SourceReader:
-    """The streams of one source.
-
-    Args:
-        max_epochs: how often it is read; 0: without end.
-        at: of three numbers, of which the last two say what is being read: part and document.
-    """
-
-    def __init__(self, source: Source, tokenizer: DocumentTokenizer, seed: int, max_epochs: int, at: _At) -> None:
-        self.source, self.max_epochs = source, max_epochs
-        self.streams = num_streams(source, max_epochs, tokenizer.holdout)
-        self._tokenizer, self._seed, self._at = tokenizer, seed, at
-        self._end = max_epochs * source.num_units or MAX_COUNT
-
-    def documents(self, stream: int, start: Place) -> Iterator[Document]:
-        """The documents of a stream from `start` on, which is one that this stream had before.
-
-        Raises:
-            CheckpointError: there is no such place.
-        """
-        return (self._at_random if isinstance(self.source, RandomAccess) else self._in_windows)(stream, start)
-
-    def _at_random(self, stream: int, start: Place) -> Iterator[Document]:
-        assert isinstance(self.source, RandomAccess)
-        # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
-        block = max(8, min(256, len(self.source) // self.streams))
-        turn, count = start.turn, len(self.source)
-        while turn * self.streams + stream < self._end:
-            positions = np.arange(turn, turn + block) * self.streams + stream
-            numbers = epoch_order(count, self._seed, positions[positions < self._end]).tolist()
-            for number in numbers:
-                self._at[2] = number
-                tokens = self._tokenizer.encode(self.source.record(number), turn * self.streams + stream >= count)
-                turn += 1
-                yield Document(Place(turn - 1), Place(turn), 0, number, tokens)
-
-    def _in_windows(self, stream: int, start: Place) -> Iterator[Document]:
-        assert isinstance(self.source, Sequential)
-        turn, first, index = start
-        while (position := turn * self.streams + stream) < self._end:
-            (part,) = epoch_order(self.source.num_units, self._seed, np.array([position])).tolist()
-            records = self._from(part, first)
-            while window := _take_window(records):
-                shuffle = Permutation(len(window), f"{self._seed} position {position} window {first}")
-                if index >= len(window):
-                    raise no_such_place(f"document {index} of a window of {len(window)}")
-                after = first + len(window)
-                for i, number in enumerate(shuffle(np.arange(index, len(window))).tolist(), index + 1):
-                    tokens = self._tokenizer.encode(window[number], position >= self.source.num_units)
-                    following = Place(turn, first, i) if i < len(window) else Place(turn, after)
-                    yield Document(Place(turn, first, i - 1), following, part, first + number, tokens)
-                first, index = after, 0
-            if index:
-                raise no_such_place(f"document {index} of an empty window")
-            turn, first = turn + 1, 0
-
-    def _from(self, part: int, start: int) -> Iterator[Record]:
-        """The documents of a part from number `start` on; a window begins behind a document that is there."""
-        assert isinstance(self.source, Sequential)
-        number, said = 0, time.monotonic()
-        for number, record in enumerate(self.source.read(part, start), 1):
-            self._at[1], self._at[2] = part, number - 1
-            if record is not None:
-                yield record
-            elif time.monotonic() - said > 5:
-                said = time.monotonic()
-                logging.getLogger("titanlite").info(
-                    "%s, part %d: skipped %s of %s documents", self.source.name, part, f"{number:,}", f"{start:,}"
-                )
-        if number < start:
-            raise no_such_place(f"document {start} of {self.source.name}, part {part}, which ends before")
-
-
-def _take_window(records: Iterator[Record]) -> list[Record]:
-    window: list[Record] = []
-    chars = 0
-    for record in itertools.islice(records, _WINDOW_DOCUMENTS):
-        window.append(record)
-        chars += len(record) if isinstance(record, str) else 0
-        if chars >= _WINDOW_CHARS:
-            break
-    return window
-
-
-def num_streams(source: Source, max_epochs: int, holdout: float) -> int:
-    """V of a source: a power of two, at most its number of documents or parts, because more streams would read the same
-    text at the same time. With max_epochs it is 1: then each rank sees by itself where the source ends, and no stream
-    has text left when another one ends."""
-    if max_epochs:
-        return 1
-    units = source.num_units
-    if holdout and isinstance(source, RandomAccess):
-        units = max(1, units // 8)  # or a stream without a document in an epoch reads those of others
-    return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
-
-
-def no_such_place(what: str) -> CheckpointError:
-    """The error for a saved place beyond the end of a part, a window or a document: nothing that a run saves for the
-    same data."""
-    return CheckpointError(
-        f"The checkpoint's place in the data does not exist: {what}. Take an older checkpoint by checkpoint.load_step, "
-        'or start the data afresh by checkpoint.exclude_from_loading = ["data"].'
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- packing
 
-Rows = Iterator[tuple[Row, StreamPosition]]
+Rows = Iterator[tuple[list[Piece], StreamPosition]]
 """The rows of a stream, and where the row after each begins."""
 _Documents = Callable[[Place], Iterator[Document]]
-_Segment = tuple[int, int, int, int]
 
 
-def concat(documents: _Documents, length: int, padding: int, start: StreamPosition) -> Rows:
+def concat(documents: _Documents, length: int, start: StreamPosition) -> Rows:
     """Documents are joined, and the result is cut into rows of `length` tokens. The last token of a row is also the
     first token of the next row, so that each token of the stream except the very first is predicted exactly once. Only
-    the last row of a source with max_epochs is padded."""
+    the last row of a source with max_epochs is shorter."""
     number, place, offset = start
-    last = offset
-    parts: list[np.ndarray] = []
-    segments: list[_Segment] = []
-    need = length
+    pieces: list[Piece] = []
+    need, position = length, start  # of the last token that was read, with which the next row begins
     for document in documents(place):
-        tokens = document.tokens
-        if offset and offset >= len(tokens):
-            raise no_such_place(f"token {offset} of a document of {len(tokens)}")
-        while offset < len(tokens):
-            part = tokens[offset : offset + need]
-            parts.append(part)
-            segments.append((document.part, document.number, offset, len(part)))
-            # The last token that was read, with which the next row begins.
-            place, offset, need = document.place, offset + len(part) - 1, need - len(part)
-            last = offset
+        _check_saved(not offset or offset < len(document.tokens))
+        while offset < len(document.tokens):
+            pieces.append(document.piece(offset, need))
+            read = pieces[-1][1][3]
+            offset, need = offset + read - 1, need - read
+            position = StreamPosition(number + 1, document.place, offset)
             if need:
                 break
-            number += 1
-            yield _row(parts, segments, length, padding), StreamPosition(number, place, offset)
-            parts, segments, need = [], [], length
+            yield pieces, position
+            number, pieces, need = number + 1, [], length
         offset = 0
     if need <= length - 2:  # otherwise there are fewer than two tokens: none to predict
-        yield _row(parts, segments, length, padding), StreamPosition(number + 1, place, last)
+        yield pieces, position
 
 
-def best_fit(documents: _Documents, length: int, padding: int, start: StreamPosition) -> Rows:
+def best_fit(documents: _Documents, length: int, start: StreamPosition) -> Rows:
     """Documents whole in a row where they fit, after "Fewer Truncations Improve Language Modeling" (Ding et al., 2024):
     a longer one is cut into rows of its own and a rest; then the pieces of a window of documents go, the longest
     first, each into the row with the least room that is enough."""
     number, place, index = start
     stream = documents(place)
     while True:
-        pieces: list[tuple[np.ndarray, _Segment]] = []
+        pieces: list[Piece] = []
         total, after = 0, place
         while total < _WINDOW_ROWS * length and (document := next(stream, None)) is not None:
-            tokens, after = document.tokens, document.next_place
-            for offset in range(0, max(1, len(tokens) - 1), length - 1):
-                if len(part := tokens[offset : offset + length]):
-                    pieces.append((part, (document.part, document.number, offset, len(part))))
-            total += len(tokens)
+            size, after = len(document.tokens), document.next_place
+            starts = range(0, max(1, size - 1), length - 1) if size else ()
+            pieces += [document.piece(offset, length) for offset in starts]
+            total += size
         if not pieces:
             return
-        bins = _fit([len(part) for part, _ in pieces], length)
+        rows = _fit(pieces, length)
+        _check_saved(index < len(rows))
         # The fullest rows come first. Shuffle them, so that batches are alike.
-        order = Permutation(len(bins), f"rows {place} {total}")(np.arange(len(bins))).tolist()
-        if index >= len(bins):
-            raise no_such_place(f"row {index} of a window of {len(bins)}")
-        for i in range(index, len(bins)):
-            chosen = [pieces[piece] for piece in bins[order[i]]]
-            row = _row([part for part, _ in chosen], [segment for _, segment in chosen], length, padding)
+        order = permuted(np.arange(len(rows)), len(rows), f"rows {place} {total}").tolist()
+        for i in range(index, len(rows)):
             number += 1
-            yield row, StreamPosition(number, *((place, i + 1) if i + 1 < len(bins) else (after, 0)))
+            yield rows[order[i]], StreamPosition(number, *((place, i + 1) if i + 1 < len(rows) else (after, 0)))
         place, index = after, 0
 
 
-def _fit(sizes: list[int], length: int) -> list[list[int]]:
-    """The numbers of the pieces in each row."""
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = bisect_left(room, (sizes[i], -1))
-        if at < len(room):
-            left, number = room.pop(at)
-        else:
-            left, number = length, len(bins)
-            bins.append([])
-        bins[number].append(i)
-        if left > sizes[i]:
-            insort(room, (left - sizes[i], number))
-    return bins
+def _fit(pieces: list[Piece], length: int) -> list[list[Piece]]:
+    """The pieces of each row."""
+    rows: list[list[Piece]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for piece in sorted(pieces, key=lambda piece: -len(piece[0])):
+        size = len(piece[0])
+        at = bisect_left(room, (size, -1))
+        left, row = room.pop(at) if at < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        if left > size:
+            insort(room, (left - size, row))
+    return rows
 
 
-def _row(parts: list[np.ndarray], segments: list[_Segment], length: int, padding: int) -> Row:
-    if missing := length - sum(map(len, parts)):
-        parts = [*parts, np.full(missing, padding, dtype=np.int32)]
-    return Row(np.concatenate(parts).astype(np.int32, copy=False), np.array(segments, dtype=np.int64))
+def _check_saved(exists: bool) -> None:
+    """Raises CheckpointError if a saved place is beyond the end of a part, a window or a document: no run saves it."""
+    if not exists:
+        raise CheckpointError(
+            "The checkpoint's place in the data does not exist. Take an older checkpoint by checkpoint.load_step, or "
+            'start the data afresh by checkpoint.exclude_from_loading = ["data"].'
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- global batch
-
-
-class ReadRow(NamedTuple):
-    """A row, and where its stream goes on after it."""
-
-    k: int
-    """Place in the global batch."""
-    row: Row
-    source: int
-    stream: int
-    position: StreamPosition
-    skipped: list[str]
-    """Why records were left out on the way to this row; in the first epoch only, so that each is reported once."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which rows: those of worker `worker` of `workers` on rank `dp_rank` of `dp_size`."""
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    worker: int = 0
-    workers: int = 1
 
 
 class PackedDataset:
@@ -398,58 +268,138 @@ class PackedDataset:
         self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, seq_len)
         self.mixture = Mixture(dataset, global_batch_size)
         self.positions = [
-            [StreamPosition()] * num_streams(source, spec.max_epochs, tokenizer.holdout)
+            [StreamPosition()] * _num_streams(source, spec.max_epochs, tokenizer.holdout)
             for source, spec in zip(self.sources, self.specs, strict=True)
         ]
 
 
-class BatchReader:
-    """Global batches, one after the other: the rows of `part` in each. `at` says at any time what is being read."""
+def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
+    """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
+    dataset, holdout = run.job.dataset, run.job.validation.holdout
+    documents = DocumentTokenizer(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
+    return PackedDataset(dataset, documents, run.data_seed, run.job.training.seq_len, run.global_batch_size)
 
-    def __init__(self, data: PackedDataset, part: Part, at: _At | None = None) -> None:
+
+def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:
+    """V of a source: a power of two, at most its number of documents or parts, because more streams would read the same
+    text at the same time. With max_epochs it is 1: then each rank sees by itself where the source ends, and no stream
+    has text left when another one ends."""
+    if max_epochs:
+        return 1
+    units = source.num_units
+    if holdout and isinstance(source, RandomAccess):
+        units = max(1, units // 8)  # or a stream without a document in an epoch reads those of others
+    return min(MAX_STREAMS, 1 << (units.bit_length() - 1))
+
+
+class BatchReader:
+    """Global batches, one after the other: a part of the rows of each.
+
+    Args:
+        part: number of the data-parallel rank, how many ranks there are, number of the worker on it, how many workers.
+        at: numbers of the source, the part and the document that are being read.
+    """
+
+    def __init__(self, data: PackedDataset, part: Part = (0, 1, 0, 1), at: _At | None = None) -> None:
         self._data, self._part, self._at = data, part, [0, 0, 0] if at is None else at
         self._mixture = copy.deepcopy(data.mixture)  # because a reader is ahead of whoever trains on its rows
-        self._readers = [
-            SourceReader(source, data.tokenizer, data.seed, spec.max_epochs, self._at)
-            for source, spec in zip(data.sources, data.specs, strict=True)
-        ]
         self._open: dict[tuple[int, int], Rows] = {}
 
-    def next_batch(self) -> list[ReadRow]:
+    def next_batch(self) -> list[Row]:
         """The rows of the next global batch.
 
         Raises:
             OutOfData: a source with max_epochs ends within the batch. All ranks see it, because each of them reads all
                 rows of such a source.
+            CheckpointError: a saved place does not exist.
             UserError: a record cannot be read.
         """
-        part, rows = self._part, []
+        rank, ranks, worker, workers = self._part
+        rows = []
         for k, (source, number) in enumerate(self._mixture.next_batch()):
-            own, stream = k % part.dp_size == part.dp_rank, number % self._readers[source].streams
-            mine = (source + stream // part.dp_size) % part.workers == part.worker
-            if mine and (own or self._readers[source].max_epochs):
-                row, position = self.read(source, number)
+            stream = number % len(self._data.positions[source])
+            own, mine = k % ranks == rank, (source + stream // ranks) % workers == worker
+            if mine and (own or self._data.specs[source].max_epochs):
+                row = self.read(source, number, k)
                 if own:
-                    rows.append(ReadRow(k, row, source, stream, position, self._data.tokenizer.skipped.copy()))
+                    rows.append(row)
         return rows
 
-    def read(self, source: int, number: int) -> tuple[Row, StreamPosition]:
-        """Row `number` of a source and where its stream goes on. Rows of a stream are asked for in ascending order."""
-        reader, data = self._readers[source], self._data
-        wanted, stream = divmod(number, reader.streams)
+    def read(self, source: int, number: int, k: int) -> Row:
+        """Row `number` of a source. Rows of a stream are asked for in ascending order."""
+        data, length = self._data, self._data.seq_len + 1
+        wanted, stream = divmod(number, len(data.positions[source]))
         if (source, stream) not in self._open:
-            pack, start = best_fit if data.packing == "best_fit" else concat, data.positions[source][stream]
-            documents, padding = partial(reader.documents, stream), data.tokenizer.tokenizer.eos_id
-            self._open[source, stream] = pack(documents, data.seq_len + 1, padding, start)
+            pack = best_fit if data.packing == "best_fit" else concat
+            documents = partial(self._documents, source, stream)
+            self._open[source, stream] = pack(documents, length, data.positions[source][stream])
         self._at[0] = source
         data.tokenizer.skipped.clear()
-        for row, position in self._open[source, stream]:
+        for pieces, position in self._open[source, stream]:
             if position.row > wanted:
-                return row, position
-            # A row of another rank, because dp_size does not divide V. What was skipped is for that rank to report.
+                segments = np.array([segment for _, segment in pieces], dtype=np.int64)
+                padding = np.full(length - segments[:, 3].sum(), data.tokenizer.tokenizer.eos_id, dtype=np.int32)
+                tokens = np.concatenate([*(tokens for tokens, _ in pieces), padding]).astype(np.int32, copy=False)
+                return Row(k, tokens, segments, source, stream, position, data.tokenizer.skipped.copy())
+            # A row of another rank, because the number of ranks does not divide V. What was skipped is for that rank
+            # to report.
             data.tokenizer.skipped.clear()
-        times = "once" if reader.max_epochs == 1 else f"{reader.max_epochs} times"
-        raise OutOfData(f"{reader.source.name} has been read {times} (dataset.max_epochs)")
+        epochs = data.specs[source].max_epochs
+        times = "once" if epochs == 1 else f"{epochs} times"
+        raise OutOfData(f"{data.sources[source].name} has been read {times} (dataset.max_epochs)")
+
+    def _documents(self, number: int, stream: int, start: Place) -> Iterator[Document]:
+        """The documents of a stream of source `number` from `start` on, a place that it had before."""
+        data, source, turn = self._data, self._data.sources[number], start.turn
+        count, streams = source.num_units, len(data.positions[number])
+        end = data.specs[number].max_epochs * count or _NO_END
+        _check_saved(turn < _NO_END and (isinstance(source, Sequential) or start == Place(turn)))
+        # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
+        block = max(8, min(256, count // streams))
+        while turn * streams + stream < end:
+            positions = np.arange(turn, turn + block) * streams + stream
+            for unit in epoch_order(count, data.seed, positions[positions < end]).tolist():
+                position = turn * streams + stream
+                if isinstance(source, Sequential):
+                    yield from self._shuffled(source, unit, position, start if turn == start.turn else Place(turn))
+                else:
+                    assert isinstance(source, RandomAccess)
+                    self._at[2] = unit
+                    tokens = data.tokenizer.encode(source.record(unit), position >= count)
+                    yield Document(Place(turn), Place(turn + 1), 0, unit, tokens)
+                turn += 1
+
+    def _shuffled(self, source: Sequential, part: int, position: int, start: Place) -> Iterator[Document]:
+        """The documents of a part from `start` on, in windows of neighbours that are shuffled."""
+        turn, first, index = start
+        for window in self._windows(source, part, first):
+            key = f"{self._data.seed} position {position} window {first}"
+            order, after = permuted(np.arange(len(window)), len(window), key).tolist(), first + len(window)
+            _check_saved(index < len(window))
+            for i in range(index, len(window)):
+                tokens = self._data.tokenizer.encode(window[order[i]], position >= source.num_units)
+                following = Place(turn, first, i + 1) if i + 1 < len(window) else Place(turn, after)
+                yield Document(Place(turn, first, i), following, part, first + order[i], tokens)
+            first, index = after, 0
+        _check_saved(not index)
+
+    def _windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
+        """The documents of a part from number `start` on; a window begins behind a document that is there."""
+        window, chars, number = list[Record](), 0, 0
+        for number, record in enumerate(source.read(part, start), 1):
+            self._at[1], self._at[2] = part, number - 1
+            if record is not None:
+                window.append(record)
+                chars += len(record) if isinstance(record, str) else 0
+            if len(window) == _WINDOW_DOCUMENTS or chars >= _WINDOW_CHARS:
+                yield window
+                window, chars = [], 0
+        _check_saved(number >= start)
+        if window:
+            yield window
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
 
 
 def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
@@ -461,8 +411,8 @@ def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int) -
     """The sources of a job, after a first look into each: what can be found wrong at once is said before training.
 
     Raises:
-        UserError: a source cannot be opened, holds less than one row or no text, or the first look found a record that
-            cannot be read.
+        UserError: a source cannot be opened, holds less text than one row, or the first look found a record that cannot
+            be read.
     """
     sources = [open_source(spec) for spec in source_specs(dataset)]
     for source in sources:
@@ -473,20 +423,16 @@ def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int) -
 
 
 def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> None:
-    """Read from the front of `source` until one row is full, then a sample of its documents."""
-    tokens = texts = empty = 0
+    """Read from the front of `source` until one row is full of text, then a sample of its documents."""
+    tokens = 0
     for document in map(tokenizer.encode, source):
-        tokens += len(document)
-        texts += len(document) > tokenizer.empty_length
-        empty += 0 < len(document) <= tokenizer.empty_length
-        if (texts and tokens > seq_len) or (empty == _MOST_EMPTY and not texts):
+        tokens += len(document) if len(document) > tokenizer.empty_length else 0
+        if tokens > seq_len:
             break
-    what = f"the {'held-out ' if tokenizer.held_out else ''}documents of {source.name}"
-    if empty and not texts:
-        raise UserError(f"{what} are empty: none of the first {empty:,} has any text.")
-    if tokens <= seq_len:
-        too_few = f"fewer than one sequence: training.seq_len is {seq_len:,}. Lower it, or add text."
-        raise UserError(f"{what} have {tokens:,} tokens together, {too_few if seq_len else 'there is no text.'}")
+    else:
+        few = f"{tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
+        which = "held-out documents" if tokenizer.held_out else "documents"
+        raise UserError(f"the {which} of {source.name} have {few}. Lower it, or add text.")
     for record in sample(source):
         if isinstance(record, BadRecord):
             tokenizer.encode(record)
@@ -495,7 +441,7 @@ def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> No
 def sample_numbers(source: RandomAccess) -> list[int]:
     """Numbers of a few documents, spread over the whole source."""
     count = len(source)
-    return Permutation(count, "sample")(np.arange(min(count, _SAMPLE_DOCUMENTS))).tolist()
+    return permuted(np.arange(min(count, _SAMPLE_DOCUMENTS)), count, "sample").tolist()
 
 
 def sample(source: Source) -> Iterator[Record]:

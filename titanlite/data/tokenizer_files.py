@@ -21,7 +21,7 @@ import numpy as np
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.schema import DataSource
-from titanlite.data.shuffle import Permutation
+from titanlite.data.shuffle import permuted
 from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Source
 from titanlite.data.tokenizer import (
@@ -123,8 +123,8 @@ def _sample(made: Trained, source: Source, most_bytes: int, holdout: int) -> Ite
 def _at_random(source: Source) -> Iterator[Record]:
     if not isinstance(source, RandomAccess):
         return iter(source)
-    order = Permutation(len(source), "tokenizer")
-    return (source.record(int(order(np.array([number]))[0])) for number in range(len(source)))
+    count = len(source)
+    return (source.record(int(permuted(np.array([i]), count, "tokenizer")[0])) for i in range(count))
 
 
 def _train(texts: Iterator[str], size: int) -> list[bytes]:

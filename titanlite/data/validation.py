@@ -1,22 +1,33 @@
-"""The fixed rows of validation, divided among the ranks.
+"""Text that is scored and never trained on: the fixed rows of validation, and the windows of any text.
 
-Invariant: the rows depend on the sources, the seed and seq_len alone. All ranks have the same number of microbatches,
-because a rank with more would wait for the others in a collective.
+Invariant: the rows of validation depend on the sources, the seed and seq_len alone, and each token of a text is scored
+exactly once, however rows are spread over batches and ranks. All ranks have the same number of microbatches, because a
+rank with more would wait for the others in a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from titanlite.config import schema
+from titanlite.config.errors import UserError
 from titanlite.config.run import Run
+from titanlite.config.schema import Dataset
 from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
-from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Part, Row, report_skipped
+from titanlite.data.sources import open_source, source_of_file
+from titanlite.data.sources.base import BadRecord, Prepared, Source
+from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
 from titanlite.data.tokenizer import Tokenizer
+
+_BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
+_LENGTH_UNIT = 64  # rows of windows are padded to a multiple of this, so that there are few shapes
 
 
 class ValidationSet:
@@ -39,34 +50,37 @@ class ValidationSet:
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
         validation, dataset, seq_len = run.job.validation, run.job.dataset, run.job.training.seq_len
-        local_batch_size, dp_size = run.job.training.local_batch_size, run.degrees.data
-        held_out = validation.holdout > 0
-        chosen = dataset if held_out else _as_dataset(validation)
-        once = {"max_epochs": 1}
-        mix = tuple(spec.model_copy(update=once) for spec in chosen.sources)
-        chosen = chosen.model_copy(update={"sources": mix, **once})
+        local_batch_size, dp_size, held_out = (
+            run.job.training.local_batch_size,
+            run.degrees.data,
+            validation.holdout > 0,
+        )
+        chosen = dataset if held_out else validation
+        keys = chosen.model_dump(include=set(Dataset.model_fields))
+        for table in (keys, *keys["sources"]):
+            table["max_epochs"] = 1
         section, skip_bad = "dataset" if held_out else "validation", chosen.on_bad_record == "skip"
         documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
-        data = PackedDataset(chosen, documents, run.validation_seed, seq_len, validation.sequences)
+        data = PackedDataset(
+            Dataset.model_validate(keys), documents, run.validation_seed, seq_len, validation.sequences
+        )
         self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
         self._name = " + ".join(source.name for source in data.sources)
-        reader = BatchReader(data, Part())
-        rows: list[Row] = []
+        reader, rows = BatchReader(data), list[Row]()
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
-            for source, number in data.mixture.next_batch():
-                rows.append(reader.read(source, number)[0])
+            for k, (source, number) in enumerate(data.mixture.next_batch()):
+                rows.append(reader.read(source, number, k))
                 if not held_out:  # otherwise the training reads, and reports, the same records
-                    report_skipped(documents.skipped)
+                    report_skipped(rows[-1].skipped)
         self.num_sequences = len(rows)
-        filler = Row(np.full(seq_len + 1, tokenizer.eos_id, dtype=np.int32), np.empty((0, 4), dtype=np.int64))
+        filler = rows[0]._replace(segments=rows[0].segments[:0])  # all of it is padding
         own = rows[dp_rank::dp_size]
         count = -(-len(rows) // (dp_size * local_batch_size)) * local_batch_size  # the same on all ranks
         own += [filler] * (count - len(own))
         self._batches = [own[i : i + local_batch_size] for i in range(0, count, local_batch_size)]
 
-        labels = [
-            make_microbatch(batch, seq_len, self._document_mask, torch.device("cpu"))[1] for batch in self._batches
-        ]
+        cpu = torch.device("cpu")
+        labels = [make_microbatch(batch, seq_len, self._document_mask, cpu)[1] for batch in self._batches]
         valid = np.concatenate([label[label != IGNORED] for label in labels])
         self.num_tokens = len(valid)
         ids, counts = np.unique(valid, return_counts=True)
@@ -84,12 +98,109 @@ class ValidationSet:
         return f"{self.num_sequences:,} sequences of {self._name}"
 
 
-def _as_dataset(validation: schema.Validation) -> schema.Dataset:
-    place = set(schema.TextSource.model_fields)
-    tables = [schema.DataSource(**table.model_dump(include=place), weight=table.weight) for table in validation.sources]
-    return schema.Dataset(
-        **validation.model_dump(include=place),
-        sources=tuple(tables),
-        packing=validation.packing,
-        on_bad_record=validation.on_bad_record,
-    )
+class Window(NamedTuple):
+    """Tokens that the model sees at once. It is scored on the last `scored` of them."""
+
+    tokens: np.ndarray
+    """(n,) of any integer type, n >= 2."""
+    scored: int
+    """At least 1 and less than n, because a token that follows nothing is not predicted."""
+
+
+@dataclass
+class TextWindows:
+    """The windows of all documents of some files, as in transformers' guide on the perplexity of models with a fixed
+    length. Each begins `stride` tokens after the one before, and is scored on the tokens that no earlier one of its
+    document has reached. So a token has at least `length - stride` tokens before it, or all that the document has.
+
+    Attributes:
+        stride: less than `length`.
+        documents, tokens, num_bytes: what was read so far: documents, tokens that are scored, and the UTF-8 bytes that
+            they stand for.
+    """
+
+    sources: list[Source]
+    tokenizer: Tokenizer
+    length: int
+    stride: int
+    documents: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+
+    def __iter__(self) -> Iterator[Window]:
+        """Raises UserError if a record cannot be read.
+
+        A document begins with the tokenizer's bos, or with its eos if it has no bos, because in training an eos stands
+        before each document but the first. Its end is not scored, because it stands for no byte of the text.
+        """
+        begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        for text in (text for source in self.sources for text in source):
+            assert not isinstance(text, Prepared)
+            if isinstance(text, BadRecord):
+                raise _of_this_command(text)
+            tokens = np.append(begin, self.tokenizer.encode_array(text))
+            self.documents += 1
+            self.tokens += len(tokens) - 1
+            self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
+            reached = 1
+            for start in range(0, len(tokens), self.stride):
+                window = tokens[start : start + self.length]
+                if (end := start + len(window)) > reached:
+                    yield Window(window, end - reached)
+                    reached = end
+
+
+def open_files(files: Sequence[Path], column: str) -> list[Source]:
+    """The sources that read `files`, as training reads them.
+
+    Raises:
+        UserError: a file is missing, is of no known kind, is empty, or cannot be read.
+    """
+    try:
+        return [open_source(source_of_file(file, column)) for file in files]
+    except UserError as error:
+        raise _of_this_command(error) from None
+
+
+def _of_this_command(error: UserError) -> UserError:
+    said = str(error).replace("dataset.path =", "--data")
+    return UserError(said.replace("dataset.text_column", "--text-column"))
+
+
+def window_batches(
+    windows: Iterator[Window],
+    rows: int,
+    part: tuple[int, int],
+    device: torch.device,
+    unit: int,
+    fixed_length: int | None,
+) -> Iterator[list[Microbatch]]:
+    """The microbatches of one data-parallel rank, some at a time. All ranks get the same number of the same shapes.
+
+    Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
+
+    Args:
+        rows: Rows of a microbatch.
+        part: Number of this rank, and how many ranks share the windows.
+        unit: The length of a row is a multiple of it.
+        fixed_length: Length of all rows. None: a microbatch is as long as its longest window.
+    """
+    rank, ranks = part
+    unit = -(-_LENGTH_UNIT // unit) * unit
+    while chunk := list(islice(windows, _BATCHES * rows * ranks)):
+        chunk.sort(key=lambda window: -len(window.tokens))
+        batches = []
+        for start in range(0, len(chunk), rows * ranks):
+            length = fixed_length or -(-(len(chunk[start].tokens) - 1) // unit) * unit
+            batches.append(_window_microbatch(chunk[start : start + rows * ranks][rank::ranks], rows, length, device))
+        yield batches
+
+
+def _window_microbatch(windows: Sequence[Window], rows: int, length: int, device: torch.device) -> Microbatch:
+    """The windows as rows. What lies behind the end of a window has no label, and no token that is scored sees it."""
+    inputs, labels = np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORED, dtype=np.int64)
+    for row, (tokens, scored) in enumerate(windows):
+        last = len(tokens) - 1
+        inputs[row, :last] = tokens[:-1]
+        labels[row, last - scored : last] = tokens[last + 1 - scored :]
+    return Microbatch(torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))

@@ -1,19 +1,18 @@
-"""Background processes that read and tokenize ahead of the trainer.
+"""A background process that reads and tokenizes ahead of the trainer.
 
 Invariant: a worker never outlives its trainer. An error in a worker, its death, or that it stands still is raised in
-the trainer, which never waits longer than a limit. Nothing here imports torch, so that a worker starts in a fraction of
-a second.
+the trainer, which never waits longer than a limit, and no longer than until it is told to stop. Nothing here imports
+torch, so that a worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
+import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,12 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from titanlite.config.errors import UserError
-from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Part, ReadRow
+from titanlite.config.schema import JobConfig
+from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Part, Row
 from titanlite.runtime.process import serve_parent, start_python
 
 _AT_BYTES = 3 * 8  # of what a worker reads just now: numbers of source, part and document
@@ -39,86 +37,56 @@ class WorkerError(UserError):
     exit_code = 1
 
 
-class WorkerPool:
-    """The workers of one rank; together they deliver the batches of one `BatchReader`.
-
-    Args:
-        data, part: of `BatchReader`. They are pickled.
-        workers: number of processes.
-        prefetch: batches that each worker may be ahead of the trainer.
-        patience: seconds that a worker may stand still while the trainer waits: before its first batch, and later.
-    """
-
-    def __init__(
-        self, data: PackedDataset, part: Part, workers: int, prefetch: int, patience: tuple[float, float]
-    ) -> None:
-        parts = [replace(part, worker=worker, workers=workers) for worker in range(workers)]
-        self._workers = [_Worker(data, part, prefetch, patience) for part in parts]
-
-    def wait(self, give_up: Callable[[], bool]) -> bool:
-        """Wait for the next batch; False if `give_up` said so.
-
-        Raises:
-            UserError, WorkerError: a worker died, also if batches of it are still waiting, or stands still.
-        """
-        for worker in self._workers:
-            worker.check_alive()
-        return all(worker.wait(give_up) for worker in self._workers)
-
-    def next_batch(self) -> list[ReadRow]:
-        """As `BatchReader.next_batch`, after `wait`. Raises what a worker raised at this batch."""
-        results = [worker.take() for worker in self._workers]
-        failures = [result for result in results if isinstance(result, Exception)]
-        if failures:  # a mistake in the data goes before its end
-            raise min(failures, key=lambda failure: isinstance(failure, OutOfData))
-        rows = [row for result in results if not isinstance(result, Exception) for row in result]
-        return sorted(rows, key=lambda row: row.k)
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self._workers:
-            worker.close()
+class Interrupted(Exception):
+    """The trainer was told to stop while it waited for data."""
 
 
-class _Worker:
-    """One process, and the thread that receives its batches. The queue limits how far the process runs ahead: when the
-    queue is full, the thread stops receiving, and the process blocks in sending.
+class Worker:
+    """A process that delivers the batches of `BatchReader(data, part)`, and the thread that receives them. The queue
+    limits how far the process runs ahead: when it is full, the thread stops receiving, and the process blocks in
+    sending.
 
     The process is a fresh interpreter, not a fork, because forking a process that has torch's threads or a CUDA context
     is not safe.
+
+    Args:
+        stopping: whether the trainer is told to stop; asked several times a second while it waits.
     """
 
-    def __init__(self, data: PackedDataset, part: Part, prefetch: int, patience: tuple[float, float]) -> None:
-        self._sources = data.sources
-        self._patience, self._later = patience
-        ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as shared:
+    def __init__(self, data: PackedDataset, part: Part, job: JobConfig, stopping: Callable[[], bool]) -> None:
+        self._sources, self._stopping = data.sources, stopping
+        # How long it may stand still, before its first batch and later. The other ranks wait for the trainer in a
+        # collective. They are told before that one's limit.
+        self._patience, self._later = job.comm.init_timeout_seconds / 2, job.comm.train_timeout_seconds / 2
+        with tempfile.TemporaryFile() as shared:
             shared.truncate(_AT_BYTES)
             self._at = memoryview(mmap.mmap(shared.fileno(), _AT_BYTES)).cast("q")
-            numbers = [theirs.fileno(), shared.fileno()]
             self._process: subprocess.Popen[bytes] = start_python(
-                ["-m", "titanlite.data.worker", *map(str, numbers)],
+                ["-m", "titanlite.data.worker", str(shared.fileno())],
                 {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                pass_fds=numbers,
-                stdin=subprocess.DEVNULL,
+                pass_fds=[shared.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
-        self._connection = Connection(ours.detach())
-        self._received: queue.Queue[list[ReadRow] | Exception] = queue.Queue(maxsize=prefetch)
-        self._next: list[ReadRow] | Exception | None = None
-        self._died = self._closing = False
-        self._thread = threading.Thread(target=self._receive, args=((data, part),), daemon=True)
+        self._received: queue.Queue[list[Row] | Exception] = queue.Queue(maxsize=job.dataset.prefetch)
+        pipes = self._process.stdin, self._process.stdout
+        self._thread = threading.Thread(target=self._receive, args=(*pipes, (data, part)), daemon=True)
         self._thread.start()
 
-    def wait(self, give_up: Callable[[], bool]) -> bool:
-        """As `WorkerPool.wait`."""
+    def next_batch(self) -> list[Row]:
+        """As `BatchReader.next_batch`.
+
+        Raises:
+            UserError, WorkerError: the process ended, or stands still.
+            Interrupted: `stopping` said so.
+        """
         at, since = self._at.tolist(), time.monotonic()
-        while self._next is None:
+        while True:
             with contextlib.suppress(queue.Empty):
-                self._next = self._received.get(timeout=_LOOK_SECONDS)
+                result = self._received.get(timeout=_LOOK_SECONDS)
                 break
-            if give_up():
-                return False
-            self.check_alive()
+            if self._stopping():
+                raise Interrupted
             if (now := self._at.tolist()) != at:
                 at, since = now, time.monotonic()
             elif time.monotonic() - since > self._patience:
@@ -128,78 +96,64 @@ class _Worker:
                     f"in {source.name}, {source.where(*at[1:])}. Look whether the disk or the network that holds it "
                     "answers, and whether the process is stopped. Then start again."
                 )
-        return True
-
-    def take(self) -> list[ReadRow] | Exception:
-        """What `wait` waited for."""
-        result, self._next, self._patience = self._next, None, self._later
-        assert result is not None
+        self._patience = self._later
+        if isinstance(result, Exception):
+            raise result
         return result
-
-    def check_alive(self) -> None:
-        """Raises an error if the process died. (After it has sent an error it ends with exit code 0.)"""
-        code = self._process.poll()
-        if code in (None, 0) and not self._died:
-            return
-        code = self._process.wait()
-        if code == -signal.SIGBUS:  # a memory-mapped file has become shorter
-            for source in self._sources:
-                source.files.check_all()
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
 
     def close(self) -> None:
         """End the process by SIGKILL: it holds nothing that must be closed."""
-        self._closing = True
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
-            self._process.wait(timeout=5.0)
-            while self._thread.is_alive():  # it may be waiting for room in the queue
-                with contextlib.suppress(queue.Empty):
-                    self._received.get(timeout=0.05)
-            self._connection.close()
+        last = time.monotonic() + 5.0  # the process may wait for a disk that does not answer
+        while self._thread.is_alive() and time.monotonic() < last:  # the thread may wait for room in the queue
+            with contextlib.suppress(queue.Empty):
+                self._received.get(timeout=0.05)
 
-    def _receive(self, setup: Any) -> None:
+    def _receive(self, stdin: IO[bytes], stdout: IO[bytes], setup: Any) -> None:
         try:
-            _send(self._connection, setup)
-            while not self._closing:
-                message = pickle.loads(self._connection.recv_bytes())
-                self._received.put(message)
-                if isinstance(message, Exception):
-                    return
-        except (EOFError, OSError):
-            self._died = not self._closing
+            with stdout:
+                with stdin:
+                    pickle.dump(setup, stdin)
+                while True:
+                    self._received.put(pickle.load(stdout))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self._received.put(self._why_it_ended())
+
+    def _why_it_ended(self) -> UserError:
+        code = self._process.wait()
+        if code == -signal.SIGBUS:  # a memory-mapped file has become shorter
+            try:
+                for source in self._sources:
+                    source.files.check_all()
+            except UserError as error:
+                return error
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
 
 
-def _send(connection: Connection, value: Any) -> None:
-    """Send `value` as a plain pickle. Connection.send would use torch's reductions, which share the memory of tensors
-    and need a common parent process."""
-    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def main(connection: Connection, at: memoryview) -> None:
+def main(at_file: int) -> None:
     """Send batch after batch, until the trainer closes its end or an error is sent."""
-    try:
-        data, part = pickle.loads(connection.recv_bytes())
-        logging.getLogger("titanlite").setLevel(
-            logging.ERROR if part.dp_rank else logging.INFO
-        )  # ranks would repeat it
-        reader = BatchReader(data, part, at)
-        while True:
-            _send(connection, reader.next_batch())
-    except (UserError, OutOfData) as error:
-        _send(connection, error)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the trainer has ended, or has closed the loader: nobody reads any more
-    except Exception as error:
-        _send(connection, WorkerError("a data worker failed:\n" + "".join(traceback.format_exception(error))))
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)  # what a library prints is not for the trainer
+
+        def send(message: list[Row] | Exception) -> None:
+            pickle.dump(message, out, pickle.HIGHEST_PROTOCOL)
+            out.flush()
+
+        try:
+            data, part = pickle.load(sys.stdin.buffer)
+            reader = BatchReader(data, part, memoryview(mmap.mmap(at_file, _AT_BYTES)).cast("q"))
+            while True:
+                send(reader.next_batch())
+        except BrokenPipeError:
+            os._exit(1)  # the trainer has ended, or has closed the loader
+        except (UserError, OutOfData) as error:
+            send(error)
+        except Exception:
+            send(WorkerError(f"a data worker failed:\n{traceback.format_exc()}"))
 
 
 if __name__ == "__main__":
     serve_parent()
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[%(asctime)s] data worker: %(message)s", "%H:%M:%S"))
-    logging.getLogger("titanlite").addHandler(handler)
-    socket_number, at_number = map(int, sys.argv[1:])
-    main(Connection(socket_number), memoryview(mmap.mmap(at_number, _AT_BYTES)).cast("q"))
+    main(int(sys.argv[1]))

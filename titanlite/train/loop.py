@@ -21,7 +21,7 @@ from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Loader, OutOfData
+from titanlite.data.loader import Interrupted, Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.hooks.checkpoints import Checkpoints
 from titanlite.hooks.hook import Hook, Request, Training
@@ -130,7 +130,8 @@ class Trainer(Training):
         self.mesh, self.hosts = build_mesh(run.degrees, device.type), all_hosts()
         self.hooks = [*(standard_hooks(self) if standard else ()), *hooks]
         self.tokenizer = load_tokenizer(run.tokenizer_path)
-        self.loader = Loader(run, self.tokenizer, self.mesh.data_rank, self.mesh.data_group, device)
+        ranks = self.mesh.data_rank, self.mesh.data_group
+        self.loader = Loader(run, self.tokenizer, *ranks, device, lambda: bool(self._stopping()))
         self.opened.callback(self.loader.close)
         for line in describe(run, device, self.tokenizer, self.loader, self.rank):
             self.log(line)
@@ -260,17 +261,16 @@ class Trainer(Training):
 
     def _wants(self) -> Request:
         """What this rank asks for after the next step."""
-        asked = Request(data_fails=self._data_fails(2))
+        asked = Request(data_fails=self._data_fails(2) is not None)
         for hook in self.hooks:
             asked |= hook.wants(self.steps_done + 1)
         return asked
 
-    def _data_fails(self, steps: int) -> bool:
-        """Whether this rank cannot read its data for one of the next `steps` steps. It waits until they have been
-        read, or a signal asks it to stop."""
+    def _data_fails(self, steps: int) -> Exception | None:
+        """Why this rank cannot read its data for one of the next `steps` steps. It waits until they have been read, or
+        a signal asks it to stop."""
         with self.meter.timing("data"):
-            steps = max(0, min(steps, self.job.training.steps - self.steps_done))
-            return self.loader.fails_within(steps, lambda: bool(self._stopping()))
+            return self.loader.failure(max(0, min(steps, self.job.training.steps - self.steps_done)))
 
     def _stopping(self) -> int:
         return max((hook.stopping() for hook in self.hooks), default=0)
@@ -278,8 +278,7 @@ class Trainer(Training):
     def _data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
         failures: list[Exception | None] = [None] * dist.get_world_size()
-        own = None
-        if self._data_fails(1) and (own := self.loader.failure()) is None:
+        if isinstance(own := self._data_fails(1), Interrupted):
             said = f"Stopped by {signal.Signals(self._stopping()).name} before the data of step {self.steps_done + 1}"
             own = StoppedUnsaved(f"{said} came. Nothing was trained since the start.", self._stopping())
         dist.all_gather_object(failures, own, self.mesh.world_group)
