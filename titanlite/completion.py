@@ -98,7 +98,7 @@ def generate(
         UserError: a value is not allowed, or the prompt does not fit the model.
         CheckpointError: raised while it generates: the model's output is not finite.
     """
-    options = _settings(max_new_tokens, settings)
+    options = Generation(max_new_tokens=max_new_tokens, **settings)
     ids = encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len)
     stream = TextStream(checkpoint.tokenizer, ids[-1:], options.stop)
     return (piece for _, piece in _pieces(checkpoint, [ids], [stream], options))
@@ -114,7 +114,7 @@ def generate_many(
 
     Args, raises: as `generate`, and the setting batch_size.
     """
-    options = _settings(max_new_tokens, settings)
+    options = Generation(max_new_tokens=max_new_tokens, **settings)
     ids = [encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len) for prompt in prompts]
 
     def complete() -> Iterator[Completion]:
@@ -130,11 +130,6 @@ def generate_many(
     return complete()
 
 
-def _settings(max_new_tokens: int, settings: dict[str, Any]) -> Generation:
-    settings = settings | {"stop": tuple(settings.get("stop", ()))}
-    return Generation(max_new_tokens=max_new_tokens, **settings)
-
-
 def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[int]:
     """Token ids of the prompt, as training would have them at the beginning of a document.
 
@@ -145,9 +140,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[i
     if not ids:
         raise UserError('--prompt "": this tokenizer has no token that begins a document; give at least a character.')
     if len(ids) >= max_seq_len:
-        raise UserError(
-            f"--prompt has {len(ids)} tokens, but at most {max_seq_len - 1} fit into the model. Shorten it."
-        )
+        raise UserError(f"--prompt has {len(ids)} tokens, but at most {max_seq_len - 1} fit into the model.")
     return ids
 
 
@@ -256,8 +249,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._ids = list(before)
-        self._shown = len(self._ids)  # the text of this many ids was shown
+        self._before, self._ids = list(before), list[int]()  # of the piece before, and of the next one so far
         self._held = ""  # text that can be the beginning of a stop text
         self.tokens = 0
         self.end: Literal["document", "stop", "length"] = "length"
@@ -266,30 +258,22 @@ class TextStream:
         """The text that `token` completes. Empty in the middle of a character, and of what can be a stop text."""
         self._ids.append(token)
         self.tokens += 1
-        text = self._new_text()
-        if text.endswith("\ufffd"):  # the character may be incomplete
-            return ""
-        self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
-        return self._before_stop(text)
+        return self._next(last=False)
 
     def rest(self) -> str:
         """The rest at the end: an incomplete character becomes U+FFFD."""
-        if self.end == "stop":
-            return ""
-        text = self._before_stop(self._new_text())
-        return text if self.end == "stop" else text + self._held
+        return "" if self.end == "stop" else self._next(last=True)
 
-    def _before_stop(self, text: str) -> str:
-        """What can be shown of the text that was held back and `text`."""
-        text = self._held + text
+    def _next(self, last: bool) -> str:
+        text = self._tokenizer.decode(self._before + self._ids)[len(self._tokenizer.decode(self._before)) :]
+        if text.endswith("\ufffd") and not last:  # the character may be incomplete
+            return ""
+        text, self._before, self._ids = self._held + text, self._ids, []
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
-            self.end, self._held = "stop", ""
+            self.end = "stop"
             return text[: min(found)]
-        beginnings = (n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
-        held = max(beginnings, default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _new_text(self) -> str:
-        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._shown])) :]
+        beginnings = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        shown = len(text) - (0 if last else max(beginnings, default=0))
+        self._held = text[shown:]
+        return text[:shown]

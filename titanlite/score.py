@@ -23,8 +23,7 @@ from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.inference import Scoring
 from titanlite.config.layout import degrees, sequence_divisor
-from titanlite.config.mistakes import report
-from titanlite.config.rules import Context, layout_problems
+from titanlite.config.rules import layout_problems
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
@@ -91,25 +90,21 @@ def evaluate_text(
     """
     options, files, folder = Scoring(**settings), [Path(file) for file in data], Path(checkpoint)
     sources, saved = open_files(files, options.text_column), known_job(folder)
-    run = _run_for(saved, options, parallelism or Parallelism(), world_size())
-    length = options.window or saved.training.seq_len
-    step = options.stride or max(1, length // 2)
-    if step >= length:
-        raise UserError(f"--stride {step}: must be less than the window of {length} tokens, or some are not scored.")
-    texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), length, step)
+    window = options.window or saved.training.seq_len
+    stride = options.stride or max(1, window // 2)
+    if stride >= window:
+        raise UserError(f"--stride {stride}: must be less than the window of {window} tokens, or some are not scored.")
+    run = _run_for(saved, options, window, parallelism or Parallelism())
+    texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), window, stride)
 
     folder, total = _sum_of_losses(run, folder, texts, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: there is no text to score.")
     if not math.isfinite(total):
-        raise CheckpointError(
-            f"{folder}: the model's output is not finite: its weights are useless. Take an older one."
-        )
-    score = make_score(total, texts.tokens, texts.num_bytes)
-    return TextScore(
-        **asdict(score), checkpoint=str(folder), documents=texts.documents, tokens=texts.tokens, bytes=texts.num_bytes,
-        window=length, stride=step,
-    )  # fmt: skip
+        raise CheckpointError(f"{folder}: the model's output is not finite. Take an older checkpoint.")
+    counts = {"documents": texts.documents, "tokens": texts.tokens, "bytes": texts.num_bytes}
+    score = asdict(make_score(total, texts.tokens, texts.num_bytes))
+    return TextScore(**score, **counts, checkpoint=str(folder), window=window, stride=stride)
 
 
 def make_score(total: float, tokens: float, num_bytes: float) -> Score:
@@ -119,17 +114,16 @@ def make_score(total: float, tokens: float, num_bytes: float) -> Score:
     return Score(mean, perplexity, total / num_bytes / math.log(2))
 
 
-def _run_for(saved: JobConfig, options: Scoring, parallelism: Parallelism, world_size: int) -> Run:
+def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Parallelism) -> Run:
     """The run that scores: the saved model on these ranks, without what only training needs.
 
     Raises:
         UserError: the window is longer than the model has positions, or the layout does not fit.
     """
-    most, window = Run(saved).arch.max_seq_len, options.window or saved.training.seq_len
-    if window > most:
+    if window > (most := Run(saved).arch.max_seq_len):
         raise UserError(f"--window {window}: the model has {most} positions (model.max_seq_len). Name a smaller one.")
     own = saved.training.mixed_precision_param if torch.cuda.is_available() else "float32"
-    dtype, layout = options.dtype or own, degrees(parallelism, world_size)
+    dtype, layout = options.dtype or own, degrees(parallelism, world_size())
     unit = sequence_divisor(layout)
     training = {
         "seq_len": -(-window // unit) * unit,
@@ -141,10 +135,9 @@ def _run_for(saved: JobConfig, options: Scoring, parallelism: Parallelism, world
     }
     job = saved.model_dump(include={"job", "model", "tokenizer", "comm"})
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
-    run = Run(JobConfig.model_validate(job), world_size)
+    run = Run(JobConfig.model_validate(job), world_size())
     if problems := layout_problems(run):
-        origins = {f"parallelism.{key}": "command line" for key in parallelism.model_fields_set}
-        raise UserError(report([Context(run, origins).wrong(*problem) for problem in problems]))
+        raise UserError("\n".join(f"{key}: {' '.join(sentences)}" for key, *sentences in problems))
     return run
 
 
@@ -172,16 +165,14 @@ def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable
 
         folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)
         log(f"{folder}: {run.job.model.flavor}, {run.job.training.dtype} on {run.world_size} x {device.type}")
-        training, total, said = run.job.training, torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
-        for batches in window_batches(
-            iter(texts),
-            training.local_batch_size,
-            (mesh.data_rank, mesh.data_degree),
-            device,
-            unit=sequence_divisor(run.degrees),
-            fixed_length=None if mesh.pipeline is None else training.seq_len,  # a pipeline has declared its shapes
-        ):
-            total += forward_backward.evaluate(batches).double()
+        size, fixed = run.job.training.local_batch_size, run.job.training.seq_len
+        batches = window_batches(
+            iter(texts), size, (mesh.data_rank, mesh.data_degree), device, unit=sequence_divisor(run.degrees),
+            fixed_length=None if mesh.pipeline is None else fixed,  # a pipeline has declared its shapes
+        )  # fmt: skip
+        total, said = torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
+        for batch in batches:
+            total += forward_backward.evaluate(batch).double()
             if time.monotonic() - said > _SAY_EVERY:
                 said = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")

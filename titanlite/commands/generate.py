@@ -48,11 +48,7 @@ def main(argv: Sequence[str]) -> None:
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     if prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
-    from titanlite.completion import (  # torch, for which a mistake does not wait
-        generate,
-        generate_many,
-        load_checkpoint,
-    )
+    from titanlite.completion import generate, generate_many, load_checkpoint  # torch: a mistake does not wait for it
 
     loaded = load_checkpoint(options.checkpoint)
     weight = loaded.model.get_parameter("tok_embeddings.weight")
@@ -61,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     settings, tokens, started = options.model_dump(include=set(Generation.model_fields)), 0, time.perf_counter()
     if prompts is None and not options.as_json:  # shown as it comes
         pieces = generate(loaded, options.prompt, **settings)
-        _write(_readable(options.prompt))
+        _write(options.prompt)
         for piece in pieces:
             _write(piece)
             tokens += 1
@@ -69,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         _write("\n")
     else:
         for done in generate_many(loaded, prompts or [options.prompt], **settings):
-            _write((json.dumps(asdict(done)) if options.as_json else _readable(done.prompt) + done.completion) + "\n")
+            _write((json.dumps(asdict(done)) if options.as_json else done.prompt + done.completion) + "\n")
             tokens += done.tokens
     note(f"{tokens} tokens, {tokens / (time.perf_counter() - started):,.1f} tokens/s")
 
@@ -80,36 +76,35 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, has no prompt, or a line is not what the name of the file promises.
     """
-    raw = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES)
+    raw, prompts = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES), []
     try:
-        lines = [(number, line) for number, line in enumerate(raw.decode().split("\n"), 1) if line.strip()]
+        lines = raw.decode().split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts {path}: not valid UTF-8 at byte {error.start}.") from None
-    if not lines:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt = _json_prompt(line) if path.suffix == ".jsonl" else line.removesuffix("\r")
+        if not isinstance(prompt, str):
+            raise UserError(
+                f'--prompts {path}, line {number}: must be JSON: a text, or an object with a text "prompt".'
+            )
+        prompts.append(prompt)
+    if not prompts:
         raise UserError(f"--prompts {path}: there is no prompt in it.")
-    if path.suffix != ".jsonl":
-        return [line.removesuffix("\r") for _, line in lines]
-    return [_json_prompt(f"--prompts {path}, line {number}", line) for number, line in lines]
+    return prompts
 
 
-def _json_prompt(place: str, line: str) -> str:
+def _json_prompt(line: str) -> object:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{place}: not valid JSON.") from None
-    prompt = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(prompt, str):
-        raise UserError(f'{place}: must be a JSON text, or an object whose "prompt" is one.')
-    return prompt
-
-
-def _readable(prompt: str) -> str:
-    """Without the surrogates of an argument that was no UTF-8."""
-    return prompt.encode("utf-8", "replace").decode()
+        return None
+    return value.get("prompt") if isinstance(value, dict) else value
 
 
 def _write(text: str) -> None:
     """Print a piece of text at once. For a terminal, control characters are escaped, because it would obey them. A
-    file or another program gets the text unchanged."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    file or another program gets the text unchanged, but for the surrogates of an argument that was no UTF-8."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text.encode("utf-8", "replace").decode())
     sys.stdout.flush()
