@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint.huggingface import CheckpointTensors
 from titanlite.cli import main
-from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
@@ -101,17 +100,12 @@ def imported_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, Architecture]
 
 def test_the_logits_are_torchtitans(tmp_path, capsys):
     tokens = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
-    for kind, version, factor in (
-        ("0.2", (), 8.0),
-        ("0.1", (), 1.0),
-        ("weights", ("0.2",), 8.0),
-        ("weights", ("0.1",), 1.0),
-    ):
-        step, out = tmp_path / kind, tmp_path / f"{kind}{version}"
-        if not step.exists():
-            save(str(step), kind)
-        told = ["--torchtitan-version", *version] if version else []
-        assert main(["import", "--torchtitan", str(step), "--out", str(out), *SAID, *told]) == 0, capsys.readouterr()
+    for kind in ("0.1", "0.2", "weights"):
+        save(str(tmp_path / kind), kind)
+    for kind, version in (("0.2", "0.2"), ("0.1", "0.1"), ("weights", "0.2"), ("weights", "0.1")):
+        out, factor = tmp_path / f"{kind} {version}", 8.0 if version == "0.2" else 1.0
+        told = ["--torchtitan-version", version] if kind == "weights" else []
+        assert main(["import", "--torchtitan", str(tmp_path / kind), "--out", str(out), *SAID, *told]) == 0
         found, arch = imported_logits(out, tokens)
         assert arch.rope_scaling_factor == factor
         torch.testing.assert_close(found, logits(tokens, factor), rtol=0, atol=TOLERANCE)
@@ -123,8 +117,6 @@ def test_the_logits_are_torchtitans(tmp_path, capsys):
 def test_shards_of_two_ranks_are_put_together(tmp_path, capsys):
     run_ranks(2, save, str(tmp_path / "checkpoint" / "step-10"), "0.2")
     assert len(list((tmp_path / "checkpoint/step-10").glob("*.distcp"))) == 2
-    for folder in (tmp_path / "checkpoint", tmp_path / "checkpoint/step-10"):
-        assert torch.equal(TorchtitanReader(folder, KNOWN).read("output.weight"), weights()["output.weight"])
     assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "out"), *SAID]) == 0
     tokens = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
@@ -156,32 +148,37 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 WRONG = [  # the checkpoint, what is said, and words of the answer
-    ("0.2", [], "Say them: --flavor 8B, or --n-heads N --rope-theta X"),
+    ("0.2", [], "Say --flavor 8B, or --n-heads N --rope-theta X"),
     ("0.2", ["--n-heads", "4"], "the base of the rotary frequencies"),
-    ("weights", SAID, "--torchtitan-version 0.2 or 0.1"),
-    ("0.2", ["--flavor", "8B"], "are 32, 2 and 48, not 4096, 32 and 14336"),
+    ("weights", SAID, "--torchtitan-version, of which 0.2"),
+    ("0.2", ["--flavor", "8B"], "are (32, 2, 48), which are not those of torchtitan's 8B"),
     ("0.2", ["--flavor", "7B"], "torchtitan's Llamas are debugmodel"),
     ("0.2", ["--n-heads", "3", "--rope-theta", "10000"], "3 heads do not fit"),
-    ("0.2", ["--n-heads", "32", "--rope-theta", "10000"], "32 heads do not fit"),
     ("0.1", ["--n-heads", "2", "--rope-theta", "10000"], "2 heads do not fit"),
     ("0.2", [*SAID, "--torchtitan-version", "0.1"], "written as torchtitan 0.2 does"),
-    ("0.1", [*SAID, "--torchtitan-version", "0.2"], "written as torchtitan 0.1 does"),
     ("0.2", ["--n-heads", "0", "--rope-theta", "10000"], "--n-heads"),
     ("0.2", ["--n-heads", "4", "--rope-theta", "nan"], "--rope-theta nan"),
     ("0.2", [*SAID, "--rope-scaling-factor", "0.5"], "--rope-scaling-factor"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "said", "words"), WRONG, ids=[f"{kind} {' '.join(said)}" for kind, said, _ in WRONG])
-def test_what_is_missing_or_contradicts_is_answered(steps, kind, said, words, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["import", "--torchtitan", str(steps[kind]), "--out", str(out), *said]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert not out.exists()
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, *said: str) -> str:
+    """What is answered in place of an import."""
+    out = folder.parent / "refused"
+    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *said]) == 2
+    assert not list(out.glob("step-*"))
+    answer = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in answer
+    return answer
 
 
-def test_the_width_of_a_head_is_read_where_torchtitan_saved_it(steps):
-    assert TorchtitanReader(steps["0.1"], Said(rope_theta=10000.0)).arch.n_heads == 4
+def test_what_is_missing_or_contradicts_is_answered(tmp_path, capsys):
+    for kind in ("0.1", "0.2", "weights"):
+        save(str(tmp_path / kind), kind)
+    for kind, said, words in WRONG:
+        assert words in refused(capsys, tmp_path / kind, *said)
+    # The width of a head is read where torchtitan saved it.
+    assert TorchtitanReader(tmp_path / "0.1", Said(rope_theta=10000.0)).arch.n_heads == 4
 
 
 class Hostile:
@@ -219,36 +216,21 @@ def test_damage_is_answered_in_words_and_nothing_is_made(how, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     save("theirs", "weights")
     broken(Path("theirs"), how)
-    assert main(["import", "--torchtitan", "theirs", "--out", "out", *SAID, "--torchtitan-version", "0.2"]) == 2
-    said = capsys.readouterr().err
-    assert "theirs" in said
-    assert "Traceback" not in said
+    assert "theirs" in refused(capsys, Path("theirs"), *SAID, "--torchtitan-version", "0.2")
     assert not Path("run-by-the-index").exists()
-    assert not list(Path().glob("out/step-*"))
 
 
-def test_other_folders_are_named(tmp_path, capsys):
-    assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "o"), "--flavor", "8B"]) == 2
-    assert "Expected a checkpoint of torchtitan's" in capsys.readouterr().err
-    (tmp_path / "step-5").mkdir()
-    (tmp_path / "step-5/model.safetensors").touch()
-    assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "o"), "--flavor", "8B"]) == 2
-    assert "Import it with --hf" in capsys.readouterr().err
+def test_other_folders_and_models_are_named(tmp_path, capsys):
+    assert "no checkpoint of torchtitan's" in refused(capsys, tmp_path, "--flavor", "8B")
     save(str(tmp_path / "step-6"), "0.2")
     assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "o"), *SAID]) == 0
-    assert main(["import", "--torchtitan", str(tmp_path / "o"), "--out", str(tmp_path / "p"), *SAID]) == 2
-    assert "is a checkpoint of titanlite's" in capsys.readouterr().err
+    assert "a checkpoint of titanlite's" in refused(capsys, tmp_path / "o", *SAID)
     assert main(["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--flavor", "8B"]) == 2
     assert "--flavor is for --torchtitan" in capsys.readouterr().err
-
-
-def test_a_model_that_is_none_of_torchtitans_llamas_is_refused(tmp_path):
-    dcp_save(weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}, checkpoint_id=str(tmp_path / "bias"))
-    with pytest.raises(UserError, match=r"attention\.wq\.bias: not part of this architecture"):
-        TorchtitanReader(tmp_path / "bias", KNOWN, "0.2")
-    dcp_save({"layers.99999.x": torch.zeros(1)} | weights(), checkpoint_id=str(tmp_path / "deep"))
-    with pytest.raises(UserError, match="100000 layers"):
-        TorchtitanReader(tmp_path / "deep", KNOWN, "0.2")
-    dcp_save({"encoder.weight": torch.zeros(1)}, checkpoint_id=str(tmp_path / "other"))
-    with pytest.raises(UserError, match=r"there is no tok_embeddings\.weight"):
-        TorchtitanReader(tmp_path / "other", KNOWN, "0.2")
+    for name, state, words in (
+        ("bias", weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}, "attention.wq.bias: not part of this"),
+        ("deep", weights() | {"layers.99999.x": torch.zeros(1)}, "100000 layers"),
+        ("other", {"encoder.weight": torch.zeros(1)}, "there is no tok_embeddings.weight"),
+    ):
+        dcp_save(state, checkpoint_id=str(tmp_path / name))
+        assert words in refused(capsys, tmp_path / name, *SAID, "--torchtitan-version", "0.2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -44,11 +43,11 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Migrate, argv, "migrate")
     if options.out is not None and os.path.lexists(options.out) and not options.overwrite:
         raise UserError(f"{options.out} exists already. Name another file, or add --overwrite.")
+    raw = read_file(options.file, _MOST_BYTES)
     try:
-        raw = read_file(options.file, _MOST_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{options.file} cannot be read: {error}. A job file is a TOML file in UTF-8.") from None
-    result = migrate(raw, str(options.file), options.torchtitan_version)
+        result = migrate(raw, options.torchtitan_version)
+    except UserError as error:
+        raise UserError(f"{options.file}: {error}") from None
     if options.out is None:
         print(result.text, end="")
     else:
@@ -58,22 +57,16 @@ def main(argv: Sequence[str]) -> None:
 
 def _report(result: Migration, options: Migrate) -> str:
     """What became of each key."""
-    name = options.out or "NEW.toml"
-    where = f"Wrote {name}" if options.out else "This job"
+    where = f"Wrote {options.out}" if options.out else "This job"
     scaled = "are scaled as in Llama 3.1" if result.version == "0.2" else "are not scaled"
-    lost = [
-        textwrap.fill(text, 110, initial_indent=indent, subsequent_indent=indent)
-        for reason, keys in result.lost.items()
-        for text, indent in ((", ".join(keys), "  "), (reason, "      "))
-    ]
     lines = [
         f"{where}: {result.carried} keys as they were. The old one is read as a job of torchtitan {result.version}, "
         f"where rotary frequencies {scaled}."
     ]
     for heading, rows in (
-        ("Under another name:", [f"  {old} -> {new}" for old, new in result.renamed.items()]),
-        ("Added, so that the run stays the same:", [f"  {key}  ({why})" for key, why in result.added.items()]),
-        ("Left out:", lost),
+        ("Under another name:", [f"{old} -> {new}" for old, new in result.renamed.items()]),
+        ("Added, so that the run stays the same:", [f"{key}  ({why})" for key, why in result.added.items()]),
+        ("Left out:", [f"{', '.join(keys)}\n      {reason}" for reason, keys in result.lost.items()]),
     ):
-        lines += ["", heading, *rows] if rows else []
-    return "\n".join([*lines, "", f"Now: titanlite check --job.config_file {name} --world-size N"])
+        lines += ["", heading, *(f"  {row}" for row in rows)] if rows else []
+    return "\n".join([*lines, "", f"Now: titanlite check --job.config_file {options.out or 'NEW.toml'} --world-size N"])

@@ -99,15 +99,10 @@ def _step_folder(folder: Path) -> Path:
     for home in (folder, folder / "checkpoint"):
         steps = [path for path in home.glob("step-*") if re.fullmatch(r"step-\d{1,12}", path.name)]
         for path in (home, *sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)):
-            if exists(path / MANIFEST):
-                text = "checkpoint.initial_load_path takes it as it is."
-                raise UserError(f"{path} is a checkpoint of titanlite's: {text}")
-            if exists(path / INDEX):
+            if exists(path / INDEX) and not exists(path / MANIFEST):  # which a checkpoint of titanlite's has
                 return path
-            if any(path.glob("*.safetensors")):
-                raise UserError(f"{path} has .safetensors files, in Hugging Face's format. Import it with --hf.")
-    what = "has no .metadata, and no step-N folder with one" if folder.is_dir() else "is no folder"
-    raise UserError(f"{folder} {what}. Expected a checkpoint of torchtitan's.")
+    others = "Hugging Face's .safetensors are imported by --hf, and a run takes a checkpoint of titanlite's as it is"
+    raise UserError(f"{folder} has no checkpoint of torchtitan's: no .metadata, in it or in a step-N folder. {others}.")
 
 
 def _architecture(
@@ -132,31 +127,21 @@ def _architecture(
     n_heads = said.n_heads or (flavor.n_heads if flavor else dim // head_dim if head_dim else None)
     theta = said.rope_theta or (flavor.rope_theta if flavor else None)
     factor = said.rope_scaling_factor or (rope_scaling_factor(version) if version else None)
-    if n_heads is None or theta is None:
+    if n_heads is None or theta is None or factor is None:
         raise ValueError(
-            f"the weights (width {dim}, feed-forward {ffn_dim}) do not tell the number of heads and the base of the "
-            "rotary frequencies. Say them: --flavor 8B, or --n-heads N --rope-theta X"
-        )
-    if factor is None:
-        raise ValueError(
-            "weights alone do not tell torchtitan's version. 0.2 scales the rotary frequencies of each model, 0.1 of "
-            "none. Say it: --torchtitan-version 0.2 or 0.1, or --rope-scaling-factor X, where 1 is none"
+            f"the weights (width {dim}, feed-forward {ffn_dim}) do not tell all of the model. Say --flavor 8B, or "
+            "--n-heads N --rope-theta X (the base of the rotary frequencies); and --torchtitan-version, of which 0.2 "
+            "scales them, and 0.1 does not"
         )
     n_layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
-    if flavor and (dim, n_layers, ffn_dim) != (flavor.dim, flavor.n_layers, flavor.ffn_dim):
-        sizes = f"dim, n_layers and ffn_dim are {dim}, {n_layers} and {ffn_dim}"
-        theirs = f"{flavor.dim}, {flavor.n_layers} and {flavor.ffn_dim}"
-        raise ValueError(f"these are not the weights of torchtitan's {said.flavor}: {sizes}, not {theirs}")
+    sizes = dim, n_layers, ffn_dim
+    if flavor and sizes != (flavor.dim, flavor.n_layers, flavor.ffn_dim):
+        raise ValueError(f"dim, n_layers and ffn_dim are {sizes}, which are not those of torchtitan's {said.flavor}")
     width = dim // n_heads
     if dim % (2 * n_heads) or kv_dim % width or n_heads % (kv_dim // width) or head_dim not in (None, width):
         raise ValueError(f"{n_heads} heads do not fit weights of width {dim}, whose keys are {kv_dim} wide")
     arch = Architecture(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=kv_dim // width,
-        ffn_dim=ffn_dim,
-        vocab_size=vocab_size,
+        *(dim, n_layers, n_heads, kv_dim // width, ffn_dim, vocab_size),
         max_seq_len=said.max_seq_len or (8192 if factor == 1.0 else 131072),
         norm_eps=said.norm_eps or 1e-5,  # that of each Llama of torchtitan's
         rope_theta=theta,
