@@ -41,6 +41,9 @@ HOMES = {
     "train": "titanlite.cli:train",
     "launch": "titanlite.launch.launcher:launch",
     "import": "titanlite.commands.import_:main",
+    "prepare": "titanlite.commands.data:prepare",
+    "data": "titanlite.commands.data:data",
+    "tokenizer": "titanlite.commands.data:tokenizer",
 }
 
 

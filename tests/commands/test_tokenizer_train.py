@@ -57,9 +57,8 @@ def test_both_files_give_the_same_ids_and_the_same_text_the_same_files(text, tmp
         printed = capsys.readouterr().out
     for file in ("tokenizer.model", "tokenizer.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    assert "600 ids, from 196 documents" in printed
-    assert "1 records cannot be read" in printed
-    assert "4 documents were kept back" in printed
+    for said in ("600 ids, from 196 documents", "1 records cannot be read", "4 documents were kept back"):
+        assert said in printed
     ours, shipped = (float(number) for number in re.findall(r"^  (0\.\d+)  th", printed, re.MULTILINE))
     assert ours < shipped  # it knows this text, the shipped one does not
     job = tomli.loads(printed[printed.index("[tokenizer]") :])
@@ -76,47 +75,39 @@ def test_both_files_give_the_same_ids_and_the_same_text_the_same_files(text, tmp
     same_ids()
 
 
-def test_a_tokenizer_that_is_there_is_never_overwritten(text, tmp_path, capsys):
-    (tmp_path / "tokenizer.json").write_text("mine")
-    assert train("--data", text, "--vocab-size", 600, "--out", tmp_path) == 2
-    assert "tokenizer.json exists already" in capsys.readouterr().err
-    assert (tmp_path / "tokenizer.json").read_text() == "mine"
-    assert not (tmp_path / "tokenizer.model").exists()
-
-
 def test_the_data_of_a_job_will_do(text, tmp_path, capsys):
     keys = f"[[dataset.sources]]\nsource = 'jsonl'\npath = '{text}'\ntext_column = 'body'\nweight = "
     (tmp_path / "job.toml").write_text(f"{keys}1.0\n{keys}0.0\n")
     job = ["--job.config_file", tmp_path / "job.toml"]
     assert train(*job, "--vocab-size", 600, "--out", tmp_path / "out", "--max-bytes", 9000, "--holdout", 0) == 0
-    printed = capsys.readouterr().out
-    size = re.search(r"\(([\d,]+) bytes\)", printed)
+    size = re.search(r"\(([\d,]+) bytes\)", capsys.readouterr().out)
     assert size is not None
     assert 9000 <= int(size[1].replace(",", "")) < 9200
-    assert "No document was kept back" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size 512: must be greater than 512"),
-        (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf: the name of a file must end in .txt"),
+        (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size"),
+        (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf"),
         (["--vocab-size", "600", "--data", "none.txt"], "matches no file"),
         (["--vocab-size", "600", "--data", "a.txt", "--dataset.source", "text"], "not both"),
-        (["--vocab-size", "100000", "--data", "a.txt"], "The text gives a vocabulary of 5"),
+        (["--vocab-size", "100000", "--data", "a.txt"], "too little text for 100,000 ids"),
+        (["--vocab-size", "600", "--data", "a.jsonl"], "a.jsonl, line 1"),
         (["--vocab-size", "600", "--dataset.source", "text"], "dataset.path is missing"),
+        (["make"], "--vocab-size"),
+        (["--vocab-size", "600", "--data", "a.txt", "--out", "made"], "tokenizer.json exists already"),
     ],
 )
 def test_mistakes_are_answered(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a few words, a few words")
-    assert train("--out", tmp_path / "out", *words) == 2
+    Path("a.jsonl").write_text("{}")
+    Path("made").mkdir()
+    Path("made/tokenizer.json").write_text("mine")
+    assert train(*([] if words == ["make"] else ["--out", tmp_path / "out"]), *words) == 2
     assert said in capsys.readouterr().err
-
-
-def test_another_word_than_train_is_answered(capsys):
-    assert main(["tokenizer", "make"]) == 2
-    assert "`titanlite tokenizer make` is unknown" in capsys.readouterr().err
+    assert [file.read_text() for file in Path("made").iterdir()] == ["mine"]
 
 
 @pytest.mark.slow

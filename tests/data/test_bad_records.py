@@ -19,7 +19,7 @@ def test_a_run_is_saved_before_a_bad_record_ends_it_and_goes_on_where_such_recor
     run = partial(launched, tmp_path / "job.toml", ranks=ranks)
     out, whole = tmp_path / "run", tmp_path / "whole"
     lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)
-    bad, skip = r"text\.jsonl, line \d+, column 1: not valid JSON", ("--dataset.on_bad_record", "skip")
+    bad, skip = r"text\.jsonl, line \d+: not valid JSON", ("--dataset.on_bad_record", "skip")
     said = run(out, code=2)
     last = max(losses(out))
     assert 3 < last < 12

@@ -4,8 +4,8 @@ Invariant: the bytes written depend on the sources and the tokenizer alone. The 
 change nothing.
 
 Threads tokenize units of about 4 MiB of text, which are written in order; the tokenizers let go of Python's lock while
-they work. A shard gets its name by a rename when it is complete. So a killed run leaves whole shards, and the next run
-goes on after them.
+they work. `prepare.json` names the shards that are complete, so that a killed run goes on after them. In the end
+`manifest.json` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,8 +27,10 @@ import xxhash
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, put
 from titanlite.config.run import Run
-from titanlite.data.sources.base import RandomAccess, Record, Sequential, Source, text_hash
-from titanlite.data.sources.shards import FORMAT, Header, Shards, block_checksums
+from titanlite.config.schema import DataSource
+from titanlite.data.sources import open_source
+from titanlite.data.sources.base import Record, Source, text_hash
+from titanlite.data.sources.shards import FORMAT, block_checksums
 from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -35,18 +38,9 @@ _UNIT_CHARS = 1 << 22
 _UNIT_DOCUMENTS = 4096
 _UNITS_PER_SHARD = 64  # 256 MiB of text: large enough for few files, small enough to lose little when killed
 
-_Unit = tuple[list[Record], list[int]]
-"""Documents that are tokenized together, and where the unit after them begins: part and document."""
-
-
-class _Tokenized(NamedTuple):
-    tokens: bytes
-    lengths: list[int]
-    """Tokens of each document."""
-    hashes: list[int]
-    """`text_hash` of each text; 0 for a record that was skipped."""
-    skipped: list[str]
-    following: list[int]
+_Tokenized = tuple[bytes, list[int], list[int], list[str]]
+"""Tokens of a unit; the length and the `text_hash` of each document (0 for one that was skipped); why documents were
+skipped."""
 
 
 def prepare(run: Run, out: Path, workers: int) -> list[Path]:
@@ -71,130 +65,104 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
             _prepare_source(source, folder, documents, workers)
         except OSError as error:
             raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
+        print(f"{folder}: {open_source(DataSource(source='shards', path=str(folder))).describe()}")
     return folders
 
 
 def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, workers: int) -> None:
-    tokenizer, begun = documents.tokenizer, time.monotonic()
-    header = Header(
-        format=FORMAT,
-        source=source.name,
-        source_fingerprint=source.fingerprint,
-        tokenizer=tokenizer.fingerprint,
-        tokenizer_path=tokenizer.path.name,
-        vocab_size=tokenizer.vocab_size,
-        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        on_bad_record="skip" if documents.skip_bad else "error",
-    ).model_dump()
+    tokenizer, begun, tokens = documents.tokenizer, time.monotonic(), 0
+    header = {
+        "format": FORMAT,
+        "source": source.name,
+        "source_fingerprint": source.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "tokenizer_path": tokenizer.path.name,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        "on_bad_record": "skip" if documents.skip_bad else "error",
+    }
     if (shards := _resume(folder, header)) is None:
-        print(f"{folder}: complete already, {Shards(source.name, folder).describe()}")
+        print(f"{folder}: complete already")
         return
     if shards:
         print(f"{folder}: going on after {len(shards)} shards of an interrupted run")
-    new, tokens = 0, 0
+    units = _units(source.documents(sum(shard["documents"] for shard in shards)))
     with ThreadPoolExecutor(workers) as pool:
-        units = _units(source, *(shards[-1]["next"] if shards else (0, 0)))
-        dtype = np.dtype(header["dtype"]).newbyteorder("<")
-        results = _in_order(pool, units, 2 * workers, documents, dtype)
+        tokenize = partial(_tokenize, documents, np.dtype(header["dtype"]).newbyteorder("<"))
+        results = _in_order((pool.submit(tokenize, unit) for unit in units), 2 * workers)
         while some := list(islice(results, _UNITS_PER_SHARD)):
             shards.append(_write_shard(folder, len(shards), some))
-            new, tokens = new + 1, tokens + shards[-1]["tokens"]
+            put(folder / "prepare.json", json.dumps({**header, "shards": shards}).encode())
+            tokens += shards[-1]["tokens"]
             rate = tokens / 1e6 / (time.monotonic() - begun)
-            print(f"{folder}: {len(shards)} shards, {new} of them new, {rate:.2f} million tokens/s", flush=True)
-    if not sum(shard["tokens"] for shard in shards):
-        raise UserError(f"{source.name} is empty: no document in it")
-    skipped = sum(shard["skipped"] for shard in shards)
-    entries = [{key: value for key, value in shard.items() if key != "next"} for shard in shards]
-    put(folder / "manifest.json", json.dumps({**header, "shards": entries}, indent=1).encode())
-    for file in [folder / "prepare.json", *folder.glob("shard-*.json")]:
-        file.unlink()
-    bad = f", {skipped:,} records skipped" if skipped else ""
-    print(f"{folder}: {Shards(source.name, folder).describe()}{bad}")
+            print(f"{folder}: {len(shards)} shards, {rate:.2f} million tokens/s", flush=True)
+    put(folder / "manifest.json", json.dumps({**header, "shards": shards}, indent=1).encode())
+    (folder / "prepare.json").unlink(missing_ok=True)
+    print(f"{folder}: complete, {sum(shard['skipped'] for shard in shards):,} records skipped")
 
 
 def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Entries of the shards that are in `folder`; None if the folder is complete."""
-    make_folder(folder)
-    done, begun = folder / "manifest.json", folder / "prepare.json"
-    there = next((file for file in (done, begun) if file.is_file()), None)
-    if there is None:
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty and holds no shards. Name another --out.")
-        put(begun, json.dumps(header).encode())
-        return []
+    """The shards that are in `folder`; None if it is complete."""
+    done, begun = make_folder(folder) / "manifest.json", folder / "prepare.json"
+    if not any(folder.iterdir()):
+        put(begun, json.dumps({**header, "shards": []}).encode())
+    there = done if done.is_file() else begun
     try:
         found = json.loads(there.read_bytes())
-        wrong = [key for key in header if found.get(key) != header[key]]
-    except (ValueError, AttributeError):
-        raise UserError(f"{there} is not one of prepared shards. Name another --out.") from None
+        wrong = [key for key in header if found[key] != header[key]]
+        shards = list(found["shards"])
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(f"{folder} is not empty and holds no prepared shards. Name another --out.") from None
     if wrong:
         other = ", another ".join(wrong).replace("_", " ")
         raise UserError(f"{folder} holds shards made with another {other}. Name another --out, or remove the folder.")
-    return None if there == done else [json.loads(entry.read_bytes()) for entry in sorted(folder.glob("shard-*.json"))]
+    return None if there == done else shards
 
 
-def _units(source: Source, part: int, first: int) -> Iterator[_Unit]:
-    """The units from document `first` of `part` on. What is read in any order has one part."""
-    for number in range(part, source.num_units if isinstance(source, Sequential) else 1):
-        start, records, size = first if number == part else 0, list[Record](), 0
-        if isinstance(source, RandomAccess):
-            rest: Iterator[Record | None] = map(source.record, range(start, len(source)))
-        else:
-            assert isinstance(source, Sequential)
-            rest = islice(source.read(number, start), start, None)
-        for following, record in enumerate(rest, start + 1):
-            assert record is not None
-            records.append(record)
-            size += len(record) if isinstance(record, str) else 0
-            if size >= _UNIT_CHARS or len(records) >= _UNIT_DOCUMENTS:
-                yield records, [number, following]
-                records, size = [], 0
-        if records:
-            yield records, [number + 1, 0]
+def _units(documents: Iterator[Record]) -> Iterator[list[Record]]:
+    """Documents that are tokenized together."""
+    unit, size = list[Record](), 0
+    for record in documents:
+        unit.append(record)
+        size += len(record) if isinstance(record, str) else 0
+        if size >= _UNIT_CHARS or len(unit) >= _UNIT_DOCUMENTS:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
 
 
-def _in_order(
-    pool: ThreadPoolExecutor, units: Iterator[_Unit], most: int, documents: DocumentTokenizer, dtype: np.dtype
-) -> Iterator[_Tokenized]:
-    """The units as tokens. At most `most` are in memory."""
-    waiting: deque[Future[_Tokenized]] = deque()
-    for unit in units:
-        waiting.append(pool.submit(_tokenize, documents, dtype, *unit))
-        if len(waiting) >= most:
-            yield waiting.popleft().result()
+def _in_order(futures: Iterator[Future[_Tokenized]], most: int) -> Iterator[_Tokenized]:
+    """What they give, in their order. At most `most` are begun before the first of them is taken."""
+    waiting = deque(islice(futures, most))
     while waiting:
         yield waiting.popleft().result()
+        waiting.extend(islice(futures, 1))
 
 
-def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record], following: list[int]) -> _Tokenized:
+def _tokenize(documents: DocumentTokenizer, dtype: np.dtype, records: list[Record]) -> _Tokenized:
     own = DocumentTokenizer(documents.tokenizer, skip_bad=documents.skip_bad)  # with a list of what it skips
     tokens = [own.encode(record) for record in records]
     hashes = [text_hash(record) if isinstance(record, str) else 0 for record in records]
-    raw = np.concatenate(tokens).astype(dtype).tobytes()
-    return _Tokenized(raw, list(map(len, tokens)), hashes, own.skipped, following)
+    return np.concatenate(tokens).astype(dtype).tobytes(), list(map(len, tokens)), hashes, own.skipped
 
 
 def _write_shard(folder: Path, number: int, units: list[_Tokenized]) -> dict[str, Any]:
     """Returns the shard's entry in the manifest."""
-    path = folder / f"shard-{number:05d}.bin"
-    raw = b"".join(unit.tokens for unit in units)
-    lengths = [length for unit in units for length in unit.lengths]
+    raws, *lists = zip(*units, strict=True)
+    raw, (lengths, hashes, skipped) = b"".join(raws), (list(chain.from_iterable(each)) for each in lists)
     index = np.cumsum(lengths, dtype="<u8").tobytes() + block_checksums(raw).tobytes()
-    hashes = np.array([value for unit in units for value in unit.hashes], dtype="<u8").tobytes()
-    skipped = [reason for unit in units for reason in unit.skipped]
+    hashed = np.array(hashes, dtype="<u8").tobytes()
+    for suffix, content in ((".bin", raw), (".idx", index), (".hash", hashed)):
+        put(folder / f"shard-{number:05d}{suffix}", content)
+    os.sync()  # they are on the disk before the file that says so
     for reason in skipped:
         print(f"skipped a record: {reason}")
-    entry = {
-        "name": path.stem,
+    return {
+        "name": f"shard-{number:05d}",
         "documents": len(lengths),
         "tokens": sum(lengths),
         "skipped": len(skipped),
         "index_checksum": xxhash.xxh3_64_hexdigest(index),
-        "hash_checksum": xxhash.xxh3_64_hexdigest(hashes),
-        "next": units[-1].following,
+        "hash_checksum": xxhash.xxh3_64_hexdigest(hashed),
     }
-    for suffix, content in ((".bin", raw), (".idx", index), (".hash", hashes)):
-        put(path.with_suffix(suffix), content)
-    os.sync()  # they are on the disk before the file that says so
-    put(path.with_suffix(".json"), json.dumps(entry).encode())
-    return entry

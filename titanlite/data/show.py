@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
+import numpy as np
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.run import Run
@@ -26,31 +26,32 @@ from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_token
 def source_table(dataset: Dataset, data: PackedDataset, steps: int, run_tokens: int) -> str:
     """Documents, tokens, share and epochs of each source in a run of `steps`, which reads `run_tokens`. A "~" marks a
     number of tokens that is estimated from 64 documents."""
-    lines = [("source", "documents", "tokens", "share", "epochs in this run", "left out")]
-    holdout = data.tokenizer.holdout
-    for source, spec, share in zip(data.sources, data.specs, _shares(dataset, steps), strict=True):
-        tokens, exact = _estimate_tokens(source, data.tokenizer.tokenizer)
+    lines = [("source", "documents", "tokens", "share", "epochs in this run")]
+    stages = stage_weights(dataset)
+    ends = np.clip([*(start for start, _ in stages[1:]), steps], 0, steps)
+    shares = np.diff(ends, prepend=0) @ [np.divide(weights, sum(weights)) for _, weights in stages] / steps
+    for source, spec, share in zip(data.sources, data.specs, shares, strict=True):
         documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
         count = epochs = "unknown"
-        if tokens is not None:
-            count = f"{'' if exact else '~'}{tokens:,}"
-            epochs = f"{float(share) * run_tokens / max(1, tokens * (1 - holdout)):,.2f}"
-        if spec.max_epochs:
-            epochs += f" (ends after {spec.max_epochs})"
-        left_out = f"{holdout:.2%} held out" if holdout else "nothing"
-        lines.append((source.name, documents, count, f"{float(share):.1%}", epochs, left_out))
+        if tokens := _estimate_tokens(source, data.tokenizer.tokenizer):
+            count = f"{'' if isinstance(source, Shards) else '~'}{tokens:,}"
+            epochs = f"{share * run_tokens / (tokens * (1 - data.tokenizer.holdout)):,.2f}"
+        ends_after = f" (ends after {spec.max_epochs})" if spec.max_epochs else ""
+        lines.append((source.name, documents, count, f"{share:.1%}", epochs + ends_after))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _shares(dataset: Dataset, steps: int) -> list[Fraction]:
-    stages = stage_weights(dataset)
-    ends = [start for start, _ in stages[1:]] + [steps]
-    shares = [Fraction(0)] * len(stages[0][1])
-    for (start, weights), end in zip(stages, ends, strict=True):
-        length = max(0, min(end, steps) - start)
-        shares = [share + Fraction(w * length, sum(weights) * steps) for share, w in zip(shares, weights, strict=True)]
-    return shares
+def _estimate_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
+    """Tokens of a source; None: unknown."""
+    if isinstance(source, Shards):
+        return source.num_tokens
+    if not isinstance(source, RandomAccess):
+        return None
+    # Tokens per byte vary less than tokens per document.
+    sizes = source.sizes() if isinstance(source, FileSpans) else np.ones(len(source), dtype=int)
+    tokens = sum(map(len, map(DocumentTokenizer(tokenizer, skip_bad=True).encode, sample(source))))
+    return tokens * int(sizes.sum()) // int(sizes[sample_numbers(source)].sum())
 
 
 def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
@@ -58,31 +59,10 @@ def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
     tiktoken's format always does."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
-    characters = set("".join(record for record in sample(source) if isinstance(record, str)))
-    lost = [c for c in sorted(characters) if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
-    if not lost:
-        return None
-    some = ", ".join(map(repr, lost[:5]))
-    return (
-        f"{tokenizer.path} cannot represent {len(lost):,} characters in a sample of {source.name}, such as {some}: the "
-        "model does not see them. A tokenizer with a byte-level vocabulary or byte fallback keeps every text."
-    )
-
-
-def _estimate_tokens(source: Source, tokenizer: Tokenizer) -> tuple[int | None, bool]:
-    """Tokens of a source (None: unknown), and whether this number is exact."""
-    if isinstance(source, Shards):
-        return source.num_tokens, True
-    if not isinstance(source, RandomAccess):
-        return None, False
-    numbers = sample_numbers(source)
-    tokens = sum(map(len, map(DocumentTokenizer(tokenizer, skip_bad=True).encode, sample(source))))
-    if isinstance(source, FileSpans):  # tokens per byte vary less than tokens per document
-        sizes = source.sizes()
-        whole, part = sizes.sum(), sizes[numbers].sum()
-    else:
-        whole, part = len(source), len(numbers)
-    return int(tokens * int(whole) / max(1, int(part))), len(numbers) == len(source)
+    characters = sorted(set("".join(record for record in sample(source) if isinstance(record, str))))
+    lost = [c for c in characters if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
+    some = f"{len(lost):,} characters in a sample of {source.name}, such as {', '.join(map(repr, lost[:5]))}"
+    return f"{tokenizer.path} cannot represent {some}: the model does not see them." if lost else None
 
 
 def show_step(run: Run, step: int, row: int | None) -> str:
@@ -101,19 +81,19 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     data = training_data(run, load_tokenizer(run.tokenizer_path))
     for _ in range(step - 1):
         data.mixture.next_batch()
-    reader = BatchReader(data)
-    lines = []
-    for k, (source, number) in enumerate(data.mixture.next_batch()):
+    reader, lines = BatchReader(data), list[str]()
+    for k, (number, of_source) in enumerate(data.mixture.next_batch()):
         if row not in (None, k):
             continue
+        source = data.sources[number]
         try:
-            found = reader.read(source, number, k)
+            found = reader.read(number, of_source, k)
         except OutOfData as error:
             raise UserError(f"step {step} does not exist: {error}") from None
-        lines.append(f"=== step {step}, row {k}, {data.sources[source].name}")
+        lines.append(f"=== step {step}, row {k}, {source.name}")
         start = 0
         for part, document, offset, length in found.segments.tolist():
-            lines.append(f"--- {data.sources[source].where(part, document)}, tokens {offset} to {offset + length - 1}")
+            lines.append(f"--- {source.where(part, document)}, tokens {offset} to {offset + length - 1}")
             lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
             start += length
         if start < len(found.tokens):

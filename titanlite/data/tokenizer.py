@@ -33,16 +33,10 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_NAMED = {
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    4: "<|finetune_right_pad_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
+_LLAMA3_FIRST = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
+    "reserved_special_token_2 start_header_id end_header_id eom_id eot_id python_tag"
+)
 _NAMES = {
     "bos_token": ("<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[EOS]"),
@@ -77,7 +71,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal if and only if the ids of every text are, whatever the format of the file."""
+        """Of what decides about the ids of a text: no path, no order of keys, no setting that others alone read."""
 
     def is_known_as(self, fingerprint: str) -> bool:
         """Whether a checkpoint or shards with this fingerprint, perhaps of version 0.1, have the ids of this one."""
@@ -125,15 +119,12 @@ class TiktokenTokenizer(Tokenizer):
             lines = (line.split() for line in raw.splitlines() if line)
             self.ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         except ValueError:
+            self.ranks = {}
+        base, single = len(self.ranks), {bytes([byte]) for byte in range(256)}
+        if sorted(self.ranks.values()) != list(range(base)) or not single <= self.ranks.keys():
             raise UserError(
-                f"{path}: not a tiktoken tokenizer, whose lines are a token in base64 and its rank. (A SentencePiece "
-                "tokenizer.model, as of Llama 2, must be converted to a tokenizer.json.)"
-            ) from None
-        base = len(self.ranks)
-        if sorted(self.ranks.values()) != list(range(base)) or any(bytes([b]) not in self.ranks for b in range(256)):
-            raise UserError(
-                f"{path}: not a tiktoken tokenizer, in which each of the 256 bytes is a token, and the ranks of the "
-                f"tokens (here {base:,}) count from 0, each once."
+                f"{path}: not a tiktoken tokenizer, whose lines are a token in base64 and its rank: 0, 1, 2 and so on, "
+                "a token for each byte among them. (Convert one of SentencePiece, as of Llama 2, to a tokenizer.json.)"
             )
         self._special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
         self.vocab_size = base + len(self._special)
@@ -177,31 +168,44 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size, self.bos_id, eos_id = 1 + max(ids.values(), default=0), *self._named(ids)
-        if eos_id is None:
-            raise UserError(
-                f"{path}: found no token that ends documents. Looked for eos_token in {CONFIG} beside it, then for "
-                f"{', '.join(_NAMES['eos_token'])}. Put a {CONFIG} with eos_token beside the file."
-            )
+        self.vocab_size, self.bos_id = 1 + max(ids.values(), default=0), self._named("bos_token", ids)
+        if (eos_id := self._named("eos_token", ids)) is None:
+            raise UserError(f"{path}: no token ends documents. Name it in a {CONFIG} beside the file, as eos_token.")
         self.eos_id = eos_id
         self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
         chosen = f"huggingface {self.bos_id} {self.eos_id} "
         self.file_fingerprint = hashlib.sha256(chosen.encode() + self._raw).hexdigest()
 
-    def _named(self, ids: Mapping[str, int]) -> Iterator[int | None]:
-        """The ids of bos and eos."""
-        config = read_config(self.path)
-        for key, names in _NAMES.items():
-            name = config.get(key)
-            name = name.get("content") if isinstance(name, dict) else name
-            if name is not None and (not isinstance(name, str) or name not in ids):
-                held = f"which {self.path.name} does not hold"
-                raise UserError(f"{self.path.with_name(CONFIG)}: {key} is {short(repr(name))}, {held}")
-            yield next((ids[found] for found in ([name] if name is not None else names) if found in ids), None)
+    def _named(self, key: str, ids: Mapping[str, int]) -> int | None:
+        name = read_config(self.path).get(key)
+        name = name.get("content") if isinstance(name, dict) else name
+        if name is None:
+            return next((ids[usual] for usual in _NAMES[key] if usual in ids), None)
+        if not isinstance(name, str) or name not in ids:
+            found = f"{key} is {short(repr(name))}, which {self.path.name} does not hold"
+            raise UserError(f"{self.path.with_name(CONFIG)}: {found}")
+        return ids[name]
 
     @cached_property
     def fingerprint(self) -> str:
-        return _fingerprint_of_json(self._raw, self.bos_id, self.eos_id)
+        unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
+        kept = {key: part for key, part in json.loads(self._raw).items() if key not in unused}
+        text = json.dumps([kept, self.bos_id, self.eos_id], sort_keys=True)
+        return f"ids:{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def is_known_as(self, fingerprint: str) -> bool:
+        return super().is_known_as(fingerprint) or fingerprint == self._fingerprint_as_ranks()
+
+    def _fingerprint_as_ranks(self) -> str | None:
+        """That of a tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too."""
+        value = json.loads(self._raw)
+        try:
+            pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+            to_byte, special = byte_level_symbols(), {token["content"]: token["id"] for token in value["added_tokens"]}
+            ranks = {bytes(to_byte[c] for c in token): rank for token, rank in value["model"]["vocab"].items()}
+        except (KeyError, TypeError, IndexError):  # it is of another kind
+            return None
+        return _fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
 
     @contextmanager
     def _library(self, what: str) -> Iterator[None]:
@@ -225,8 +229,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token)
         assert text is not None
-        if self._byte_level and all(symbol in self._byte_level for symbol in text):
-            return bytes(self._byte_level[symbol] for symbol in text)
+        if set(text) <= self._byte_level.keys():
+            return bytes(map(self._byte_level.__getitem__, text))
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):  # byte fallback of SentencePiece vocabularies
             return bytes.fromhex(byte[1])
         return text.replace("\u2581", " ").encode()
@@ -239,15 +243,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: the file is missing, or is not a tokenizer; the message names it.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"tokenizer {path} is a folder; name the file in it (tokenizer.model or tokenizer.json)")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else TiktokenTokenizer(path)
 
 
 def llama3_special_tokens() -> list[str]:
     """The 256 special tokens of Llama 3.1 in the order of their ids, which follow the ordinary ones."""
-    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
-    return [_LLAMA3_NAMED.get(i) or next(reserved) for i in range(256)]
+    names = [*_LLAMA3_FIRST.split(), *(f"reserved_special_token_{i}" for i in range(3, 248))]
+    return [f"<|{name}|>" for name in names]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -281,11 +283,6 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-# -------------------------------------------------------------------------------------------------------- fingerprints
-# What decides about an id of a text is in a fingerprint, and nothing else is: no path, no order of keys, no setting
-# that only other programs read. A tokenizer.json that computes what a tokenizer.model does has its fingerprint.
-
-
 def _fingerprint_of_ranks(
     pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos_id: int | None, eos_id: int
 ) -> str:
@@ -295,45 +292,3 @@ def _fingerprint_of_ranks(
     for token, rank in sorted(ranks.items()):
         digest.update(b"%d %d " % (rank, len(token)) + token)
     return f"ids:{digest.hexdigest()}"
-
-
-def _fingerprint_of_json(raw: bytes, bos_id: int | None, eos_id: int) -> str:
-    """Of a tokenizer.json, which the tokenizers library has taken."""
-    value = json.loads(raw)
-    model = value["model"]
-    if (pattern := _pattern_of_ranks(value)) is not None and _joins_by_rank(model["vocab"], model["merges"]):
-        to_byte = byte_level_symbols()
-        ranks = {bytes(to_byte[symbol] for symbol in token): rank for token, rank in model["vocab"].items()}
-        special = {token["content"]: token["id"] for token in value["added_tokens"]}
-        return _fingerprint_of_ranks(pattern, ranks, special, bos_id, eos_id)
-    unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
-    kept = {key: part for key, part in value.items() if key not in unused}
-    text = json.dumps([kept, bos_id, eos_id], sort_keys=True)
-    return f"ids:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _pattern_of_ranks(value: Any) -> str | None:
-    """The split pattern, if a tokenizer.json consists of the parts of a byte-level BPE in tiktoken's way; else None."""
-    match value:
-        case {
-            "model": {"type": "BPE", "ignore_merges": True, **model},  # a piece that is a token is that token
-            "pre_tokenizer": {
-                "pretokenizers": [
-                    {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": pattern}, **split},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ]
-            },
-        }:
-            unset = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-            plain = not (model.get("byte_fallback") or split.get("invert") or value.get("normalizer"))
-            plain = plain and all(model.get(key) is None for key in unset)
-            return pattern if plain and all(token.get("special") for token in value.get("added_tokens") or []) else None
-    return None
-
-
-def _joins_by_rank(vocab: dict[str, int], merges: list[Any]) -> bool:
-    """Whether any neighbours that make a token are joined, and those of a lower rank first."""
-    pairs = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in merges]
-    made = [vocab.get("".join(pair), -1) for pair in pairs]
-    splits = {(t[:cut], t[cut:]) for t in vocab for cut in range(1, len(t)) if t[:cut] in vocab and t[cut:] in vocab}
-    return made == sorted(made) and len(pairs) == len(splits) and set(pairs) == splits

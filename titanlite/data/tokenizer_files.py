@@ -19,26 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder
+from titanlite.config.files import make_folder, write_whole
 from titanlite.config.schema import DataSource
+from titanlite.data import tokenizer as formats
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources import open_source
-from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Source
-from titanlite.data.tokenizer import (
-    CONFIG,
-    LLAMA3_PATTERN,
-    TiktokenTokenizer,
-    Tokenizer,
-    byte_level_symbols,
-    llama3_special_tokens,
-    load_tokenizer,
-    read_config,
-)
+from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Source
+from titanlite.data.tokenizer import TiktokenTokenizer, byte_level_symbols, llama3_special_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-
-_LONGEST_TOKEN = 256  # bytes: a longer one is a ruler of dashes, not a word
 
 
 @dataclass
@@ -48,16 +38,16 @@ class Trained:
     Attributes:
         tiktoken, json: its files, which give the same ids.
         documents, num_bytes: what it was trained on.
-        skipped: number of records that could not be read, and why for the first of them.
         held_out: documents that were kept back.
+        skipped: records that could not be read.
     """
 
     tiktoken: Path
     json: Path
     documents: int = 0
     num_bytes: int = 0
-    skipped: tuple[int, BadRecord | None] = (0, None)
     held_out: list[str] = field(default_factory=list)
+    skipped: list[BadRecord] = field(default_factory=list)
 
 
 def train_tokenizer(
@@ -76,85 +66,64 @@ def train_tokenizer(
         UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
     """
     made = Trained(out / "tokenizer.model", out / "tokenizer.json")
-    if there := [file for file in (made.tiktoken, made.json) if os.path.lexists(file)]:
-        raise UserError(f"{there[0]} exists already. Choose another folder, or remove it.")
+    for file in (made.tiktoken, made.json):
+        if os.path.lexists(file):
+            raise UserError(f"{file} exists already. Choose another folder, or remove it.")
     make_folder(out)
     total = sum(source.weight for source in sources)
-    if not total:
-        raise UserError("dataset.sources: each weight is 0, so there is nothing to read.")
     shares = [(open_source(spec), int(max_bytes * spec.weight / total)) for spec in sources if spec.weight]
-    texts = chain.from_iterable(_sample(made, source, share, holdout) for source, share in shares)
-    if (first := next(texts, None)) is None:
-        _, reason = made.skipped
-        raise UserError(f"There is no text to train on{f': {reason}' if reason else '.'}")
-    tokens = _train(chain([first], texts), vocab_size - len(llama3_special_tokens()))
-    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
-    try:
-        made.tiktoken.write_text("".join(lines))
-        tiktoken_to_json(TiktokenTokenizer(made.tiktoken)).save(str(made.json), pretty=False)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from None
-    ours, same = load_tokenizer(made.tiktoken), load_tokenizer(made.json)
-    assert all(ours.encode(text) == same.encode(text) for text in made.held_out), "the two files give different ids"
+    tokens = _train(chain.from_iterable(_sample(made, source, share, holdout) for source, share in shares), vocab_size)
+    if len(tokens) + len(llama3_special_tokens()) < vocab_size:
+        left_out = f" {len(made.skipped):,} records were left out: {made.skipped[0]}" if made.skipped else ""
+        raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.{left_out}")
+    write_whole(made.tiktoken, b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
+    write_whole(made.json, tiktoken_to_json(TiktokenTokenizer(made.tiktoken)).to_str().encode())
     return made
 
 
 def _sample(made: Trained, source: Source, most_bytes: int, holdout: int) -> Iterator[str]:
     """Documents of a source up to a number of bytes, in random order where it can be read so; counts them in `made`."""
-    end, count = made.num_bytes + most_bytes, 0
-    for record in _at_random(source):
+    end, records = made.num_bytes + most_bytes, iter(source)
+    if isinstance(source, RandomAccess):
+        total = len(source)
+        records = (source.record(int(permuted(np.array([i]), total, "tokenizer")[0])) for i in range(total))
+    count = 0
+    for record in records:
         if isinstance(record, Prepared):
             raise UserError(f"{source.name} holds tokens, not text: name the text that they were made from.")
         if isinstance(record, BadRecord):
-            before, first = made.skipped
-            made.skipped = before + 1, first or record
+            made.skipped.append(record)
             continue
         count += 1
         if holdout and count % holdout == 0:
             made.held_out.append(record)
-        else:
-            made.documents += 1
-            made.num_bytes += len(record.encode())
-            yield record
-            if made.num_bytes >= end:
-                return
+            continue
+        made.documents += 1
+        made.num_bytes += len(record.encode())
+        yield record
+        if made.num_bytes >= end:
+            return
 
 
-def _at_random(source: Source) -> Iterator[Record]:
-    if not isinstance(source, RandomAccess):
-        return iter(source)
-    count = len(source)
-    return (source.record(int(permuted(np.array([i]), count, "tokenizer")[0])) for i in range(count))
-
-
-def _train(texts: Iterator[str], size: int) -> list[bytes]:
-    """`size` tokens in the order in which they were joined: the 256 bytes, then ever longer ones.
-
-    Raises:
-        UserError: the texts do not hold so many.
-    """
+def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:
+    """The tokens but the special ones, in the order in which they were joined: the 256 bytes, then ever longer ones. If
+    the texts do not hold so many, there are fewer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _splits()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        max_token_length=_LONGEST_TOKEN,
-        show_progress=False,
-    )
+    size, alphabet = vocab_size - len(llama3_special_tokens()), sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A token of more than 256 bytes is a ruler of dashes, not a word.
+    trainer = trainers.BpeTrainer(vocab_size=size, max_token_length=256, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     vocab, to_byte = tokenizer.get_vocab(), byte_level_symbols()
-    if len(vocab) < size:
-        most = len(vocab) + len(llama3_special_tokens())
-        raise UserError(f"The text gives a vocabulary of {most:,} at most. Lower --vocab-size, or give more text.")
     return [bytes(to_byte[symbol] for symbol in token) for token in sorted(vocab, key=vocab.__getitem__)]
 
 
 def _splits() -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(formats.LLAMA3_PATTERN), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -181,11 +150,6 @@ def tiktoken_to_json(source: TiktokenTokenizer) -> tokenizers.Tokenizer:
     return result
 
 
-def tokens_per_byte(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """How many tokens a byte of `texts` takes, special tokens apart."""
-    return sum(len(tokenizer.encode_array(text)) for text in texts) / max(1, sum(len(t.encode()) for t in texts))
-
-
 def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:
     """Write the tokenizer of the file `path` into a Hugging Face folder. Tiktoken's format is converted.
 
@@ -200,11 +164,11 @@ def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | 
         tiktoken_to_json(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
     else:
         shutil.copyfile(path, out / "tokenizer.json")
-        config = read_config(path)  # it may have a chat template or other names
+        config = formats.read_config(path)  # it may have a chat template or other names
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     if not config:
         names = {key.removesuffix("_id"): tokenizer.decode([token]) for key, token in ids.items() if token is not None}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": max_seq_len}
     config["split_special_tokens"] = True  # what looks like a special token in a text is text, as in training
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (out / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return ids

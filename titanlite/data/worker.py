@@ -129,7 +129,7 @@ class Worker:
         if code == -signal.SIGBUS:  # a memory-mapped file has become shorter
             try:
                 for source in self._sources:
-                    source.files.check_all()
+                    source.files.check()
             except UserError as error:
                 return error
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import DataSource, TextSource
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.files import COMPRESSED, CompressedLines, JsonLines, open_stdlib, open_text, stdlib_files
+from titanlite.data.sources.files import COMPRESSED, CompressedLines, FileSpans, stdlib_files
 from titanlite.data.sources.shards import Shards
 from titanlite.data.sources.tables import Parquet, open_datasets
 
 _KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSED), "jsonl"), ".parquet": "parquet"}
-# What is in a folder that a source reads, and what makes such folders.
-_FOLDERS = {
-    "shards": (("manifest.json",), "titanlite prepare"),
-    "arrow": (("dataset_info.json", "dataset_dict.json"), "datasets' save_to_disk"),
+# What is in a folder that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
+_FOLDERS = {"shards": ("manifest.json",), "arrow": ("dataset_info.json", "dataset_dict.json")}
+
+
+_READERS: dict[str, Callable[[TextSource, list[Path]], Source]] = {
+    **dict.fromkeys(("python_stdlib", "text", "jsonl"), FileSpans),
+    **dict.fromkeys(("huggingface", "c4", "arrow"), open_datasets),
+    **{"parquet": Parquet, "shards": Shards},
 }
 
 
@@ -29,22 +34,12 @@ def open_source(spec: TextSource) -> Source:
     Raises:
         UserError: a file is missing, the source is empty, or cannot be opened.
     """
-    name, column = spec.source if spec.path is None else f"{spec.source} {spec.path}", spec.text_column
     files = find_files(spec)
-    match spec.source:
-        case "huggingface" | "c4" | "arrow":
-            return open_datasets(name, spec)
-        case "shards":
-            return Shards(name, files[0].parent)
-        case "python_stdlib":
-            return open_stdlib(name, files)
-        case "text":
-            return open_text(name, files)
-        case "parquet":
-            return Parquet(name, files, column)
-        case "jsonl":
-            compressed = any(file.suffix in COMPRESSED for file in files)
-            return CompressedLines(name, files, column) if compressed else JsonLines(name, files, column)
+    packed = spec.source == "jsonl" and any(file.suffix in COMPRESSED for file in files)
+    source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
+    if not source.num_units:
+        raise UserError(f"{source.name} is empty: it holds no document")
+    return source
 
 
 def source_of_file(file: Path, column: str) -> DataSource:
@@ -72,18 +67,16 @@ def find_files(spec: TextSource) -> list[Path]:
         return []
     path = Path(spec.path)
     if spec.source in _FOLDERS:
-        marks, maker = _FOLDERS[spec.source]
-        if not (files := [path / mark for mark in marks if (path / mark).is_file()]):
-            missing = " or ".join(marks)
-            raise UserError(f"dataset.path = {spec.path!r} is not a folder made by {maker}: no {missing} in it")
+        if not (files := [path / name for name in _FOLDERS[spec.source] if (path / name).is_file()]):
+            missing = " or ".join(_FOLDERS[spec.source])
+            raise UserError(f"dataset.path = {spec.path!r} is not a folder of {spec.source}: no {missing} in it")
         return files
     # A name that holds glob characters is still a name.
     files = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(spec.path, recursive=True))]
     files = [file for file in files if file.is_file()]
     if not files:
-        found = "is a folder; name files, for example with a glob" if path.is_dir() else "matches no file"
-        raise UserError(f"dataset.path = {spec.path!r} {found} (current folder: {Path.cwd()})")
-    packed = [file for file in files if file.suffix in COMPRESSED]
-    if packed and spec.source == "text":
-        raise UserError(f'{packed[0]}: source "text" reads plain files only; decompress them, or use "jsonl"')
+        here = f"current folder: {Path.cwd()}; a folder's files need a glob such as folder/*.jsonl"
+        raise UserError(f"dataset.path = {spec.path!r} matches no file ({here})")
+    if spec.source == "text" and any(file.suffix in COMPRESSED for file in files):
+        raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
     return files

@@ -7,16 +7,20 @@ documents change. A file that is not what it was when the source was opened is a
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
+from titanlite.config.schema import TextSource
+
+_ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
 
 class BadRecord(UserError):
@@ -37,57 +41,44 @@ Record = str | Prepared | BadRecord
 
 
 class Files:
-    """The files of a source, and what they were when it was opened.
-
-    Raises:
-        UserError: one cannot be read.
-    """
+    """The files of a source, which stay what they were when they were first opened: size and time of the last write."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
-        self._known = [_state(path) for path in paths]
+        self._known: dict[int, tuple[int, int]] = {}
 
     def open(self, number: int) -> BinaryIO:
         """File `number` for reading. Raises UserError: it cannot be read, or has changed."""
-        stream = open_file(self.paths[number])
-        self.check(number, stream)
+        path = self.paths[number]
+        try:
+            stream = path.open("rb")
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        status = os.fstat(stream.fileno())
+        now = status.st_size, status.st_mtime_ns
+        if (before := self._known.setdefault(number, now)) != now:
+            sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
+            remedy = 'Restore it, or start again on what it is now by dataset.on_change = "warn".'
+            raise UserError(f"{path} has changed while it was read ({sizes}). {remedy}")
         return stream
 
-    def check(self, number: int, stream: BinaryIO | None = None) -> None:
-        """Raises UserError if file `number`, or what was opened as `stream`, is not what it was."""
-        path, before = self.paths[number], self._known[number]
-        if (now := _state(path, stream)) != before:
-            sizes = f"{before[0]:,} bytes then, {now[0]:,} now" if now[0] != before[0] else "it was written to"
-            raise UserError(
-                f"{path} has changed while it was read ({sizes}). Restore it, or start again on what it is now by "
-                'dataset.on_change = "warn".'
-            )
+    def check(self, number: int | None = None) -> None:
+        """Raises UserError if file `number`, or any file, cannot be read or has changed."""
+        for each in range(len(self.paths)) if number is None else (number,):
+            self.open(each).close()
 
-    def check_all(self) -> None:
-        """`check` for each file."""
-        for number in range(len(self.paths)):
-            self.check(number)
-
-
-def open_file(path: Path) -> BinaryIO:
-    """`path` for reading. Raises UserError: it cannot be read."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _state(path: Path, stream: BinaryIO | None = None) -> tuple[int, int]:
-    """Size and time of the last write."""
-    try:
-        status = os.stat(path) if stream is None else os.fstat(stream.fileno())
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return status.st_size, status.st_mtime_ns
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {path}: {error.strerror}")
+    def sampled_fingerprint(self, column: str, sample: int = 1 << 16) -> str:
+        """Hash of the names, the sizes, the first and the last `sample` bytes, for files that are too large to read
+        before the first step; and of the text column."""
+        digest = xxhash.xxh3_128()
+        for number, file in enumerate(self.paths):
+            with self.open(number) as stream:
+                size = stream.seek(0, os.SEEK_END)
+                digest.update(f"{file.name} {size}\0".encode())
+                for start in (0, max(0, size - sample)):
+                    stream.seek(start)
+                    digest.update(stream.read(sample))
+        return with_column(digest.hexdigest(), column)
 
 
 class Source(ABC):
@@ -95,69 +86,91 @@ class Source(ABC):
 
     Attributes:
         name: what messages call it.
-        fingerprint: hash of the contents, or of a sample where a file is too large to read before the first step.
+        column: of the text.
         files: what it reads on this machine.
+        fingerprint: hash of the contents, or of a sample where a file is too large to read before the first step.
         num_documents: None where only reading everything would tell.
-        size: bytes of text; None where unknown.
         num_units: of what is read in an order: documents, or the parts of a sequential source.
     """
 
-    name: str
     fingerprint: str
-    files: Files
     num_documents: int | None = None
-    size: int | None = None
     num_units: int
+
+    def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
+        self.column, self.files = spec.text_column, Files(files)
 
     def describe(self) -> str:
         """One line for the log."""
-        documents = "" if self.num_documents is None else f"{self.num_documents:,} documents, "
-        return f"{self.name}: {documents}" + ("streamed" if self.size is None else f"{self.size / 1e6:,.1f} MB")
+        return f"{self.name}: " + ("streamed" if self.num_documents is None else f"{self.num_documents:,} documents")
 
-    @abstractmethod
     def where(self, part: int, number: int) -> str:
         """Where a document is from, for a person."""
+        return f"part {part}, document {number}"
 
     @abstractmethod
+    def documents(self, start: int = 0) -> Iterator[Record]:
+        """All documents from number `start` on, in their order."""
+
     def __iter__(self) -> Iterator[Record]:
-        """All documents, in their order."""
+        return self.documents()
 
 
 class RandomAccess(Source):
-    """Documents that can be read in any order: `num_documents` of them."""
+    """Documents that can be read in any order: `num_units` of them, which is `num_documents`, too."""
 
     @abstractmethod
     def record(self, index: int) -> Record:
         """Document `index`."""
 
     def __len__(self) -> int:
-        assert self.num_documents is not None
-        return self.num_documents
+        return self.num_units
 
-    @property
-    def num_units(self) -> int:  # type: ignore[override]
-        return len(self)
-
-    def __iter__(self) -> Iterator[Record]:
-        return map(self.record, range(len(self)))
-
-    def where(self, part: int, number: int) -> str:
-        return f"document {number}"
+    def documents(self, start: int = 0) -> Iterator[Record]:
+        return map(self.record, range(start, len(self)))
 
 
 class Sequential(Source):
-    """Documents in parts (files, row groups): `num_units` of them. A part can only be read from front to end."""
+    """Documents in parts (files, row groups), each of which can only be read from front to end.
+
+    Attributes:
+        parts: the number of the file that each part is in (None: that is not known), and which part of it.
+    """
+
+    parts: list[tuple[Any, int]]
+
+    @property
+    def num_units(self) -> int:  # type: ignore[override]
+        return len(self.parts)
 
     @abstractmethod
+    def raw(self, file: Any, number: int) -> Iterator[tuple[str, object]]:
+        """What the documents of a part are made of: where each one is, for a person, and what `text_of` takes."""
+
     def read(self, part: int, start: int = 0) -> Iterator[Record | None]:
-        """Documents of `part`. In place of those before number `start` come Nones, which cost less."""
+        """Documents of `part`. In place of those before number `start` come Nones, which cost less.
 
-    def __iter__(self) -> Iterator[Record]:
+        Raises:
+            UserError: the part is damaged, or has changed.
+        """
+        file, number = self.parts[part]
+        place = f"the front of {self.name if file is None else self.files.paths[file]}"
+        try:
+            for i, (place, raw) in enumerate(self.raw(file, number)):
+                yield None if i < start else record_of(raw, self.column, place)
+        except Exception as error:  # each library raises errors of its own
+            self.files.check(file)
+            raise UserError(f"damaged or truncated after {place}: {error!r}. Copy it again.") from None
+        self.files.check(file)
+
+    def documents(self, start: int = 0) -> Iterator[Record]:
         for part in range(self.num_units):
-            yield from filter(lambda record: record is not None, self.read(part))  # type: ignore[misc]
-
-    def where(self, part: int, number: int) -> str:
-        return f"part {part}, document {number}"
+            for record in self.read(part, start):
+                if record is None:
+                    start -= 1
+                else:
+                    yield record
 
 
 def text_hash(text: str) -> int:
@@ -166,42 +179,33 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def check_text(text: object, column: str, place: Callable[[], str]) -> str | BadRecord:
-    """`text` if it is a string of whole characters, or what is wrong. `place` is called for that message only."""
-    if not isinstance(text, str):
-        found = "null" if text is None else type(text).__name__
-        return BadRecord(f"{place()}: field {column!r} must be a string, it is {found}")
+def record_of(raw: object, column: str, place: str) -> str | BadRecord:
+    """`text_of`, or what it says about the record at `place`."""
     try:
-        text.encode()
-    except UnicodeEncodeError as error:  # an escape in JSON can be one half of a pair
-        half = f"character {error.start + 1} is \\u{ord(text[error.start]):04x}, half of a surrogate pair"
-        return BadRecord(f"{place()}: field {column!r} is not valid Unicode: {half}")
+        return text_of(raw, column)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(f"{place}: {error}")
+
+
+def text_of(raw: object, column: str) -> str:
+    """The text in `column` of a record, or of a line of JSON. Raises ValueError or RecursionError: there is none."""
+    try:  # without the line end, or a mistake there would be in column 1 of the next line
+        record = json.loads(raw.rstrip()) if isinstance(raw, bytes) else raw
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}. {_ONE_A_LINE}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"this is a {type(record).__name__}. {_ONE_A_LINE}")
+    check_column(column, record)
+    if not isinstance(text := record[column], str):
+        raise ValueError(f"field {column!r} must be a string, it is {type(text).__name__}")
+    text.encode()  # an escape in JSON can be one half of a surrogate pair
     return text
 
 
-def no_column(column: str, columns: list[str]) -> str:
-    """What to say about a text column that is not there."""
-    return f"no field {column!r} (dataset.text_column); there are: {', '.join(map(repr, columns))}"
-
-
-def is_empty(name: str, files: list[Path]) -> UserError:
-    """The error for a source without a document."""
-    some = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-    return UserError(f"{name} is empty: {some or 'it'} holds no document")
-
-
-def sampled_fingerprint(files: Files, column: str, sample: int = 1 << 16) -> str:
-    """Hash of the names, the sizes, the first and the last `sample` bytes of files, which are too large to read before
-    the first step; and of the text column."""
-    digest = xxhash.xxh3_128()
-    for number, file in enumerate(files.paths):
-        with files.open(number) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            digest.update(f"{file.name} {size}\0".encode())
-            for start in (0, max(0, size - sample)):
-                stream.seek(start)
-                digest.update(stream.read(sample))
-    return with_column(digest.hexdigest(), column)
+def check_column(column: str, columns: Iterable[str]) -> None:
+    """Raises ValueError: the text column is not there."""
+    if column not in columns:
+        raise ValueError(f"no field {column!r} (dataset.text_column); there are: {', '.join(map(repr, columns))}")
 
 
 def with_column(fingerprint: str, column: str) -> str:
