@@ -204,7 +204,7 @@ def stream_of(dataset: Dataset, seq_len: int = 32) -> list[tuple[list[int], list
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 60), min_size=3, max_size=40), seq_len=st.integers(1, 20), epochs=st.integers(1, 2)
+    sizes=st.lists(st.integers(0, 60), min_size=7, max_size=40), seq_len=st.integers(1, 20), epochs=st.integers(1, 2)
 )
 def test_concat_predicts_each_token_exactly_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, epochs: int
@@ -227,7 +227,7 @@ def test_concat_predicts_each_token_exactly_once(
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=st.lists(st.integers(0, 60), min_size=3, max_size=40), seq_len=st.integers(4, 20))
+@given(sizes=st.lists(st.integers(0, 60), min_size=7, max_size=40), seq_len=st.integers(4, 20))
 def test_best_fit_cuts_only_documents_longer_than_a_row(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int
 ) -> None:
