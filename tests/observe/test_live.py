@@ -6,7 +6,6 @@ import pty
 import re
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def status(**changes: object) -> RunStatus:
     found = RunStatus("a run", total_steps=400)
     for step in range(10, 130, 10):
         numbers = {"step": step, "loss": 8 - step / 40, "tps": 6589.4, "memory": 0.67, "step_time": 0.5, "lr": 1e-3}
-        found.logged({**numbers, "grad_norm": 0.7, "mfu": None})
+        found.logged({**numbers, "grad_norm": 0.7, "mfu": None, "time_left": 140.0})
     found.events.append((1e9, "saved step 100 to outputs/x\nwith a second line"))
     for name, value in changes.items():
         setattr(found, name, value)
@@ -60,23 +59,27 @@ def without_codes(text: str) -> str:
 def test_a_view_says_state_progress_time_left_loss_speed_memory_and_events() -> None:
     text = shown(status(), 100)
     assert text[0] == "running  a run"
-    assert text[1].startswith("step 120/400")
-    assert text[1].rstrip().endswith("30%  0:02:20 left")
-    assert text[2] == "loss 5.0000  █▇▇▆▅▅▄▄▃▂▂▁"
-    assert text[3] == "6,589 tokens/s  0.67 GiB  0.5 s a step  grad_norm 0.700  lr 1.00e-03"
-    assert text[4].endswith("saved step 100 to outputs/x")
-
-
-def test_a_view_says_which_parts_of_a_step_take_its_time() -> None:
+    assert text[1] == "step 120/400  0:02:20 left"
+    assert text[3] == "loss 5.0000  █▇▇▆▅▅▄▄▃▂▂▁"
+    assert text[4] == "6,589 tokens/s  0.67 GiB  0.5 s a step  grad_norm 0.700  lr 1.00e-03"
+    assert text[5].endswith("saved step 100 to outputs/x")
+    found = status(total_steps=None)
     parts = {"data_time": 0.02, "forward_backward_time": 0.4, "optimizer_time": 0.079, "checkpoint_time": 0.001}
-    found = status()
     found.logged({"step": 130, "step_time": 0.5, "other_time": 0.0, **parts})
-    assert shown(found, 100)[2] == "0.5 s a step  forward backward 80%  optimizer 16%  data 4%"
-    found.logged({"step": 140, "step_time": 0.0, "other_time": float("inf")})
-    assert shown(found, 100)[2] == "0 s a step"
+    assert shown(found, 100)[1:3] == ["step 130", "0.5 s a step  forward backward 80%  optimizer 16%  data 4%"]
 
 
-@pytest.mark.parametrize("width", [1, 12, 40, 79, 200])
+def test_the_state_tells_how_a_run_ended_and_why() -> None:
+    text = shown(status(state="crashed", reason="rank 3 was killed"), 80)
+    assert text[0].startswith("crashed")
+    assert "left" not in text[1]
+    assert "rank 3 was killed" in text
+    assert plain_line(status(state="crashed", reason="rank 3 was killed")) == (
+        "crashed  step 120/400  loss 5.0000  6,589 tokens/s  0.67 GiB  0.5 s a step  (rank 3 was killed)"
+    )
+
+
+@pytest.mark.parametrize("width", [1, 40, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_window_and_a_terminal_without_unicode_gets_ascii(width: int, encoding: str) -> None:
     state = status(reason="x" * 300, problems=["y" * 300], title="漢字" * 100 if encoding == "utf-8" else "a run")
@@ -90,36 +93,15 @@ def test_texts_from_files_cannot_command_the_terminal_or_pretend_to_be_another_l
     assert "[red]" in shown(status(title="[red]markup[/red]"), 80)[0]
 
 
-def test_the_state_tells_how_a_run_ended_and_why() -> None:
-    text = shown(status(state="crashed", reason="rank 3 was killed"), 80)
-    assert text[0].startswith("crashed")
-    assert "left" not in text[1]
-    assert "rank 3 was killed" in text
-    assert plain_line(status(state="crashed", reason="rank 3 was killed")) == (
-        "crashed  step 120/400  loss 5.0000  6,589 tokens/s  0.67 GiB  0.5 s a step  (rank 3 was killed)"
-    )
-
-
-def test_the_time_left_is_that_of_the_median_step_and_unknown_without_a_total() -> None:
-    state = status()
-    state.step_times.extend([0.5, 100.0])  # a step that compiled
-    assert state.time_left() == timedelta(seconds=140)
-    assert status(total_steps=None).time_left() is None
-    assert plain_line(status(total_steps=None)).startswith("running  step 120  loss")
-
-
 def test_a_sparkline_goes_from_the_first_to_the_last_step() -> None:
-    assert sparkline([], 10) == ""
-    assert sparkline([(1, 3.0)], 10) == "▄"
-    assert sparkline([(0, 8.0), (50, 4.0), (100, 1.0)], 3) == "█▄▁"
-    assert sparkline([(0, 8.0), (1, 8.0), (100, 1.0)], 3) == "██▁"  # nothing is known between
-    state = RunStatus("long")
+    assert sparkline([], 10) == sparkline([1.0], 0) == ""
+    assert sparkline([3.0], 10) == "▄"
+    assert sparkline([8.0, 4.0, 1.0], 3) == "█▄▁"
+    state = RunStatus("long", total_steps=100_000)
     for step in range(1, 100_000):
         state.logged({"step": step, "loss": float("nan") if step % 10 == 0 else 1e6 - step})
     assert len(state.losses) <= 512
-    curve = sparkline(state.losses, 8)
-    assert curve == "".join(sorted(curve, reverse=True))
-    assert len(set(curve)) == 8
+    assert sparkline([loss for _, loss in state.losses], 8) == "█▇▆▅▄▃▂▁"
 
 
 def train_in_terminal(tmp_path: Path, **environment: str) -> str:
@@ -128,31 +110,20 @@ def train_in_terminal(tmp_path: Path, **environment: str) -> str:
     return in_terminal(0, f"import sys; from titanlite.cli import main; sys.exit(main({words}))", **environment)
 
 
-COLOR = re.compile(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m")
-
-
 @pytest.mark.slow
 def test_training_on_a_terminal_shows_the_view_below_whole_log_lines_and_no_lines_of_steps(tmp_path: Path) -> None:
     output = train_in_terminal(tmp_path)
-    assert COLOR.search(output)
+    assert re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", output)  # colors
     output = without_codes(output)
     assert re.search(r"\[\d\d:\d\d:\d\d\] saved step 10 to ", output)
     assert "step 12/12" in output
     assert "grad_norm" in output
     assert "step  3/12  loss" not in output
     assert output.rindex("finished  ") > output.rindex("running  ")
-    # Drawn at most once a second, apart from log lines.
-    assert output.count("running  ") < 30
-    log = (tmp_path / "mine" / "train.log").read_text()
-    assert "step  3/12  loss" in log
+    assert "step  3/12  loss" in (tmp_path / "mine" / "train.log").read_text()
     resumed = without_codes(train_in_terminal(tmp_path, NO_COLOR="1"))
     assert "Nothing to do" in resumed
     assert re.search(r"loss \d\.\d+  [▁▂▃▄▅▆▇█]{12}", resumed)  # what the start before has measured
-
-
-@pytest.mark.slow
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path: Path) -> None:
-    output = train_in_terminal(tmp_path, TERM="dumb")
-    assert "\x1b" not in output
-    assert "step  3/12  loss" in output
-    assert "finished  " not in output
+    dumb = train_in_terminal(tmp_path, TERM="dumb")  # it cannot move its cursor
+    assert "\x1b" not in dumb
+    assert "finished  " not in dumb

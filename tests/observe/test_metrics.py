@@ -85,16 +85,13 @@ def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> 
         *("1_loss", "2_optimizer", "3_speed", "4_memory", "5_validation", "6_progress", "7_counters"),
         "8_gradient_norms",
     }
-    descriptions = {tag: board.SummaryMetadata(tag).summary_description for tag in tags}
-    assert all(descriptions.values())
-    assert "GiB" in descriptions["4_memory/memory"]
+    assert "GiB" in board.SummaryMetadata("4_memory/memory").summary_description
     assert board.Tags()["histograms"]
     layout = layout_pb2.Layout()  # pyright: ignore
     layout.ParseFromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
     assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
-    not_here = {"4_memory/memory_active", "6_progress/source_tokens", "8_gradient_norms"}
-    assert set(itertools.chain(*charts.values())) - set(tags) == not_here
+    assert set(itertools.chain(*charts.values())) - set(tags) == {"4_memory/memory_active"}  # a GPU has it
     texts = {
         tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"] if "/" in tag
     }
@@ -106,13 +103,11 @@ def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> 
 def test_non_finite_numbers_are_valid_json_and_the_guard_comes_after_the_line(tmp_path: Path) -> None:
     words = [*job(tmp_path), "--optimizer.lr", "1e30", "--training.max_norm", "0", "--validation.freq", "1"]
     said = start_titanlite(*words, "--validation.holdout", "0.1", "--validation.sequences", "2").ends_with(3)
-    *_, last = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    line = json.loads(last, parse_constant=pytest.fail)
+    for name in ("validation.jsonl", "metrics.jsonl"):
+        lines = (tmp_path / "out" / name).read_text().splitlines()
+        line = [json.loads(text, parse_constant=pytest.fail) for text in lines][-1]
     assert line["grad_norm"] is None
-    assert f"grad_norm is {line['nonfinite']['grad_norm']}" in said
-    assert f"Step {line['step']}: " in said
-    for text in (tmp_path / "out" / "validation.jsonl").read_text().splitlines():
-        json.loads(text, parse_constant=pytest.fail)
+    assert f"Step {line['step']}: grad_norm is {line['nonfinite']['grad_norm']}" in said
 
 
 def fill_disk() -> None:
@@ -124,7 +119,7 @@ def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path: Path) -> None:
     words = [*job(tmp_path), "--metrics.enable_tensorboard", "--training.steps", "60", "--checkpoint.no-enable"]
     said = start_titanlite(*words, before=fill_disk).ends_with(0)
     for writer in ("JsonLines", "TensorBoard"):
-        assert said.count(f"metrics cannot be written by {writer}: [Errno 27] File too large") == 1
+        assert said.count(f"Training goes on, but {writer} cannot write: [Errno 27] File too large") == 1
     assert "Finished after step 60." in said
     *whole, cut = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in whole]

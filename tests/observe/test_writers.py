@@ -1,6 +1,7 @@
 """Writers: how one of a user's own is added, and what Weights & Biases gets from each start of a run."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from ranks import run_process
 from small_runs import SMALL
 
 from titanlite.config.errors import UserError
+from titanlite.load_run import load_run
 
 PAGE = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text()
 OWN_WRITER = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class LossTable" in block)
@@ -64,7 +66,7 @@ def train_with_it(folder: str, job_file: str, out: str) -> None:
     assert cli.main([*words, "--job.dump_folder", out, "--metrics.writers", "loss_table"]) == 0
     assert cli.main([*words, "--job.dump_folder", f"{out}-locked", "--metrics.writers", "locked"]) == 2
     said = Path(f"{out}-locked", "train.log").read_text()
-    assert "the writer Locked cannot begin: no permission" in said
+    assert "no permission" in said
     assert "Training starts" not in said
 
 
@@ -122,19 +124,16 @@ def test_wandb_has_the_steps_of_all_starts_and_a_run_of_its_own_for_one_that_wen
 
 
 def refused_by_wandb(job_file: str, folder: str) -> list[str]:
-    import os
-
     from titanlite import Trainer, load_job
 
     said = []
-    for mode in ("sideways", "online"):
+    for mode in ("sideways", "online"):  # an odd variable, and no key
         os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": folder, "NETRC": f"{folder}/none"}
         os.environ["WANDB_MODE"] = mode
         words = ["--job.config_file", job_file, "--job.dump_folder", f"{folder}/out", "--metrics.enable_wandb"]
-        try:
+        with pytest.raises(UserError) as refused:
             Trainer(load_job(words))
-        except UserError as error:
-            said.append(str(error))
+        said.append(str(refused.value))
     return said
 
 
@@ -143,40 +142,36 @@ def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tm
     pytest.importorskip("wandb")
     (tmp_path / "small.toml").write_text(SMALL)
     for said in run_process(refused_by_wandb, str(tmp_path / "small.toml"), str(tmp_path)):
-        assert "metrics.enable_wandb: Weights & Biases cannot begin" in said
+        assert "metrics.enable_wandb" in said
         assert "WANDB_MODE" in said
 
 
 @pytest.mark.parametrize(
     ("named", "problem"),
     [
-        ("los_table", 'no installed package offers a writer "los_table". There are: loss_table, locked, plain,'),
-        ("plain", "is not a class on titanlite.observe.writers.Writer"),
-        ("misnamed", "cannot be imported: AttributeError: module 'loss_table' has no attribute 'Missing'"),
-        ("uninstalled", "cannot be imported: ModuleNotFoundError: No module named 'missing_module'"),
-        ("loss_table loss_table", 'names "loss_table" twice'),
-        ("twice", 'several packages offer a writer "twice": loss_table:LossTable, other_table:LossTable.'),
+        ("los_table", "There are: loss_table, locked, plain,"),
+        ("plain", "titanlite.observe.writers.Writer"),
+        ("misnamed", "Missing"),
+        ("uninstalled", "missing_module"),
+        ("loss_table loss_table", "twice"),
+        ("twice", "loss_table:LossTable, other_table:LossTable"),
     ],
 )
 def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
     own_package: Path, tmp_path: Path, named: str, problem: str
 ):
     offer(own_package, "other_table", "[titanlite.writers]\ntwice = other_table:LossTable\n")
-    said = titanlite_check(tmp_path, "--metrics.writers", *named.split())
-    assert 'metrics.writers = ["' in said
-    assert problem in " ".join(said.split())
-
-
-def titanlite_check(tmp_path: Path, *words: str) -> str:
-    from titanlite.load_run import load_run
-
-    with pytest.raises(UserError) as refused:
-        load_run(["--job.dump_folder", str(tmp_path / "out"), *words], 1)
-    return str(refused.value)
+    said = refused(tmp_path, "--metrics.writers", *named.split())
+    assert "metrics.writers" in said
+    assert problem in said
 
 
 def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titanlite.load_run.find_spec", lambda name: None)
-    said = titanlite_check(tmp_path, "--metrics.enable_wandb")
-    assert "metrics.enable_wandb = true" in said
-    assert "pip install 'titanlite[wandb]'" in said
+    assert "titanlite[wandb]" in refused(tmp_path, "--metrics.enable_wandb")
+
+
+def refused(tmp_path: Path, *words: str) -> str:
+    with pytest.raises(UserError) as failure:
+        load_run(["--job.dump_folder", str(tmp_path / "out"), *words], 1)
+    return " ".join(str(failure.value).split())

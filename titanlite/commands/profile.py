@@ -48,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if options.as_json:
         print(json.dumps({"profiles": [asdict(profile) for profile in profiles]}))
-        return 0
-    for profile in profiles:
-        print(f"rank {profile.rank}\n{profile.table}")
-    print("Open in https://ui.perfetto.dev: " + ", ".join(profile.trace for profile in profiles))
+    for profile in [] if options.as_json else profiles:
+        print(f"rank {profile.rank}\n{profile.table}\nOpen in https://ui.perfetto.dev: {profile.trace}")
     return 0

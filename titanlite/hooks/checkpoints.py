@@ -43,7 +43,6 @@ class Checkpoints(Hook):
         resumer = Resumer(folder, live, job=job, same_tokenizer=same_tokenizer, compare_data=compare_data)
         if (state := resumer.load()) is not None:
             training.load_state_dict(state)
-            training.changes = resumer.changes
             training.log(f"Resumed after step {state['step']}: {state['tokens']:,} tokens seen")
             self._saver.loaded_step = state["step"]
         self._saver.run = training.identity

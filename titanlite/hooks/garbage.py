@@ -14,12 +14,11 @@ class GarbageCollection(Hook):
         self._freq = freq
 
     def built(self, training: Training) -> None:
-        self._opened = training.opened
+        training.opened.callback(gc.enable)
 
     def train_begins(self, step: int) -> None:
         gc.collect()
         gc.disable()
-        self._opened.callback(gc.enable)
 
     def after_step(self, step: int, result: StepResult) -> None:
         if not gc.isenabled() and step % self._freq == 0:

@@ -24,26 +24,22 @@ class NonFiniteGuard(Hook):
         self._grad_norm = result.grad_norm
 
     def logged(self, entry: LoggedStep) -> None:
-        check_finite(entry.loss, entry.grad_norm, entry.step)
+        self._check(entry.step, loss=entry.loss, grad_norm=entry.grad_norm)
 
     def saving(self, step: int) -> None:
         if self._grad_norm is not None:
-            check_finite(0.0, self._grad_norm.item(), step)
+            self._check(step, grad_norm=self._grad_norm.item())
 
+    def _check(self, step: int, **numbers: float) -> None:
+        """Stop if a number is NaN or infinite. One such gradient makes every weight NaN through clipping and the
+        optimizer, and no later step can repair that.
 
-def check_finite(loss: float, grad_norm: float, step: int) -> None:
-    """Stop if the loss or the gradient norm of `step` is NaN or infinite.
-
-    One non-finite gradient makes every weight NaN through clipping and the optimizer. No later step can repair that.
-
-    Raises:
-        GuardError: names the step, what was not finite, and what to do.
-    """
-    numbers = {"loss": loss, "grad_norm": grad_norm}
-    if wrong := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
-        raise GuardError(
-            f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved. "
-            "Before you start again, lower optimizer.lr, raise lr_scheduler.warmup_steps, or set a lower "
-            "training.max_norm (0 turns clipping off). "
-            "If it happens at the same step whatever you set, look at the data of that step."
-        )
+        Raises:
+            GuardError: names the step, what was not finite, and what to do.
+        """
+        if wrong := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
+            raise GuardError(
+                f"Step {step}: {' and '.join(wrong)}. The weights are useless now and were not saved. Before you start "
+                "again, lower optimizer.lr or training.max_norm, or raise lr_scheduler.warmup_steps. If it happens at "
+                "the same step whatever you set, look at the data of that step."
+            )

@@ -20,7 +20,7 @@ from titanlite.config.run import Run
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.observe.logged_step import LoggedStep
-from titanlite.observe.meter import Meter
+from titanlite.observe.meter import Meter, Part
 from titanlite.parallel.forward_backward import ForwardBackward
 from titanlite.parallel.mesh import Mesh
 
@@ -38,8 +38,7 @@ class Request(NamedTuple):
     """The run ends here. The loop says so; no hook asks for it."""
 
     def __or__(self, other: Request) -> Request:
-        stop = max(self.stop, other.stop)
-        return Request(stop, *(mine or theirs for mine, theirs in zip(self[1:], other[1:], strict=True)))
+        return Request(*map(max, self, other))
 
 
 class StepResult(NamedTuple):
@@ -49,14 +48,13 @@ class StepResult(NamedTuple):
         loss: This rank's share of the loss: see `ForwardBackward.__call__`.
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Tokens of the global batch that have a label.
-        forward_backward_seconds, optimizer_seconds: The host's time. The device may still compute.
+        seconds: The host's time for each part. The device may still compute.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid_tokens: Tensor
-    forward_backward_seconds: float
-    optimizer_seconds: float
+    seconds: dict[Part, float]
 
 
 class Hook:
@@ -153,7 +151,6 @@ class Training:
         hosts: Name and address of the machine of each rank.
         opened: What closes with the trainer, in reverse order.
         identity: Of the run, the same after a resume.
-        changes: What the log has been told of the differences from the job that was resumed.
         steps_done: Number of optimizer steps since the beginning of the run, including those of earlier starts.
         resumed: Whether a checkpoint was loaded.
         model: The part of the model on this rank. Its parameters are sharded (DTensor).
@@ -175,7 +172,7 @@ class Training:
 
     def __init__(self) -> None:
         self.opened = ExitStack()
-        self.identity, self.changes, self.steps_done, self.resumed = "", list[str](), 0, False
+        self.identity, self.steps_done, self.resumed = "", 0, False
 
     def log(self, line: str) -> None:
         """A line for the log. An `Event` is one of events.jsonl, too."""

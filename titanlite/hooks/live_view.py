@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.live import RunStatus, State, View
 from titanlite.observe.logged_step import LoggedStep, StepLine
 from titanlite.runtime.logging import LOGGER_NAME, Event, is_live_terminal, terminal_console
-
-_PERIOD = 1.0  # seconds between two drawings, because a step must not wait for them
 
 
 class LiveRun(Hook):
@@ -21,37 +18,32 @@ class LiveRun(Hook):
     _live = None
 
     def __init__(self, run: Run, rank: int) -> None:
-        self._run, self._rank = run, rank
+        title = ": ".join(filter(None, (run.dump_folder.resolve().name, run.job.job.description)))
+        self._status = RunStatus(title, run.job.training.steps)
+        self._metrics, self._shows = run.dump_folder / "metrics.jsonl", rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
-        if self._rank != 0 or not is_live_terminal():
+        if not self._shows:
             return
         from rich.live import Live
         from rich.logging import RichHandler
 
-        run, self._drawn = self._run, 0.0
-        title = ": ".join(filter(None, (run.dump_folder.resolve().name, run.job.job.description)))
-        self._status = RunStatus(title, run.job.training.steps, step=step)
-        with (run.dump_folder / "metrics.jsonl").open(encoding="utf-8") as earlier:
+        with self._metrics.open(encoding="utf-8") as earlier:
             for line in earlier:
                 self._status.logged(json.loads(line))
         handlers = logging.getLogger(LOGGER_NAME).handlers
         self._handlers = [handler for handler in handlers if isinstance(handler, RichHandler)]
         for handler in self._handlers:
             handler.addFilter(self._takes)
-        self._live = Live(View(self._status), console=terminal_console(), auto_refresh=False)
+        # A thread draws it, because a step must not wait for the terminal.
+        self._live = Live(View(self._status), console=terminal_console(), refresh_per_second=1)
         self._live.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        if self._live is not None:
-            self._status.step = step
-            if (now := time.monotonic()) - self._drawn >= _PERIOD:
-                self._drawn = now
-                self._live.refresh()
+        self._status.step = step
 
     def logged(self, entry: LoggedStep) -> None:
-        if self._live is not None:
-            self._status.logged(entry.model_dump())
+        self._status.logged(entry.model_dump())
 
     def ended(self, step: int, stopped: str) -> None:
         self._end("stopped" if stopped else "finished")
@@ -60,10 +52,8 @@ class LiveRun(Hook):
         self._end("crashed")
 
     def _end(self, state: State) -> None:
-        live, self._live = self._live, None
+        self._status.state, live, self._live = state, self._live, None
         if live is not None:
-            self._status.state = state
-            live.refresh()
             live.stop()
             for handler in self._handlers:
                 handler.removeFilter(self._takes)

@@ -53,22 +53,19 @@ class Profiler(Hook):
         profiles: Those of this start.
     """
 
-    def __init__(self, settings: Profiling, folder: Path, rank: int, device: torch.device) -> None:
-        self._settings, self._folder, self._rank, self._device = settings, folder / PROFILES, rank, device
-        self._on_gpu = device.type == "cuda"
-        chosen = not settings.profiler_ranks or rank in settings.profiler_ranks
-        snapshots = settings.enable_memory_snapshot
-        self._traces = chosen and (settings.enable_profiling or (snapshots and not self._on_gpu))
-        self._snapshots = snapshots and self._on_gpu
-        self._snapshots_steps = self._snapshots and chosen
+    def __init__(self, settings: Profiling, folder: Path) -> None:
+        self._settings, self._folder = settings, folder / PROFILES
         self._tracer: profile | None = None
         self.profiles: list[StepProfile] = []
 
     def built(self, training: Training) -> None:
+        settings, self._rank, self._device = self._settings, training.rank, training.device.type
+        self._chosen = not settings.profiler_ranks or self._rank in settings.profiler_ranks
+        self._snapshots = settings.enable_memory_snapshot and self._device == "cuda"
         training.opened.callback(self._stop)
 
     def started(self, step: int) -> None:
-        settings, self._first = self._settings, step
+        settings, self._first, on_gpu = self._settings, step, self._device == "cuda"
         cycle = settings.profiler_warmup + settings.profiler_active
         self._schedule = torch.profiler.schedule(
             skip_first=-step % settings.profile_freq,  # cycles end at the multiples of profile_freq
@@ -78,27 +75,30 @@ class Profiler(Hook):
             repeat=settings.profiler_repeat,
         )
         with _going_on():
-            if self._snapshots:
+            if self._snapshots:  # on all ranks, because any can run out of memory
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            if self._traces:
+            if self._chosen and (settings.enable_profiling or (settings.enable_memory_snapshot and not on_gpu)):
+                warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # as it should
                 self._tracer = profile(
-                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * self._on_gpu)],
+                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)],
                     schedule=self._schedule,
                     on_trace_ready=self._write,
                     record_shapes=True,
-                    profile_memory=settings.enable_memory_snapshot and not self._on_gpu,
+                    profile_memory=settings.enable_memory_snapshot and not on_gpu,
                 )
-                with warnings.catch_warnings():  # that earlier cycles are forgotten, as they should be
-                    warnings.simplefilter("ignore")
-                    self._tracer.start()
+                self._tracer.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
         if self._tracer is not None:
             with _going_on():
                 self._tracer.step()
         ends = self._schedule(step - self._first - 1) is ProfilerAction.RECORD_AND_SAVE
-        if ends and self._snapshots_steps:
+        if ends and self._snapshots and self._chosen:
             self._write_snapshot(f"step-{step:08d}-rank-{self._rank}")
+
+    def failed(self, error: BaseException) -> None:
+        if self._snapshots and isinstance(error, torch.OutOfMemoryError):
+            self._write_snapshot(f"out-of-memory-rank-{self._rank}")
 
     def _stop(self) -> None:
         if self._tracer is not None:
@@ -106,34 +106,25 @@ class Profiler(Hook):
                 self._tracer.on_trace_ready = None  # what is not complete is dropped
                 self._tracer.stop()
 
-    def failed(self, error: BaseException) -> None:
-        if self._snapshots and isinstance(error, torch.OutOfMemoryError):
-            self._write_snapshot(f"out-of-memory-rank-{self._rank}")
-
     def _write(self, tracer: profile) -> None:
         """Write the trace of the steps that have just been profiled, and log their table."""
         step = self._first + tracer.step_num
         path = self._new_file(f"step-{step:08d}-rank-{self._rank}", ".trace.json.gz")
-        unfinished = path.with_name(f".{path.name}")
-        tracer.export_chrome_trace(str(unfinished))
-        unfinished.replace(path)
-        averages, time = tracer.key_averages(), f"self_{self._device.type}_time_total"
-        attribute = "self_device_time_total" if self._on_gpu else time
-        seconds = {event.key: getattr(event, attribute) / 1e6 for event in averages}
-        dearest = sorted(seconds, key=lambda name: -seconds[name])[:30]
+        tracer.export_chrome_trace(str(path))
+        averages = tracer.key_averages()
+        time = "self_device_time_total" if self._device == "cuda" else "self_cpu_time_total"
         table = averages.table(sort_by=time, row_limit=10, max_name_column_width=50)
-        self.profiles.append(StepProfile(self._rank, step, str(path), table, {name: seconds[name] for name in dearest}))
-        self._say(f"Profiled to step {step} on rank {self._rank}: trace in {path}", step)
+        operators = {event.key: getattr(event, time) / 1e6 for event in averages}
+        self.profiles.append(StepProfile(self._rank, step, str(path), table, operators))
+        line = f"Profiled to step {step} on rank {self._rank}: trace in {path}"
+        _LOGGER.info(Event(line, "profile", step) if self._rank == 0 else line)
         _LOGGER.info(table)
 
     def _write_snapshot(self, stem: str) -> None:
         with _going_on():
             path = self._new_file(stem, ".memory.pickle")
             torch.cuda.memory._dump_snapshot(str(path))
-            self._say(f"What is in the GPU's memory on rank {self._rank}: {path}", None)
-
-    def _say(self, line: str, step: int | None) -> None:
-        _LOGGER.info(Event(line, "profile", step) if self._rank == 0 else line)
+            _LOGGER.info(f"What is in the GPU's memory on rank {self._rank}: {path}")
 
     def _new_file(self, stem: str, ending: str) -> Path:
         """A name in the folder, which is made. It has a number if an earlier start has written the same."""

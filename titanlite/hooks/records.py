@@ -6,31 +6,25 @@ is continued or set aside.
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
 import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from titanlite import __version__
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.folder import LOCK_PATIENCE, Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
-from titanlite.hooks.starts import describe_code, differences, record_of, start_before, told
-from titanlite.observe.logged_step import LoggedStep
+from titanlite.hooks.starts import differences, environment_of, record_of, start_before
+from titanlite.observe.logged_step import LoggedStep, StepLine
 from titanlite.observe.outputs import OutputFolder
-from titanlite.observe.writers import LOGGER, RunStart, Writer, open_writers
-from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, setup_logging
-
-PACKAGES = ("torch", "torchao", "numpy", "tokenizers", "tiktoken")
+from titanlite.observe.writers import RunStart, Writer, open_writers
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
 
 
 class Records(Hook):
@@ -56,26 +50,44 @@ class Records(Hook):
         training.identity = ranks.on_rank0(lock)
         ranks.close()
         if training.rank == 0:
-            self._outputs = OutputFolder(folder, training.log)
+            self._outputs = OutputFolder(folder)
             setup_logging(0, folder / LOG_FILE)
             if errors := os.environ.get(ERROR_FOLDER):  # so that the launcher can add to train.log why a worker ended
                 Path(errors, LOG_FILE).write_text(str((folder / LOG_FILE).absolute()), encoding="utf-8")
 
     def started(self, step: int) -> None:
         training, run = self._training, self._training.run
-        environment = self._environment()
-        if training.rank == 0:
-            self._outputs.start(run.job, environment, step if training.resumed else None)
-        self._writers = open_writers(RunStart(run, step, environment), training.rank)
+        if training.rank != 0:
+            return
+        environment = environment_of(training)
+        if aside := self._outputs.begin(run.job, environment, step if training.resumed else None):
+            training.log(aside)
+        self._writers = open_writers(RunStart(run, step, environment))
         training.opened.callback(self._tell, lambda writer: writer.close())
-        if training.rank == 0:  # after the writers, because one that cannot begin ends this start
-            self._say_start(step, environment)
+        # After the writers, because one that cannot begin ends this start.
+        record, before = record_of(training, environment), start_before(run.dump_folder / EVENTS_FILE)
+        details = {"host": socket.gethostname(), "process": os.getpid(), "record": record}
+        lines = [f"Training starts {f'after step {step}' if step else 'anew'}"]
+        if before is not None:
+            details["changed"] = changed = differences(before, record)
+            told = ("job: ", "data: ") if training.resumed else ()  # by the resume, which knows what each one means
+            lines += [line for line in changed if not line.startswith(told)]
+            lines[0] += "; changed since the start before:" if len(lines) > 1 else ""
+        training.log(Event("\n".join(lines), "start", step, **details))
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         return {"failed_writes": self._failed.total() + failed_writes()}
 
     def logged(self, entry: LoggedStep) -> None:
         self._tell(lambda writer: writer.logged(entry))
+        steps = str(self._training.run.job.training.steps)
+        mfu = "" if entry.mfu is None else f"mfu {entry.mfu:.1%}  "
+        line = (
+            f"step {entry.step:>{len(steps)}}/{steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
+            f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  "
+            f"eta {timedelta(seconds=round(entry.time_left))}"
+        )
+        self._training.log(StepLine(line))  # after the writers: who reads it finds the step in each file
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         self._tell(lambda writer: writer.validated(step, score))
@@ -91,36 +103,5 @@ class Records(Hook):
             except OSError as error:
                 name = type(writer).__name__
                 if name not in self._failed:
-                    LOGGER.warning(f"Training goes on, but its metrics cannot be written by {name}: {error}")
+                    logging.getLogger(LOGGER_NAME).warning(f"Training goes on, but {name} cannot write: {error}")
                 self._failed[name] += 1
-
-    def _environment(self) -> dict[str, Any]:
-        """The content of environment.json: with what, where, and on how many ranks a run trains. Only rank 0, which
-        writes it, looks at the code."""
-        training = self._training
-        cpu = platform.processor() or platform.machine()
-        return {
-            "run": training.identity,
-            "code": describe_code() if training.rank == 0 else {},
-            "python": platform.python_version(),
-            "packages": {"titanlite": __version__} | {package: version(package) for package in PACKAGES},
-            "device": torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else cpu,
-            "world_size": training.run.world_size,
-            "layout": asdict(training.run.degrees),
-            "threads": torch.get_num_threads(),
-            "platform": platform.platform(),
-        }
-
-    def _say_start(self, step: int, environment: Mapping[str, Any]) -> None:
-        """Log that training starts, and what differs from the start before."""
-        training = self._training
-        sources, tokenizer = training.loader.sources, training.tokenizer.fingerprint
-        record = record_of(training.run.job, environment, training.hosts, sources, tokenizer)
-        before = start_before(self._outputs.folder / EVENTS_FILE)
-        changed = None if before is None else differences(before, record)
-        details: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "record": record}
-        text = f"Training starts {f'after step {step}' if step else 'anew'}"
-        if changed is not None:
-            text += told(changed, training.changes)
-            details["changed"] = [f"{part}: {line}" for part, line in changed]
-        training.log(Event(text, "start", step, **details))

@@ -8,6 +8,7 @@ There is no key-value cache, because no layout has one: each token costs a forwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
@@ -38,8 +39,8 @@ class Samples(Hook):
     def built(self, training: Training) -> None:
         self._training, self._run, self._tokenizer = training, training.run, training.tokenizer
         self._config, self._mesh, self._device = training.run.job.samples, training.mesh, training.device
-        seq_len = training.run.job.training.seq_len
-        self._prompts = [encode_prompt(text, training.tokenizer, seq_len) for text in self._config.prompts]
+        self._seq_len = training.run.job.training.seq_len
+        self._prompts = [encode_prompt(text, training.tokenizer, self._seq_len) for text in self._config.prompts]
 
     def started(self, step: int) -> None:
         self._done = step  # the last one that needs no samples any more
@@ -61,8 +62,7 @@ class Samples(Hook):
         streams, texts = [TextStream(self._tokenizer, row[-1:]) for row in rows], ["" for _ in rows]
         generators = [torch.Generator().manual_seed(config.seed) for _ in rows]
         for _ in range(config.max_new_tokens):
-            fits = [i for i, row in enumerate(rows) if len(row) < self._run.job.training.seq_len]
-            going_on = [i for i in fits if streams[i].end == "length"]
+            going_on = [i for i, row in enumerate(rows) if len(row) < self._seq_len and streams[i].end == "length"]
             if not going_on:
                 break
             logits = self._next_logits([rows[i] for i in going_on])[:, : self._tokenizer.vocab_size]
@@ -87,36 +87,34 @@ class Samples(Hook):
         Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token
         and a part of the vocabulary, so the largest value over all ranks is the logit.
         """
-        size, kept = self._run.job.training.local_batch_size, []
-        microbatches = self._microbatches(rows, size)
+        microbatches, kept = self._microbatches(rows), []
 
         def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
             kept.append(self._at_labels(hidden, weight, labels))
             return torch.zeros_like(scale)
 
         self._training.forward_backward.evaluate(microbatches, keep)
-        shape = len(microbatches) * size, self._run.arch.vocab_size
-        logits = torch.full(shape, -torch.inf, device=self._device)
-        if kept:  # a pipeline adds microbatches at the end, because its schedule needs a number of them
-            logits.copy_(torch.cat(kept[: len(microbatches)]))
+        # A pipeline's schedule adds microbatches at the end, and its last stage alone has logits.
+        logits = torch.cat(kept[: len(microbatches)] or [self._nothing(len(batch.labels)) for batch in microbatches])
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
         return logits[: len(rows)].cpu()
 
-    def _microbatches(self, rows: Sequence[Sequence[int]], size: int) -> list[Microbatch]:
+    def _nothing(self, rows: int) -> Tensor:
+        return torch.full((rows, self._run.arch.vocab_size), -torch.inf, device=self._device)
+
+    def _microbatches(self, rows: Sequence[Sequence[int]]) -> list[Microbatch]:
         """The rows, with a label where the next token is asked for. What lies behind it has no effect on it."""
-        job, unit = self._run.job, sequence_divisor(self._run.degrees)
-        unit *= -(-_LENGTH_UNIT // unit)
-        length = min(job.training.seq_len, -(-max(map(len, rows)) // unit) * unit)
+        job, size = self._run.job, self._run.job.training.local_batch_size
+        unit = math.lcm(_LENGTH_UNIT, sequence_divisor(self._run.degrees))
+        length = min(self._seq_len, -(-max(map(len, rows)) // unit) * unit)
         if self._mesh.pipeline is not None or job.compile.enable or job.float8.enable:
-            length = job.training.seq_len  # one shape, that of training
-        count = -(-len(rows) // size)
-        inputs = torch.zeros(count * size, length, dtype=torch.int64)
+            length = self._seq_len  # one shape, that of training
+        inputs = torch.zeros(-(-len(rows) // size) * size, length, dtype=torch.int64, device=self._device)
         labels = torch.full_like(inputs, IGNORED)
         for i, row in enumerate(rows):
             inputs[i, : len(row)] = torch.tensor(row)
             labels[i, len(row) - 1] = 0
-        parts = zip(inputs.to(self._device).split(size), labels.to(self._device).split(size), strict=True)
-        return [Microbatch(*part) for part in parts]
+        return [Microbatch(*part) for part in zip(inputs.split(size), labels.split(size), strict=True)]
 
     def _at_labels(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Logits (B, V) at the labels that this rank has, of the classes that it has. -inf elsewhere."""
@@ -126,7 +124,7 @@ class Samples(Hook):
             assert isinstance(weight, DTensor)
             first_class = -(-weight.shape[0] // self._mesh.tensor.size()) * self._mesh.tensor.get_local_rank()
             hidden, weight = hidden.redistribute(placements=[Replicate()]).to_local(), weight.to_local()
-        logits = torch.full((len(labels), self._run.arch.vocab_size), -torch.inf, device=self._device)
+        logits = self._nothing(len(labels))
         row, place = (labels != IGNORED).nonzero(as_tuple=True)
         if len(row):
             logits[row, first_class : first_class + len(weight)] = fp32_logits(hidden[row, place], weight)

@@ -124,17 +124,17 @@ class LoggedStep(BaseModel):
     weights."""
     distributions: dict[str, dict[str, list[float]]] = {}
 
-    def to_json(self) -> str:
-        """One line of strict JSON."""
-        return json.dumps(_strict(self.model_dump(exclude={"distributions"})), allow_nan=False)
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """A line of strict JSON: see `LoggedStep`."""
+    return json.dumps(_strict(values), allow_nan=False) + "\n"
 
 
-def _strict(values: dict[str, Any]) -> dict[str, Any]:
+def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
     objects = {name: _strict(value) for name, value in values.items() if isinstance(value, dict)}
-    numbers = {name: value for name, value in values.items() if name not in objects}
-    nonfinite = {name: str(x) for name, x in numbers.items() if x is not None and not math.isfinite(x)}
+    nonfinite = {name: str(x) for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
     extra = {"nonfinite": nonfinite} if nonfinite else {}
-    return numbers | dict.fromkeys(nonfinite) | {name: value for name, value in objects.items() if value} | extra
+    return {name: x for name, x in {**values, **objects, **extra}.items() if x != {}} | dict.fromkeys(nonfinite)
 
 
 def points(values: Mapping[str, Any]) -> Iterator[tuple[Curve, float]]:

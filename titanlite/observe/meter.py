@@ -75,7 +75,7 @@ class Meter:
         finally:
             self._seconds[part] += time.perf_counter() - began
 
-    def record(self, grad_norm: Tensor, num_tokens: Tensor, seconds: Mapping[str, float]) -> None:
+    def record(self, grad_norm: Tensor, num_tokens: Tensor, seconds: Mapping[Part, float]) -> None:
         """Record one step. Nothing is read from the device.
 
         Args:
@@ -108,26 +108,13 @@ class Meter:
         memory = _memory(self._device)
         self.memory_peak = max(self.memory_peak, memory["memory_peak"])
         entry = LoggedStep(
-            step=step,
-            loss=loss,
-            loss_max=loss_max,
-            grad_norm=grad_norm,
-            clipped=clipped / steps,
-            lr=lr,
-            tokens=self.tokens,
-            tps=tokens / seconds,
-            tps_per_device=tps_per_device,
-            mfu=None if self._peak_flops is None else flops / self._peak_flops,
-            tflops=flops / 1e12,
-            **memory,
-            step_time=seconds / steps,
+            step=step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, clipped=clipped / steps, lr=lr,
+            tokens=self.tokens, tps=tokens / seconds, tps_per_device=tps_per_device, tflops=flops / 1e12,
+            mfu=None if self._peak_flops is None else flops / self._peak_flops, **memory, step_time=seconds / steps,
             **{f"{part}_time": spent / steps for part, spent in self._seconds.items()},
-            other_time=max(0.0, seconds - sum(self._seconds.values())) / steps,
-            elapsed=now - self._start_time,
-            time_left=self._time_left(step, now, seconds / steps),
-            time=time.time(),
-            **more,
-        )
+            other_time=max(0.0, seconds - sum(self._seconds.values())) / steps, elapsed=now - self._start_time,
+            time_left=self._time_left(step, now, seconds / steps), time=time.time(), **more,
+        )  # fmt: skip
         self._begin_window(step, now)
         return entry
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: one small interface, and the writers of the log, JSON files, TensorBoard and W&B.
+"""Where the numbers of a run go: one small interface, and the writers of JSON files, TensorBoard and W&B.
 
 Invariant: a writer gets what was measured, once for each logged step, validation and set of samples. It never reads a
 tensor, and it changes nothing that other parts see.
@@ -7,28 +7,22 @@ tensor, and it changes nothing that other parts see.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.load import dump_config
 from titanlite.config.mistakes import shown
 from titanlite.config.run import Run
-from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, Curve, LoggedStep, StepLine, points
+from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, Curve, LoggedStep, json_line, points
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-LOGGER = logging.getLogger("titanlite")
 JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
 
 
@@ -54,14 +48,12 @@ class RunStart:
 class Writer:
     """A place for numbers: a subclass overrides the methods for what it shows.
 
-    Rank 0 alone has writers, except for those `on_every_rank`. Training waits for each call. An OSError costs what the
-    call would have written, and is counted; any other exception ends the run.
+    Rank 0 alone has writers. Training waits for each call. An OSError costs what the call would have written, and is
+    counted; any other exception ends the run.
 
     Args:
         start: What begins. The files of an earlier start of the same run have been prepared to be continued.
     """
-
-    on_every_rank = False
 
     def __init__(self, start: RunStart) -> None:
         self.start = start
@@ -79,22 +71,6 @@ class Writer:
         """The end of this start, unless the process is killed."""
 
 
-class Console(Writer):
-    """The line of a logged step in the log: on the terminal and in train.log."""
-
-    on_every_rank = True
-
-    def logged(self, entry: LoggedStep) -> None:
-        steps = str(self.start.run.job.training.steps)
-        mfu = "" if entry.mfu is None else f"mfu {entry.mfu:.1%}  "
-        line = (
-            f"step {entry.step:>{len(steps)}}/{steps}  loss {entry.loss:.4f}  grad_norm {entry.grad_norm:.3f}  "
-            f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  "
-            f"eta {timedelta(seconds=round(entry.time_left))}"
-        )
-        LOGGER.info(StepLine(line))
-
-
 class JsonLines(Writer):
     """metrics.jsonl, validation.jsonl, and samples.jsonl if the job has samples."""
 
@@ -104,19 +80,18 @@ class JsonLines(Writer):
         self._files: dict[str, TextIO] = {name: (start.folder / name).open("a", encoding="utf-8") for name in names}
 
     def logged(self, entry: LoggedStep) -> None:
-        self._write("metrics.jsonl", entry.to_json())
+        self._write("metrics.jsonl", entry.model_dump(exclude={"distributions"}))
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else str(value) for name, value in score.items()}
-        self._write("validation.jsonl", json.dumps({"step": step, **finite}, allow_nan=False))
+        self._write("validation.jsonl", {"step": step, **score})
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for sample in samples:
-            self._write("samples.jsonl", json.dumps({"step": step, **sample}))
+            self._write("samples.jsonl", {"step": step, **sample})
 
-    def _write(self, name: str, line: str) -> None:
+    def _write(self, name: str, values: dict[str, Any]) -> None:
         file = self._files[name]
-        file.write(line + "\n")  # a line that was not written stays in the buffer for the next try
+        file.write(json_line(values))  # a line that was not written stays in the buffer for the next try
         file.flush()  # so that readers see the line now, and a killed run keeps it
 
     def close(self) -> None:
@@ -129,8 +104,6 @@ _CHARTS = {
     "loss": ("loss", "loss_max"),
     "seconds of a step": ("step_time", *TIME_PARTS),
     "memory, GiB": ("memory", "memory_peak", "memory_active"),
-    "tokens of each source": ("source_tokens",),
-    "gradient norm of groups": ("grad_norms",),
 }
 
 
@@ -146,65 +119,50 @@ class TensorBoard(Writer):
 
         super().__init__(start)
         purge = start.step + 1 if start.step else 0  # a run that resumes from step 0 validates again
-        self._board: SummaryWriter | None = SummaryWriter(str(start.folder / "tb"), purge_step=purge)
-        environment = dict(start.environment)
-        texts = {"job": dump_config(start.run.job), "environment": json.dumps(environment, indent=2)}
-        texts["layout"] = json.dumps(environment.get("layout"), indent=2)
+        self._board = SummaryWriter(str(start.folder / "tb"), purge_step=purge)
+        values = {"environment": dict(start.environment), "layout": start.environment["layout"]}
+        texts = {name: json.dumps(value, indent=2) for name, value in values.items()}
         layout = {title: ["Multiline", [CURVES[name].tag for name in names]] for title, names in _CHARTS.items()}
         layout["loss"][1].append(VALIDATION_CURVES["loss"].tag)
-        self._write(lambda board: _add_texts(board, texts, start.step))
-        self._write(lambda board: board.add_custom_scalars({"titanlite": layout}))
+        self._board.add_custom_scalars({"titanlite": layout})
+        self._add_texts({"job": dump_config(start.run.job), **texts}, start.step)
 
     def logged(self, entry: LoggedStep) -> None:
-        self._write(lambda board: _add_points(board, points(entry.model_dump()), entry.step))
+        import numpy as np
+
         for name, parts in entry.distributions.items():
             for part, values in parts.items():
-                tag, finite = CURVES[name].of(part).tag, [value for value in values if math.isfinite(value)]
-                if finite:
-                    self._write(lambda board, t=tag, f=finite: board.add_histogram(t, _array(f), entry.step))
+                if finite := [value for value in values if math.isfinite(value)]:
+                    self._board.add_histogram(CURVES[name].of(part).tag, np.array(finite), entry.step)
+        self._add_points(points(entry.model_dump()), entry.step)
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        found = [(VALIDATION_CURVES[name], value) for name, value in score.items()]
-        self._write(lambda board: _add_points(board, found, step))
+        self._add_points(((VALIDATION_CURVES[name], value) for name, value in score.items()), step)
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         texts = {f"samples/{i}": f"{sample['prompt']}{sample['completion']}" for i, sample in enumerate(samples)}
-        self._write(lambda board: _add_texts(board, texts, step))
+        self._add_texts(texts, step)
 
     def close(self) -> None:
-        self._write(lambda board: board.close())
+        self._board.close()
 
-    def _write(self, write: Callable[[SummaryWriter], None]) -> None:
-        """Let `write` add events, and wait until they are in the file."""
-        if self._board is not None:
-            board, self._board = self._board, None
-            write(board)
-            board.flush()
-            self._board = board  # stays None after a failure, because its thread is dead
+    def _add_points(self, found: Iterable[tuple[Curve, float]], step: int) -> None:
+        """Add points of curves with their descriptions, which `SummaryWriter.add_scalar` cannot write."""
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
+        from tensorboard.plugins.scalar.metadata import create_summary_metadata
 
+        assert self._board.file_writer is not None
+        for curve, value in found:
+            metadata = create_summary_metadata(curve.tag, curve.description)
+            metadata.data_class = DATA_CLASS_SCALAR  # otherwise TensorBoard ignores the rest of the metadata
+            point = Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)
+            self._board.file_writer.add_summary(Summary(value=[point]), step)
+        self._board.flush()
 
-def _array(values: list[float]) -> Any:
-    import numpy as np
-
-    return np.array(values)
-
-
-def _add_points(board: SummaryWriter, found: Iterable[tuple[Curve, float]], step: int) -> None:
-    """Add points of curves with their descriptions, which `SummaryWriter.add_scalar` cannot write."""
-    from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
-    from tensorboard.plugins.scalar.metadata import create_summary_metadata
-
-    assert board.file_writer is not None
-    for curve, value in found:
-        metadata = create_summary_metadata(curve.tag, curve.description)
-        metadata.data_class = DATA_CLASS_SCALAR  # otherwise TensorBoard ignores the rest of the metadata
-        point = Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)
-        board.file_writer.add_summary(Summary(value=[point]), step)
-
-
-def _add_texts(board: SummaryWriter, texts: Mapping[str, str], step: int) -> None:
-    for name, text in texts.items():
-        board.add_text(name, textwrap.indent(text, "    "), step)  # four spaces: it is shown as it is written
+    def _add_texts(self, texts: Mapping[str, str], step: int) -> None:
+        for name, text in texts.items():
+            self._board.add_text(name, textwrap.indent(text, "    "), step)  # four spaces: shown as it is written
+        self._board.flush()
 
 
 class WeightsAndBiases(Writer):
@@ -240,8 +198,7 @@ class WeightsAndBiases(Writer):
         except (wandb.Error, ValueError) as error:  # ValueError: a variable WANDB_... that it does not understand
             raise UserError(
                 f"metrics.enable_wandb: Weights & Biases cannot begin: {one_line(str(error)).rstrip('.')}. Correct "
-                "that (`wandb login` asks for a key), set WANDB_MODE=offline to write to the output folder only, or "
-                "leave metrics.enable_wandb out."
+                "that, set WANDB_MODE=offline to write to the output folder only, or leave metrics.enable_wandb out."
             ) from None
 
     def logged(self, entry: LoggedStep) -> None:
@@ -275,38 +232,32 @@ def load_writer(name: str) -> type[Writer]:
     found = {entry.value: entry for entry in offered if entry.name == name}
     if len(found) != 1:
         names = ", ".join(dict.fromkeys(entry.name for entry in offered)) or "none"
-        what = f"several packages offer a writer {shown(name)}: {', '.join(sorted(found))}. Uninstall all but one."
-        raise UserError(what if found else f"no installed package offers a writer {shown(name)}. There are: {names}.")
+        what = f"{len(found)} installed packages offer a writer {shown(name)}, and one is needed"
+        raise UserError(f"{what}{''.join(f', {value}' for value in found)}. There are: {names}.")
     (entry,) = found.values()
     try:
         kind = entry.load()
+        assert issubclass(kind, Writer), "it is not a class on titanlite.observe.writers.Writer"
     except Exception as error:  # it runs code of the package
-        why = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(f"the writer {shown(name)}, {entry.value}, cannot be imported: {why}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Writer)):
-        raise UserError(f"the writer {shown(name)}, {entry.value}, is not a class on titanlite.observe.writers.Writer.")
+        raise UserError(f"the writer {shown(name)}, {entry.value}, cannot be used: {one_line(repr(error))}") from error
     return kind
 
 
-def open_writers(start: RunStart, rank: int) -> list[Writer]:
-    """The writers that the job asks for, on a rank.
-
-    The log comes last, so that a line in it says that the step has been written everywhere.
+def open_writers(start: RunStart) -> list[Writer]:
+    """The writers that the job asks for.
 
     Raises:
         UserError: One cannot begin, for example because of the permissions of its files.
     """
     metrics = start.run.job.metrics
     own = {JsonLines: True, TensorBoard: metrics.enable_tensorboard, WeightsAndBiases: metrics.enable_wandb}
-    kinds = [kind for kind, asked in own.items() if asked] + [load_writer(name) for name in metrics.writers] + [Console]
-    return [_open(kind, start) for kind in kinds if rank == 0 or kind.on_every_rank]
-
-
-def _open(kind: type[Writer], start: RunStart) -> Writer:
-    try:
-        return kind(start)
-    except OSError as error:
-        raise UserError(
-            f"[metrics]: the writer {kind.__name__} cannot begin: {error}. Free some space, correct the permissions, "
-            "or leave it out."
-        ) from error
+    kinds = [kind for kind, asked in own.items() if asked] + [load_writer(name) for name in metrics.writers]
+    opened: list[Writer] = []
+    for kind in kinds:
+        try:
+            opened.append(kind(start))
+        except OSError as error:
+            raise UserError(
+                f"[metrics]: the writer {kind.__name__} cannot begin: {error}. Mend that, or leave it out."
+            ) from None
+    return opened

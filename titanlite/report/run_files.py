@@ -144,7 +144,7 @@ def _state(folder: Path, status: RunStatus, start: dict[str, Any], last: dict[st
     locked = step_folders.is_locked(folder / "run")
     if here and locked is False:
         return "crashed", "its process is gone, and has not written why: it was killed, or the machine went down"
-    if locked or silent < max(_PATIENCE, 10 * max(status.step_times, default=0.0)):
+    if locked or silent < max(_PATIENCE, 10 * status.numbers.get("step_time", 0.0)):
         return "running", ""
     return "stale", "nothing says that it ended, and nothing new came for a long time"
 

@@ -44,7 +44,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         watch,
         StopSignals(),
         GarbageCollection(job.training.gc_freq),
-        Profiler(job.profiling, training.run.dump_folder, training.rank, training.device),
+        Profiler(job.profiling, training.run.dump_folder),
         Norms(job.metrics.details) if job.metrics.details else None,
         records,
         PlanCheck(training) if job.job.plan else None,

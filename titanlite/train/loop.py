@@ -225,8 +225,7 @@ class Trainer(Training):
         self.steps_done = step
         lr = learning_rate(step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         result = self.train_step(batch.microbatches, batch.num_valid_tokens, lr, self.hooks, step)
-        times = {"forward_backward": result.forward_backward_seconds, "optimizer": result.optimizer_seconds}
-        self.meter.record(result.grad_norm, result.num_valid_tokens, times)
+        self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         for hook in self.hooks:
             hook.after_step(step, result)
         if not self.meter.is_log_step(step):

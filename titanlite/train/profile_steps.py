@@ -20,7 +20,6 @@ from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
 from titanlite.runtime.world import process_group
 from titanlite.train.loop import Trainer
-from titanlite.train.out_of_memory import is_out_of_memory
 
 
 def profile_steps(
@@ -39,8 +38,7 @@ def profile_steps(
         A profile of each rank of profiling.profiler_ranks.
 
     Raises:
-        UserError: the job breaks a rule, its data cannot be read or is too short, it does not fit into memory, or the
-            files cannot be written.
+        UserError: the job breaks a rule, its data cannot be read or is too short, or the files cannot be written.
     """
     run = job if isinstance(job, Run) else check_run(job, world_size())
     folder = run.dump_folder if out is None else Path(out)
@@ -49,17 +47,13 @@ def profile_steps(
     own = {"profile_freq": warmup + steps, "profiler_warmup": warmup, "profiler_active": steps, "profiler_repeat": 1}
     settings = run.job.profiling.model_copy(update={"enable_profiling": True, **own})
     with process_group(run.job) as device:
-        profiler = Profiler(settings, folder, dist.get_rank(), device)
+        profiler = Profiler(settings, folder)
         try:
             with Trainer(run, device, [profiler], standard=False) as trainer:
                 for _ in range(warmup + steps):
                     trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(f"Out of memory in a profiled step; `titanlite plan` says what takes it. {error}") from None
         found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
         dist.all_gather_object(found, profiler.profiles)
     for rank in settings.profiler_ranks or range(run.world_size):

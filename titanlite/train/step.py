@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
+from titanlite.observe.meter import Part
 from titanlite.optim.adamw import build_optimizer
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.parallel.float8 import precompute_scales
@@ -66,7 +67,8 @@ class TrainStep:
                 hook.updated(step)
             self.optimizer.zero_grad()
             self.precompute_scales()
-        return StepResult(loss, grad_norm, total, computed - began, time.perf_counter() - computed)
+        seconds: dict[Part, float] = {"forward_backward": computed - began, "optimizer": time.perf_counter() - computed}
+        return StepResult(loss, grad_norm, total, seconds)
 
     def precompute_scales(self) -> None:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
