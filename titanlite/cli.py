@@ -172,10 +172,11 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.runtime.logging import logged_ranks
 
     words, is_dry = without_dry_run(argv)
-    logged_ranks(world_size())
-    run = load_run(words, world_size())
+    ranks = world_size()
+    logged_ranks(ranks)
+    run = load_run(words, ranks)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would do the same
-        foresee(run, words, local_world_size(), is_dry)
+        foresee(run, words, local_world_size(ranks), is_dry)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
     if is_dry:
         from titanlite.plan.dry_run import dry_run as start

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titanlite.checkpoint.find import job_of, use_newest
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.inference import Generation
+from titanlite.config.options import Generation
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer

@@ -1,33 +1,37 @@
-"""Makes a `Run` from a command line, or from a job that was made in Python.
+"""Makes a `Run` from a command line, or from a job that was made in Python, and has the rules that span keys, ranks and
+files.
 
 Invariant: all mistakes that can be found before the start are reported together, in a fraction of a second, before
-torch is imported or a folder is made. This module has the rules about files; `titanlite.config.rules` has those about
-keys.
+torch is imported or a folder is made.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import fit_vocabulary
-from titanlite.config.layout import MOST_RANKS
-from titanlite.config.load import COMMAND_LINE, read_job, with_folder
-from titanlite.config.mistakes import report, shown
-from titanlite.config.rules import Context, Problem, broken_rules, rule
-from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, DataSource, JobConfig, Validation
+from titanlite.config.load import COMMAND_LINE, Draft, read_job, with_folder
+from titanlite.config.mistakes import Mistake, shown
+from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
+from titanlite.config.schema import KEYS, SECTIONS, Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.observe.outputs import FILES, FOLDERS
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.observe.outputs import FILES
 from titanlite.observe.writers import load_writer
+
+_COMPILED = 'compile.enable = true with "model" in compile.components'
+
+Problems = Iterator[tuple[str, str]]
+"""A key, such as "training.steps" or "dataset.sources.0.weight", and what is wrong with its value."""
 
 
 def load_run(argv: Sequence[str], world_size: int) -> Run:
@@ -36,11 +40,7 @@ def load_run(argv: Sequence[str], world_size: int) -> Run:
     Raises:
         UserError: anything wrong, all mistakes in one message.
     """
-    draft = read_job(argv)
-    run = Run(_complete(draft.job), world_size)
-    if errors := draft.errors + broken_rules(Context(run, draft.origins), draft.invalid):
-        raise UserError(report(errors, draft.advice))
-    return run
+    return _checked(read_job(argv), world_size)
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:
@@ -51,11 +51,45 @@ def check_run(job: JobConfig, world_size: int) -> Run:
             them are in one message.
     """
     job = with_folder(JobConfig.model_validate(job))
-    set_keys = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
-    run = Run(_complete(job), world_size)
-    if errors := broken_rules(Context(run, set_keys)):
-        raise UserError(report(errors))
+    origins = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
+    return _checked(Draft(job, (), origins), world_size)
+
+
+def _checked(draft: Draft, world_size: int) -> Run:
+    """The run of a draft. Raises UserError: its mistakes, and the rules that it breaks."""
+    job, problems, rules = draft.job, [], []
+    try:
+        tokenizer = load_tokenizer(Run(job).tokenizer_path)
+        job = job.model_copy(update={"model": fit_vocabulary(job.model, tokenizer.vocab_size)})
+        rules.append(_tokenizer(Run(job), tokenizer))
+    except UserError as error:
+        problems.append(("tokenizer.path", f"cannot be used: {error}"))
+    run = Run(job, world_size)
+    rules += [*_of_keys(run, draft.origins), _dataset(run), _validation(run, draft.origins), _files(run)]
+    for mistake in draft.mistakes:  # a value that has been refused is not known: a rule that reads it ends there
+        section, _, name = mistake.key.partition(".")
+        if section in SECTIONS:
+            vars(getattr(job, section) if name else job).pop(name or section, None)
+    for rule in rules:
+        with suppress(AttributeError) if draft.mistakes else nullcontext():
+            problems.extend(rule)
+    origins = dict.fromkeys(KEYS, "default") | draft.origins
+    draft._replace(origins=origins).refuse(wrong_values(run, problems))
     return run
+
+
+def wrong_values(run: Run, problems: Iterable[tuple[str, str]]) -> list[Mistake]:
+    """Problems of a run, as the report has them: each with the value of its key, or the flavor's."""
+    mistakes = []
+    for key, remedy in problems:
+        section, name, *_ = parts = key.split(".")
+        value: Any = run.job
+        for part in parts:
+            value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+        if value is None and section == "model":
+            value = getattr(run.arch, name)
+        mistakes.append(Mistake(f"{section}.{name}", f"{key} = {shown(value)}", remedy))
+    return mistakes
 
 
 def world_size() -> int:
@@ -66,184 +100,286 @@ def world_size() -> int:
     """
     size = _variable("WORLD_SIZE", 1, MOST_RANKS)
     _variable("RANK", 0, size - 1)
-    _variable("LOCAL_RANK", 0, _variable("LOCAL_WORLD_SIZE", 1, size) - 1)
+    _variable("LOCAL_RANK", 0, local_world_size(size) - 1)
     return size
 
 
-def local_world_size() -> int:
+def local_world_size(world_size: int) -> int:
     """Number of ranks on this machine, from the environment variable of a launcher. 1 without it. Raises UserError."""
-    return _variable("LOCAL_WORLD_SIZE", 1, world_size())
+    return _variable("LOCAL_WORLD_SIZE", 1, world_size)
 
 
 def _variable(name: str, least: int, most: int) -> int:
     """The number in an environment variable that launchers set. `least` if it is not set."""
     text = os.environ.get(name, str(least))
-    number = int(text) if re.fullmatch(r"[0-9]{1,16}", text) else -1
-    if not least <= number <= most:
-        wrong = f'{name} "{one_line(text[:40])}"'
-        raise UserError(
-            f"{wrong}: a whole number of at least {least} and at most {most} is needed. A launcher sets it."
+    if text.isascii() and text.isdecimal() and least <= int(text[:16]) <= most:
+        return int(text)
+    wrong = f'{name} "{one_line(text[:40])}"'
+    raise UserError(f"{wrong}: a whole number of at least {least} and at most {most} is needed. A launcher sets it.")
+
+
+# ------------------------------------------------------------------------------------------------- rules that span keys
+
+
+def broken_rules(run: Run) -> list[tuple[str, str]]:
+    """What is wrong with a run, but for files. Each is a key, and what is wrong with its value."""
+    return [problem for rule in _of_keys(run, {}) for problem in rule]
+
+
+def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
+    rules = [_model(run), layout_rules(run), _schedules(run, origins), _what_has_no_effect(run, origins)]
+    return [*rules, _optimizer(run), _float8(run)]
+
+
+def _model(run: Run) -> Problems:
+    arch = run.arch
+    if arch.dim % (2 * arch.n_heads):
+        yield "model.n_heads", f"must divide model.dim = {arch.dim} into heads of an even width."
+    elif arch.n_heads % arch.n_kv_heads:
+        yield "model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}."
+    if arch.rope_scaling_factor > 1 and arch.rope_low_freq_factor >= arch.rope_high_freq_factor:
+        yield "model.rope_low_freq_factor", "must be less than model.rope_high_freq_factor."
+    if run.job.training.seq_len > arch.max_seq_len:
+        yield "training.seq_len", f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them."
+
+
+def layout_rules(run: Run) -> Problems:
+    """What is wrong with the degrees of a run; where they do not fill the world, or cannot divide the batch, that
+    alone."""
+    training, config, degree, arch = run.job.training, run.job.parallelism, run.degrees, run.arch
+    if degree.world != run.world_size:
+        names = [name for name in type(config).model_fields if name.endswith("_degree")]
+        product = " x ".join(f"{name} = {getattr(config, name)}" for name in names if getattr(config, name) > 1)
+        text = f"leaves no layout for the world of {run.world_size} ranks (NGPU times NNODES): {product or 'it'} makes "
+        text += f"{degree.world}. Start a multiple of {degree.world // degree.shard} ranks, and set this to -1."
+        yield "parallelism.data_parallel_shard_degree", text
+        return
+    unit = training.local_batch_size * degree.data
+    if run.global_batch_size % unit:
+        text = f"must be a multiple of local_batch_size times the data-parallel degree, {unit}. Nearest: "
+        yield "training.global_batch_size", f"{text}{_multiples(run.global_batch_size, unit)}."
+        return
+    rows = -(-arch.vocab_size // degree.tensor)
+    if arch.n_kv_heads % degree.tensor or arch.ffn_dim % degree.tensor or rows * (degree.tensor - 1) >= arch.vocab_size:
+        text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
+        yield "parallelism.tensor_parallel_degree", text
+    if config.enable_async_tensor_parallel and (degree.tensor == 1 or not run.compiles("model")):
+        yield "parallelism.enable_async_tensor_parallel", f"needs tensor_parallel_degree > 1, and {_COMPILED}."
+    if training.seq_len % (unit := sequence_divisor(degree)):
+        text = f"must be a multiple of {unit}, because context and tensor ranks cut rows. Nearest: "
+        yield "training.seq_len", f"{text}{_multiples(training.seq_len, unit)}."
+    if degree.pipeline > 1:
+        yield from _pipeline(run)
+    elif config.pipeline_parallel_split_points:
+        yield "parallelism.pipeline_parallel_split_points", "needs pipeline_parallel_degree > 1."
+
+
+def _pipeline(run: Run) -> Problems:
+    """Each stage needs a block, there must be enough microbatches, and a schedule cannot do everything."""
+    job, config, layers, ranks = run.job, run.job.parallelism, run.arch.n_layers, run.degrees.pipeline
+    schedule, points = config.pipeline_parallel_schedule, config.pipeline_parallel_split_points
+    of_rank, cuts = 1 if schedule in ONE_STAGE_A_RANK else 2, [int(point.removeprefix("layers.")) for point in points]
+    stages, fixed = len(cuts) + 1 if cuts else of_rank * ranks, schedule in (*ONE_STAGE_A_RANK, *V_SHAPED)
+    uneven = stages != of_rank * ranks if fixed else stages % ranks
+    if cuts and (uneven or any(a >= b for a, b in pairwise([0, *cuts, layers]))):
+        text = f"must rise to at most layers.{layers - 1}, and make {of_rank} stages for each of {ranks} ranks."
+        yield "parallelism.pipeline_parallel_split_points", text
+    elif stages > layers:
+        text = f"makes {stages} stages, and the model has {layers} blocks. Nearest: {layers // of_rank}."
+        yield "parallelism.pipeline_parallel_degree", text
+    if run.arch.tied_embeddings:
+        yield "model.tied_embeddings", "does not go with a pipeline: its first and last stage would share a matrix."
+    if config.fsdp_reduce == "microbatch":
+        yield "parallelism.fsdp_reduce", 'must be "step" with a pipeline, whose stages reduce with the last microbatch.'
+    count, unit = run.microbatches, job.training.local_batch_size * run.degrees.data
+    in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+    if count < ranks or (in_rounds and count % (count // ranks)):
+        text = f"makes {count} microbatches; a pipeline needs {ranks}, or a multiple. Nearest: "
+        yield "training.global_batch_size", f"{text}{_multiples(count * unit, ranks * unit)}."
+    if schedule not in SPLIT_BACKWARD:
+        return
+    key, recompute = "parallelism.pipeline_parallel_schedule", job.activation_checkpoint
+    old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
+    if old and (schedule in V_SHAPED or job.float8.enable):
+        # Stages of one rank that send to each other fail, and FP8 weights cannot wait for their gradients.
+        yield key, 'needs torch 2.13 or newer, if it is V-shaped or with FP8. Nearest: "Interleaved1F1B".'
+    if run.compiles("model"):
+        # Measured with torch 2.13: the second backward pass over a compiled block fails, because the first one gave its
+        # buffers away. With donated_buffer = False it keeps them, but then the loss is 1.4e-3 off after ten fp32 steps.
+        yield key, 'needs compile.enable = false, to delay gradients of weights. Nearest: "Interleaved1F1B".'
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        text = 'needs activation_checkpoint.mode = "full" or "none", because it runs two backward passes over a block'
+        yield key, f'{text}. Nearest: "Interleaved1F1B".'
+
+
+def _multiples(number: int, of: int) -> str:
+    """The multiples of `of` on both sides of `number`."""
+    low = number // of * of
+    return f"{low} or {low + of}" if low else f"{of}"
+
+
+def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
+    steps, schedule, profiling = run.job.training.steps, run.job.lr_scheduler, run.job.profiling
+    total = schedule.total_steps or steps
+    if total < steps:
+        yield "lr_scheduler.total_steps", f"must be at least training.steps = {steps}: no rate is known after it."
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and needed > profiling.profile_freq:
+        yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
+    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
+        yield "profiling.profiler_ranks", f"must be below the number of ranks, {run.world_size}."
+    if origins.get("training.steps") == COMMAND_LINE:
+        return  # a look at the first steps of the run, with the rates and the stages of the file
+    if (schedule.warmup_steps or 0) > total:
+        yield "lr_scheduler.warmup_steps", f"must be at most training.steps = {steps}: the peak rate is never reached."
+    starts = [stage.start_step for stage in run.job.dataset.stages]
+    for number, start in enumerate(starts):
+        if start >= steps or start in starts[:number]:
+            text = f"must be below training.steps = {steps}, and not that of another stage: it would never run."
+            yield f"dataset.stages.{number}.start_step", text
+
+
+def _what_has_no_effect(run: Run, origins: Mapping[str, str]) -> Problems:
+    checkpoint, samples = run.job.checkpoint, run.job.samples
+    if checkpoint.keep_best and not (checkpoint.enable and run.job.validation.freq):
+        yield "checkpoint.keep_best", "keeps nothing without checkpoint.enable and validation.freq. Set them."
+    if samples.freq and not samples.prompts:
+        yield "samples.freq", "has nothing to complete: samples.prompts is empty."
+    if samples.prompts and "samples.freq" not in origins:  # a 0 that the job file sets is intended
+        yield "samples.prompts", "has no effect, because samples.freq is left out, which means 0: never. Set both."
+    if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
+        yield "activation_checkpoint.mode", f"is decided by the compiler: it needs {_COMPILED}."
+
+
+def _optimizer(run: Run) -> Problems:
+    """bfloat16 rounds away a change that is below 2^-8 of the value.
+
+    A step changes a moment by (1 - beta) times its distance from the value that it moves to. With 1 - beta = 0.01 a
+    moment can stop anywhere between 0.72 and 1.64 times that value. With 0.004 it never falls."""
+    optimizer, dtype, state = run.job.optimizer, run.job.training.dtype, run.state_dtype
+    if optimizer.stochastic_rounding and "bfloat16" not in (state, dtype):
+        yield "optimizer.stochastic_rounding", "needs bfloat16 as training.dtype or optimizer.state_dtype."
+    own = optimizer.stochastic_rounding or state != dtype or run.compiles("optimizer")
+    if own and optimizer.implementation != "fused":
+        yield (
+            "optimizer.implementation",
+            'must be "fused" with stochastic_rounding, state_dtype or a compiled optimizer.',
         )
-    return number
+    for key in ("beta1", "beta2") if state == "bfloat16" and not optimizer.stochastic_rounding else ():
+        if getattr(optimizer, key) > 0.99:
+            text = "must be at most 0.99 with moments in bfloat16, which are rounded, or stochastic_rounding = true."
+            yield f"optimizer.{key}", text
 
 
-def _complete(job: JobConfig) -> JobConfig:
-    """`job` with the size of the vocabulary, which the tokenizer's file decides if the job does not."""
-    with suppress(UserError):  # the rule about the tokenizer reports it
-        return job.model_copy(update={"model": fit_vocabulary(job.model, _vocabulary(Run(job)))})
-    return job
+def _float8(run: Run) -> Problems:
+    arch, float8, training, tensor = run.arch, run.job.float8, run.job.training, run.degrees.tensor
+    if not float8.enable:
+        return
+    if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
+        yield "float8.enable_fsdp_float8_all_gather", 'needs float8.recipe_name = "tensorwise".'
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        yield "float8.precompute_float8_dynamic_scale_for_fsdp", "needs float8.enable_fsdp_float8_all_gather = true."
+    if arch.dim < float8.min_features:
+        yield "float8.enable", f"converts no layer: float8.min_features is above model.dim = {arch.dim}. Set it to 0."
+        return
+    for key, size in (("dim", arch.dim), ("n_kv_heads", arch.kv_dim), ("ffn_dim", arch.ffn_dim)):
+        if size >= float8.min_features and size // tensor % 16:
+            text = f"makes FP8 layers of a side of {size} / tensor_parallel_degree, which must be a multiple of 16."
+            yield f"model.{key}", text
+    tokens = training.local_batch_size * training.seq_len // run.degrees.context
+    if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # whose weight gradients need no FP8
+        yield "training.seq_len", f"makes {tokens} tokens of a batch, and an FP8 matmul takes multiples of 16."
 
 
-def _vocabulary(run: Run) -> int:
-    """Number of ids of the run's tokenizer. Raises UserError."""
-    path = run.tokenizer_path
-    with suppress(OSError):  # load_tokenizer reports it
-        return _read_vocabulary(path, path.stat().st_mtime_ns)
-    return load_tokenizer(path).vocab_size
+# ------------------------------------------------------------------------------------------------ rules that read files
 
 
-@lru_cache(maxsize=1)
-def _read_vocabulary(path: Path, _changed: int) -> int:
-    return load_tokenizer(path).vocab_size
+def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
+    length, size = run.job.training.seq_len, tokenizer.vocab_size
+    if size > run.arch.vocab_size:
+        yield "model.vocab_size", f"must be at least {size}, the vocabulary of {run.job.tokenizer.path}. Raise it."
+    for prompt in run.job.samples.prompts if run.job.samples.freq else ():
+        tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
+        if not 0 < tokens < length:
+            yield "samples.prompts", f"has a text of {tokens} tokens; 1 to {length - 1} fit into training.seq_len."
 
 
-# ------------------------------------------------------------------------------------------------------ tokenizer, data
-
-
-@rule("tokenizer.path")
-def tokenizer_file(context: Context) -> Iterator[Problem]:
-    try:
-        _vocabulary(context.run)
-    except UserError as error:
-        path = context.run.tokenizer_path
-        place = f"there is no such file in the current folder or in {path.parent}."
-        remedy = "Place a tokenizer.model (tiktoken) or tokenizer.json there, or leave the key out."
-        yield "tokenizer.path", f"{error}" if path.exists() else f"{place} {remedy}"
-
-
-@rule("tokenizer.path", "model", "samples", "training.seq_len")
-def tokenizer_fits(context: Context) -> Iterator[Problem]:
-    length, samples = context.job.training.seq_len, context.job.samples
-    with suppress(UserError):  # tokenizer_file reports it
-        size = _vocabulary(context.run)
-        if size > context.run.arch.vocab_size:
-            text = f"must be at least {size}, the vocabulary of {context.job.tokenizer.path}."
-            yield "model.vocab_size", text, "Raise it, or choose a smaller tokenizer with tokenizer.path."
-        if not samples.freq or not samples.prompts:
-            return
-        tokenizer = load_tokenizer(context.run.tokenizer_path)
-        for prompt in samples.prompts:
-            tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
-            if not 0 < tokens < length:
-                text = f"has a text of {tokens} tokens; 1 to {length - 1} fit into a row (training.seq_len = {length})."
-                yield "samples.prompts", text
-
-
-@rule("dataset")
-def dataset(context: Context) -> Iterator[Problem]:
-    yield from _sources(context, "dataset", context.job.dataset)
-    dataset = context.job.dataset
-    for number, stage in enumerate(dataset.stages):
-        if len(stage.weights) != len(dataset.sources) or not any(stage.weights):
-            text = f"must be {len(dataset.sources)} weights, one for each of dataset.sources, not all 0."
+def _dataset(run: Run) -> Problems:
+    sources = run.job.dataset.sources
+    yield from _sources("dataset", run.job.dataset)
+    for number, stage in enumerate(run.job.dataset.stages):
+        if len(stage.weights) != len(sources) or not any(stage.weights):
+            text = f"must be {len(sources)} weights, one for each of dataset.sources, not all 0."
             yield f"dataset.stages.{number}.weights", text
 
 
-@rule("validation")
-def validation(context: Context) -> Iterator[Problem]:
-    validation = context.job.validation
-    if validation.freq > 0 and validation.holdout == 0:
-        if validation.sources or context.is_set("validation.source"):
-            yield from _sources(context, "validation", validation)
+def _validation(run: Run, origins: Mapping[str, str]) -> Problems:
+    validation = run.job.validation
+    own = _keys_set(validation) + ["sources"] * bool(validation.sources)
+    if validation.holdout > 0 and own:
+        yield f"validation.{own[0]}", "is not used beside validation.holdout, which reads [dataset]. Set one of them."
+    elif validation.freq == 0 and (own or validation.holdout > 0) and "validation.freq" not in origins:
+        key = own[0] if own else "holdout"
+        yield f"validation.{key}", "has no effect, because validation.freq is left out: no validation. Set both."
+    elif validation.freq > 0 and validation.holdout == 0:
+        if validation.sources or "validation.source" in origins:
+            yield from _sources("validation", validation)
         else:
             yield "validation.freq", "needs validation.holdout, such as 0.01, or a validation.source of its own."
-    keys = _source_keys(context, "validation") + ["validation.sources"] * bool(validation.sources)
-    if validation.freq == 0 and not context.is_set("validation.freq"):  # a 0 that the job file sets is intended
-        for key in ["validation.holdout"] if validation.holdout > 0 else keys[:1]:
-            yield key, "has no effect, because validation.freq is left out, which means 0: no validation. Set both."
-    for key in keys if validation.holdout > 0 else ():
-        yield key, "is not used beside validation.holdout, which reads [dataset]. Set one of them."
 
 
-def _source_keys(context: Context, section: str) -> list[str]:
-    """Keys of one source that were set. A resolved job file names each key: there, a default counts as left out."""
-    values, fields = getattr(context.job, section), type(getattr(context.job, section)).model_fields
-    keys = {f"{section}.{name}": name for name in DataSource.model_fields if name in fields}
-    differs = {key for key, name in keys.items() if getattr(values, name) != fields[name].default}
-    return [key for key in keys if key in differs or context.origins.get(key) == COMMAND_LINE]
+def _keys_set(source: TextSource) -> list[str]:
+    """Keys of a source that do not have their default. A resolved job file names each key."""
+    fields = DataSource.model_fields.items()
+    return [key for key, field in fields if getattr(source, key, field.default) != field.default]
 
 
 # Key -> the sources that read it, for keys that some sources do not read. `shards` is among them, because a job file
 # often keeps its keys after its text was prepared.
+_HUB = ("huggingface", "c4", "shards")
 _USERS = {
     "path": ("jsonl", "text", "parquet", "arrow", "shards", "huggingface"),
-    "config": ("huggingface", "c4", "shards"),
-    "split": ("huggingface", "c4", "arrow", "shards"),
-    "streaming": ("huggingface", "c4", "shards"),
+    "split": (*_HUB, "arrow"),
+    **dict.fromkeys(("config", "streaming"), _HUB),
 }
 
 
-def _sources(context: Context, section: str, dataset: Dataset | Validation) -> Iterator[Problem]:
+def _sources(section: str, dataset: Dataset | Validation) -> Problems:
     """What is wrong with the keys of sources, or about the places that their documents come from."""
-    for key in _source_keys(context, section) if dataset.sources else ():
-        yield key, f"is not used beside [[{section}.sources]]. Write it into each table that it is for."
+    for key in _keys_set(dataset) if dataset.sources else ():
+        yield f"{section}.{key}", f"is not used beside [[{section}.sources]]. Write it into each table that it is for."
+    if dataset.sources and not any(source.weight for source in dataset.sources):
+        yield f"{section}.sources.0.weight", "is 0, as that of each source; at least one must be above 0."
     for number, source in enumerate(dataset.sources or (dataset,)):
         prefix = f"{section}.sources.{number}" if dataset.sources else section
-        unused = [name for name, users in _USERS.items() if source.source not in users]
-        if wrong := [name for name in unused if getattr(source, name) != type(source).model_fields[name].default]:
-            yield f"{prefix}.source", f"does not use {wrong[0]}: name another source, or leave it out."
-            continue
+        unused = [key for key in _keys_set(source) if source.source not in _USERS.get(key, (source.source,))]
         try:
+            if unused:
+                raise UserError(f"does not use {unused[0]}: name another source, or leave it out")
             find_files(source)
         except UserError as error:
             yield f"{prefix}.source", f"{error}.".replace("dataset.", f"{prefix}.", 1)
-    if dataset.sources and not any(source.weight for source in dataset.sources):
-        yield f"{section}.sources.0.weight", "is 0, as that of each source; at least one must be above 0."
 
 
-# -------------------------------------------------------------------------------------------------------------- outputs
-
-
-@rule("job.dump_folder", "checkpoint.folder")
-def output_folders(context: Context) -> Iterator[Problem]:
-    folder, checkpoint = context.run.dump_folder.absolute(), context.job.checkpoint
-    if problem := not_writable(folder) or _wrong_kind(folder):
+def _files(run: Run) -> Problems:
+    """Outputs, the writers of numbers, and initial weights."""
+    folder, checkpoint, metrics = run.dump_folder.absolute(), run.job.checkpoint, run.job.metrics
+    saves = Path(os.path.normpath(folder / checkpoint.folder))
+    if problem := not_writable(folder):
         yield "job.dump_folder", problem
-    elif checkpoint.enable and (problem := not_writable(Path(os.path.normpath(folder / checkpoint.folder)))):
+    elif checkpoint.enable and (problem := not_writable(saves)):
         yield "checkpoint.folder", problem
-    if os.path.normpath(checkpoint.folder) in (".", "final", "final_hf", *FILES):
+    if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
-
-
-def _wrong_kind(folder: Path) -> str | None:
-    """Which output of a run a folder or a file is in the way of."""
-    for name in FILES:
-        path = folder / name
-        # To open a pipe would wait for a reader.
-        if os.path.exists(path) and (path.is_dir() != (name in FOLDERS) or path.is_fifo()):
-            return f"{path} is in the way of a run, which writes {'files there' if name in FOLDERS else 'it'}. Move it."
-    return None
-
-
-@rule("metrics")
-def writers(context: Context) -> Iterator[Problem]:
-    metrics = context.job.metrics
-    if metrics.enable_wandb and find_spec("wandb") is None:
-        yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
-    for name in dict.fromkeys(metrics.writers):
-        if metrics.writers.count(name) > 1:
-            yield "metrics.writers", f"names {shown(name)} twice. Name each writer once."
-        try:
-            load_writer(name)
-        except UserError as error:
-            yield "metrics.writers", str(error), "CONTRIBUTING.md says how one is made."
-
-
-@rule("checkpoint", "job.dump_folder")
-def initial_weights(context: Context) -> Iterator[Problem]:
-    checkpoint, folder = context.job.checkpoint, context.run.checkpoint_folder
-    resumes = os.path.isdir(folder) and any(folder.glob("step-*"))  # then initial_load_path is not read
+    resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
     if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
         yield "checkpoint.initial_load_in_hf", "says how to read checkpoint.initial_load_path, which is left out."
+    if metrics.enable_wandb and find_spec("wandb") is None:
+        yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
+    for name in metrics.writers:
+        try:
+            load_writer(name)
+        except UserError as error:
+            yield "metrics.writers", f"{error} CONTRIBUTING.md says how one is made."

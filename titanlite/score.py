@@ -21,14 +21,12 @@ from titanlite.checkpoint.find import known_job, use_newest
 from titanlite.checkpoint.folder import Ranks
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.inference import Scoring
-from titanlite.config.layout import degrees, sequence_divisor
-from titanlite.config.rules import layout_problems
-from titanlite.config.run import Run
+from titanlite.config.options import Scoring
+from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import TextWindows, open_files, window_batches
-from titanlite.load_run import world_size
+from titanlite.load_run import layout_rules, world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
@@ -123,7 +121,7 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
     if window > (most := Run(saved).arch.max_seq_len):
         raise UserError(f"--window {window}: the model has {most} positions (model.max_seq_len). Name a smaller one.")
     own = saved.training.mixed_precision_param if torch.cuda.is_available() else "float32"
-    dtype, layout = options.dtype or own, degrees(parallelism, world_size())
+    dtype, layout = options.dtype or own, Run(JobConfig(parallelism=parallelism), world_size()).degrees
     unit = sequence_divisor(layout)
     training = {
         "seq_len": -(-window // unit) * unit,
@@ -136,8 +134,8 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
     job = saved.model_dump(include={"job", "model", "tokenizer", "comm"})
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
     run = Run(JobConfig.model_validate(job), world_size())
-    if problems := layout_problems(run):
-        raise UserError("\n".join(f"{key}: {' '.join(sentences)}" for key, *sentences in problems))
+    if problems := list(layout_rules(run)):
+        raise UserError("\n".join(f"{key}: {text}" for key, text in problems))
     return run
 
 

@@ -1,64 +1,115 @@
-"""What a job means for a world of ranks."""
+"""What a job means for a world of ranks: architecture, degrees, stages, batches and seeds."""
 
+import dataclasses
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
+from titanlite.config.flavors import FLAVORS, architecture
+from titanlite.config.run import Run, balanced_cuts, piece_costs, stage_rank
+from titanlite.config.schema import JobConfig, Model
+from titanlite.model.llama import Llama
+
+PARAMETERS = {  # those of Llama 3.1 and 3.2 are published
+    **{"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
+    **{"debugmodel": 6_229_248, "150m": 150_917_760},
+}
+ARCHITECTURE = {
+    **{"dim": 96, "n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "ffn_dim": 100, "vocab_size": 77},
+    **{"max_seq_len": 33, "norm_eps": 1e-6, "rope_theta": 123.0, "rope_scaling_factor": 2.0, "tied_embeddings": True},
+    **{"rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 16},
+}
 
 
 def run(ranks: int = 1, **sections: Any) -> Run:
     return Run(JobConfig.model_validate(sections), ranks)
 
 
-def test_a_global_batch_that_is_left_out_is_one_microbatch_of_each_data_parallel_rank() -> None:
-    layout = {"tensor_parallel_degree": 2}
-    assert run(8, parallelism=layout, training={"local_batch_size": 3}).global_batch_size == 12
-    assert run(8, parallelism=layout, training={"local_batch_size": 3}).microbatches == 1
-    batches = {"local_batch_size": 3, "global_batch_size": 48}
-    assert run(8, parallelism=layout, training=batches).global_batch_size == 48
-    assert run(8, parallelism=layout, training=batches).microbatches == 4
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_flavor_has_exactly_its_number_of_parameters(flavor: str):
+    with torch.device("meta"):
+        model = Llama(FLAVORS[flavor])
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[flavor]
 
 
-def test_the_ranks_that_are_left_share_the_weights() -> None:
+def test_a_job_overrides_each_number_of_a_flavor():
+    assert dataclasses.asdict(architecture(Model.model_validate({"flavor": "8b", **ARCHITECTURE}))) == ARCHITECTURE
+    assert architecture(Model(flavor="3b", n_layers=2)) == dataclasses.replace(FLAVORS["3b"], n_layers=2)
+
+
+BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallelism": {"tensor_parallel_degree": 2}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "values"),
+    [
+        (8, BATCH, {"global_batch_size": 48, "microbatches": 4}),
+        (8, {"parallelism": {"tensor_parallel_degree": 2}}, {"global_batch_size": 32, "microbatches": 1}),
+        (1, {}, {"stages": [range(6)]}),
+        (2, {"parallelism": {"pipeline_parallel_degree": 2}}, {"stages": [range(3), range(3, 6)]}),
+        (
+            2,
+            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layers.5"]}},
+            {"stages": [range(5), range(5, 6)]},
+        ),
+        (1, {"training": {"seed": 7}}, {"data_seed": 7, "validation_seed": 7}),
+        (1, {"training": {"seed": 7}, "dataset": {"seed": 1}}, {"data_seed": 1, "validation_seed": 7}),
+        (1, {"dataset": {"seed": 1}, "validation": {"holdout": 0.1}}, {"data_seed": 1, "validation_seed": 1}),
+        (1, {"dataset": {"seed": 1}, "validation": {"seed": 0}}, {"validation_seed": 0}),
+        (1, {"training": {"dtype": "bfloat16"}}, {"state_dtype": "bfloat16"}),
+        (1, {"training": {"dtype": "bfloat16"}, "optimizer": {"state_dtype": "float32"}}, {"state_dtype": "float32"}),
+        (1, {"job": {"dump_folder": "out"}, "checkpoint": {"folder": "a"}}, {"checkpoint_folder": Path("out/a")}),
+    ],
+)
+def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, Any], values: dict[str, Any]):
+    found = run(ranks, **sections)
+    assert {name: getattr(found, name) for name in values} == values
+
+
+def test_the_ranks_that_are_left_share_the_weights():
     degrees = run(16, parallelism={"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}).degrees
     assert (degrees.shard, degrees.data, degrees.world) == (4, 8, 16)
 
 
-def test_without_a_pipeline_one_stage_has_all_blocks() -> None:
-    assert run().stages == [range(6)]
-    assert run(2, parallelism={"pipeline_parallel_degree": 2}).stages == [range(3), range(3, 6)]
+def test_a_component_is_compiled_where_it_is_listed_and_compiling_is_on():
+    on, off = ({"components": ["loss"], "enable": enable} for enable in (True, False))
+    assert run(compile=on).compiles("loss")
+    assert not run(compile=on).compiles("model")
+    assert not run(compile=off).compiles("loss")
 
 
 @pytest.mark.parametrize(
-    ("sections", "data", "validation"),
+    ("flavor", "stages", "blocks"),
     [
-        ({}, 7, 7),
-        ({"dataset": {"seed": 1}}, 1, 7),
-        ({"dataset": {"seed": 1}, "validation": {"holdout": 0.1}}, 1, 1),  # chosen among the training data
-        ({"dataset": {"seed": 1}, "validation": {"seed": 0}}, 1, 0),
+        ("405b", 16, [7] + [8] * 14 + [7]),  # one block less at both ends, as the Llama 3 paper has it
+        ("70b", 4, [20, 20, 21, 19]),
+        ("8b", 2, [17, 15]),  # the output costs as much as two blocks
     ],
 )
-def test_a_seed_of_the_data_wins_over_that_of_training(sections: dict[str, Any], data: int, validation: int) -> None:
-    found = run(training={"seed": 7}, **sections)
-    assert (found.data_seed, found.validation_seed) == (data, validation)
+def test_stages_are_balanced_with_embedding_and_output(flavor: str, stages: int, blocks: list[int]):
+    bounds = [0, *balanced_cuts(FLAVORS[flavor], 8192, stages), FLAVORS[flavor].n_layers]
+    assert [b - a for a, b in pairwise(bounds)] == blocks
 
 
-def test_a_component_is_compiled_where_it_is_listed_and_compiling_is_on() -> None:
-    listed = {"components": ["loss"]}
-    assert run(compile=listed | {"enable": True}).compiles("loss")
-    assert not run(compile=listed | {"enable": True}).compiles("model")
-    assert not run(compile=listed).compiles("loss")
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_other_cut_has_a_cheaper_dearest_stage(stages: int):
+    arch = FLAVORS["debugmodel"]
+    embedding, block, output = piece_costs(arch, 512)
+
+    def dearest(blocks: tuple[int, ...]) -> float:
+        costs = [n * block for n in blocks]
+        costs[0] += embedding
+        costs[-1] += output
+        return max(costs)
+
+    every = [c for c in product(range(1, arch.n_layers + 1), repeat=stages) if sum(c) == arch.n_layers]
+    bounds = [0, *balanced_cuts(arch, 512, stages), arch.n_layers]
+    assert dearest(tuple(b - a for a, b in pairwise(bounds))) == min(map(dearest, every))
 
 
-def test_moments_have_the_dtype_of_the_weights_unless_they_are_given_one() -> None:
-    assert run(training={"dtype": "bfloat16"}).state_dtype == "bfloat16"
-    assert run(training={"dtype": "bfloat16"}, optimizer={"state_dtype": "float32"}).state_dtype == "float32"
-
-
-def test_folders() -> None:
-    found = run(job={"dump_folder": "out"}, checkpoint={"folder": "saves"})
-    assert (found.dump_folder, found.checkpoint_folder) == (Path("out"), Path("out/saves"))
-    assert found.tokenizer_path.exists()  # the default comes with the package
+def test_the_zero_bubble_v_gives_the_first_rank_both_ends():
+    assert [stage_rank(i, 8, 4, "ZBVZeroBubble") for i in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [stage_rank(i, 8, 4, "Interleaved1F1B") for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]

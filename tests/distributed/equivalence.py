@@ -111,7 +111,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "pp2 x hsdp 2x2": (8, merged(layout(pp=2, replicate=2), local(1))),
     "pp2 x cp2 x tp2": (8, merged(layout(pp=2, cp=2, tp=2), local(1))),
 }
-if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by titanlite.config.rules
+if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by titanlite.load_run
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
@@ -168,7 +168,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Tolerance]] = {
 }
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
-REFUSED = {  # by titanlite.config.rules
+REFUSED = {  # by titanlite.load_run
     (name, feature)
     for name in COMBINED
     for feature in FEATURES

@@ -19,9 +19,9 @@ from equivalence import (
     run,
 )
 
-from titanlite.config.rules import Problem, layout_problems
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.load_run import layout_rules
 
 SAMPLE = (
     *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
@@ -77,11 +77,11 @@ def test_the_float8_tolerance_is_no_wider_than_a_mistake(results: dict[str, Resu
         assert not difference(results, mistake).within(FP8), mistake
 
 
-def problems(layout: str, feature: str) -> list[Problem]:
+def problems(layout: str, feature: str) -> list[tuple[str, str]]:
     ranks, overrides = LAYOUTS[layout]
     base = {"model": MODEL, "training": {"global_batch_size": 8}, "activation_checkpoint": {"mode": "none"}}
     table = merged(base, overrides, FEATURES[feature][0])
-    return list(layout_problems(Run(JobConfig.model_validate(table), ranks)))
+    return list(layout_rules(Run(JobConfig.model_validate(table), ranks)))
 
 
 @pytest.mark.parametrize(("layout", "feature"), sorted(REFUSED))

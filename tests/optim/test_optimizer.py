@@ -106,7 +106,7 @@ def test_small_updates_are_lost_by_rounding_but_not_by_chance() -> None:
     [(0.95, False, 0.92, 1.09), (0.999, False, 0.25, 100.0), (0.999, True, 0.9, 1.1)],
 )
 def test_where_a_moment_in_bfloat16_stops(beta2: float, stochastic: bool, least: float, most: float) -> None:
-    """The numbers behind the rule `moments_move` of titanlite.config.rules; a constant gradient of 1."""
+    """The numbers behind the rule about moments in titanlite.load_run; a constant gradient of 1."""
     weight = torch.nn.Parameter(torch.zeros(64))
     settings = schema.Optimizer(beta2=beta2, state_dtype="bfloat16", stochastic_rounding=stochastic)
     optimizer = build_optimizer(torch.nn.ParameterList([weight]), settings)

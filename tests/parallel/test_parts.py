@@ -18,7 +18,7 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
-from titanlite.config.layout import Degrees
+from titanlite.config.run import Degrees
 from titanlite.model.llama import Llama
 from titanlite.parallel.context import context_mask, flex_context_mask, own_chunks
 from titanlite.parallel.float8 import convert_to_float8

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from traces import run, trace_of_rows
 
-from titanlite.config.rules import Context, broken_rules
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.load_run import broken_rules
 from titanlite.observe.gpus import find_gpu
 from titanlite.plan.advice import candidates, largest_batch, search, what_fits
 from titanlite.plan.roofline import forecast
@@ -98,7 +98,7 @@ def test_all_candidates_keep_the_rules_and_are_not_far_too_large():
     found = [new for _, new in candidates(run(16, compile={"enable": True}), H100)]
     assert len(found) > 50
     assert {new.degrees.world for new in found} == {16}
-    assert not any(broken_rules(Context(new)) for new in found[::25])
+    assert not any(broken_rules(new) for new in found[::25])
     assert {new.job.float8.enable for new in found} == {True, False}
     alone = [new.job for new in found if new.degrees.tensor == new.degrees.pipeline == 1]
     tried = {(job.activation_checkpoint.mode, job.training.local_batch_size) for job in alone}

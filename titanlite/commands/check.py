@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlite.config.flavors import unused_rows
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import load_run, world_size
 
 
@@ -24,5 +22,3 @@ def main(argv: Sequence[str]) -> None:
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
-    if unused := unused_rows(run.arch, load_tokenizer(run.tokenizer_path).vocab_size):
-        print(unused)

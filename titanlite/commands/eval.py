@@ -11,9 +11,8 @@ from pydantic import Field
 
 from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
-from titanlite.config.inference import Scoring
 from titanlite.config.load import load_job
-from titanlite.config.options import OptionPath, parse_beside_job
+from titanlite.config.options import OptionPath, Scoring, parse_beside_job
 from titanlite.config.schema import Parallelism
 
 LAYOUT_KEYS = (

@@ -14,8 +14,7 @@ import tyro
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
-from titanlite.config.inference import Generation
-from titanlite.config.options import OptionPath, parse
+from titanlite.config.options import Generation, OptionPath, parse
 from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
 

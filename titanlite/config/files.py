@@ -6,13 +6,12 @@ file name that stands in a file never leads out of its folder. A fault of a file
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,8 +21,6 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """Name of a checkpoint's folder."""
 MANIFEST = "manifest.json"
 """The file that makes such a folder a checkpoint."""
-
-_SHOWN_ERRORS, _SHOWN_CHARS = 10, 160
 
 
 class FileModel(BaseModel):
@@ -35,21 +32,28 @@ class FileModel(BaseModel):
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
+def check_regular(path: Path) -> None:
+    """Raises a UserError if `path` is no regular file: a folder, a pipe, a device, or not there."""
+    try:
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+    if not regular:
+        raise UserError(f"{path} is a folder, a pipe or a device; expected a file.")
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
         UserError: there is no such file, it is a folder, a pipe or a device, or it is larger.
     """
+    check_regular(path)
     try:
-        # O_NONBLOCK, because opening a pipe without a writer would block. It changes nothing for a regular file.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path} is {_kind(status.st_mode)}; expected a file.")
+        with open(path, "rb") as file:
             content = file.read(limit + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise _unreadable(path, error) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > limit:
         raise UserError(f"{path} is larger than {limit:,} bytes, which no such file is.")
     return content
@@ -61,9 +65,7 @@ def not_writable(folder: Path) -> str | None:
     It is tried out, because permissions say nothing about /proc, a full disk or the root user of another machine.
     """
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-    if not nearest.is_dir():
-        return f"{nearest} is a file; a folder is needed there."
-    real = nearest.resolve()
+    real = Path(os.path.realpath(nearest))
     for parent in (real, *real.parents):
         if STEP_FOLDER.fullmatch(parent.name) and os.path.lexists(parent / MANIFEST):
             return f"{parent} is a checkpoint, and nothing is written into one. Name another folder."
@@ -112,16 +114,6 @@ def put(path: Path, content: bytes) -> None:
         raise
 
 
-def check_regular(path: Path) -> None:
-    """Raises a UserError if `path` is no regular file. For files that a library opens itself."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} is {_kind(status.st_mode)}; expected a file.")
-
-
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:
     """The JSON text `content` of the file `path` as a `model`.
 
@@ -138,32 +130,21 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
 
 
 def explain(failure: ValidationError) -> str:
-    """Each wrong value of a file: its place, the value, and what is allowed."""
-    errors = failure.errors(include_url=False, include_context=False)
-    lines = [_line(error) for error in errors[:_SHOWN_ERRORS]]
-    if len(errors) > _SHOWN_ERRORS:
-        lines.append(f"and {len(errors) - _SHOWN_ERRORS} more")
+    """The first ten wrong values of a file: the place of each, what is allowed, and the value."""
+    lines, words = [], {"missing": "is missing", "extra_forbidden": "is unknown"}
+    for error in failure.errors(include_url=False, include_context=False)[:10]:
+        where, allowed = (
+            ".".join(map(str, error["loc"])) or "the file",
+            error["msg"].replace("Input should be", "expected"),
+        )
+        found = f"is {short(repr(error['input']))}, {allowed.removeprefix('Value error, ')}"
+        lines.append(f"{short(where)} {words.get(error['type'], found)}")
     return "; ".join(lines)
-
-
-def _line(error: Any) -> str:
-    where, text = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
-    if error["type"] == "json_invalid":
-        return f"not valid JSON: {text.removeprefix('Invalid JSON: ')}"
-    if error["type"] == "missing":
-        return f"{short(where)} is missing"
-    if error["type"] == "extra_forbidden":
-        return f"{short(where)} is unknown"
-    kinds = {"model_type": "expected an object", "dict_type": "expected an object"}
-    message = kinds.get(error["type"]) or text.replace("Input should be", "expected")
-    if isinstance(error["input"], dict | list) and error["type"] not in kinds:
-        return f"{short(where)}: {message}" if where else message
-    return f"{short(where) or 'the value'} is {short(repr(error['input']))}, {message}"
 
 
 def short(text: str) -> str:
     """The text, cut if it is long."""
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    return text if len(text) <= 160 else text[:160] + "..."
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -178,32 +159,13 @@ def file_inside(folder: Path, name: str) -> Path:
     path = folder / name
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(name) > 255:
         raise UserError(f"{folder}: {short(repr(name))} is not the name of a file in this folder.")
-    try:
-        target, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: the links form a circle
-        raise _unreadable(path, error) from None
+    target, home = Path(os.path.realpath(path)), folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if not target.is_relative_to(home) and target.parent != blobs:
-        raise UserError(
-            f"{path} is a link that leaves its folder, to {target}. Name the folder that holds the files, or copy them."
-        )
+        text = "Name the folder that holds the files, or copy them."
+        raise UserError(f"{path} is a link that leaves its folder, to {target}. {text}")
     check_regular(path)
     return path
 
 
-def exists(path: Path) -> bool:
-    """Whether anything has this name, even a link to something that does not exist."""
-    try:
-        os.lstat(path)
-    except OSError as error:
-        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
-    return True
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+exists = os.path.lexists

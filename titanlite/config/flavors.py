@@ -6,8 +6,10 @@ Invariant: no torch here, so that a job file can be checked in a fraction of a s
 from __future__ import annotations
 
 import dataclasses
+import typing
 
-from titanlite.config import schema
+if typing.TYPE_CHECKING:
+    from titanlite.config import schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +72,8 @@ def fit_vocabulary(model: schema.Model, tokenizer_size: int) -> schema.Model:
     return model.model_copy(update={"vocab_size": rows})
 
 
-def unused_rows(arch: Architecture, tokenizer_size: int) -> str:
-    """A sentence about the rows of the embedding that stand for no token. Empty if there are none."""
-    unused = arch.vocab_size - tokenizer_size
-    return (
-        f"{unused:,} of {arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
-        if unused
-        else ""
-    )
-
-
 def architecture(model: schema.Model) -> Architecture:
-    """The flavor with the job file's overrides applied. Raises KeyError for an unknown flavor."""
-    overrides = model.model_dump(exclude={"flavor"}, exclude_none=True)
+    """The flavor with the job file's overrides applied."""
+    names = [field.name for field in dataclasses.fields(Architecture)]
+    overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
     return dataclasses.replace(FLAVORS[model.flavor], **overrides)

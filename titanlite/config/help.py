@@ -5,14 +5,19 @@ from __future__ import annotations
 import difflib
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import shown, table_within, types_in
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
-_WORDS = {bool: "", int: " INT", float: " FLOAT", str: " TEXT"}
+_INTRODUCTION = """usage: titanlite train [--section.key value ...]
+
+Train the model that a job file describes. Any key of the file can be given on the command line, too, which wins over
+the file. With --dry-run a step is done without data, and no folder is made. `--help training` explains one section.
+The defaults below are those of titanlite, or of the file that --job.config_file names. Without a file, debug_model.toml
+is trained."""
 
 
 def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
@@ -26,49 +31,30 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
     """
     keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
     if not topics:
-        of = job.job.config_file or "titanlite; without --job.config_file, the values of debug_model.toml are used"
-        text = (
-            "Train the model that a job file describes. Any key of the file can be given on the command line, too, "
-            "which wins over the file. With --dry-run a step is done without data, and no folder is made. `--help "
-            f"training` explains one section. The defaults below are those of {of}."
-        )
-        print(f"usage: titanlite train [--section.key value ...]\n\n{textwrap.fill(text, 110)}")
+        print(_INTRODUCTION)
     for section, model in SECTIONS.items():
-        if lines := [
-            line for key in KEYS if key in keys and key.startswith(f"{section}.") for line in _lines(job, key)
-        ]:
-            heading = textwrap.fill(f"[{section}] {model.__doc__}", 110)
-            print("\n".join([f"\n{heading}", *lines]))
+        if any(key.startswith(f"{section}.") for key in keys):
+            print("\n" + textwrap.fill(f"[{section}] {' '.join((model.__doc__ or '').split())}", 110))
+        for name, field in model.model_fields.items():
+            if (key := f"{section}.{name}") in keys:
+                value = getattr(getattr(job, section), name)
+                default = "the flavor's" if value is None and section == "model" else shown(value)
+                table = table_within(field.annotation)
+                flag = f"[[{key}]]" if table else f"--{key}{_words(field.annotation)}  (default: {default})"
+                print(f"\n  {flag.replace(' NO', f', --{section}.no-{name}')}")
+                print(textwrap.indent(textwrap.fill(field.description or "", 104), " " * 6))
+                for inner, each in table.model_fields.items() if table else ():
+                    print(textwrap.indent(textwrap.fill(f"{inner}: {each.description}", 104), " " * 6))
     raise SystemExit(0)
 
 
 def _keys_of(topic: str) -> list[str]:
     name = topic.removeprefix("--").replace("-", "_")
-    found = [key for key in KEYS if name in (key, *key.split("."))]
-    if not found:
-        names = [*SECTIONS, *KEYS, *(key.split(".")[1] for key in KEYS)]
-        near = difflib.get_close_matches(name, names, n=1)
-        meant = f"Did you mean `titanlite help {near[0]}`?" if near else f"Sections are {', '.join(SECTIONS)}."
-        raise UserError(f"{topic}: no section or key of a job has this name. {meant}")
-    return found
-
-
-def _lines(job: JobConfig, key: str) -> Iterator[str]:
-    """The help of a key; of a list of tables, that of the keys in a table, too."""
-    section, name = key.split(".")
-    annotation, value = KEYS[key].annotation, getattr(getattr(job, section), name)
-    yield ""
-    if table := table_within(annotation):
-        yield f"  [[{key}]]"
-        yield _filled(KEYS[key].description, 6)
-        for inner, field in table.model_fields.items():
-            default = "required" if field.is_required() else f"default: {shown(field.default)}"
-            yield _filled(f"{inner}: {field.description} ({default})", 6, hanging=4)
-        return
-    default = "the flavor's" if value is None and section == "model" else shown(value)
-    flag = f"--{key}, --{section}.no-{name}" if bool in types_in(annotation) else f"--{key}{_words(annotation)}"
-    yield f"  {flag}  (default: {default})"
-    yield _filled(KEYS[key].description, 6)
+    if found := [key for key in KEYS if name in (key, *key.split("."))]:
+        return found
+    near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
+    meant = f"Did you mean `titanlite help {near[0]}`?" if near else f"Sections are {', '.join(SECTIONS)}."
+    raise UserError(f"{topic}: no section or key of a job has this name. {meant}")
 
 
 def _words(annotation: Any) -> str:
@@ -77,8 +63,5 @@ def _words(annotation: Any) -> str:
     for part in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(part) is Literal:
             return " {" + ",".join(map(str, typing.get_args(part))) + "}" + many
-    return "".join(_WORDS.get(kind, "") for kind in types_in(annotation)) + many
-
-
-def _filled(text: str | None, indent: int, hanging: int = 0) -> str:
-    return textwrap.fill(text or "", 110, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging))
+    words = {bool: "NO", int: "INT", float: "FLOAT", str: "TEXT"}
+    return "".join(f" {words[kind]}" for kind in types_in(annotation) if kind in words) + many

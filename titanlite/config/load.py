@@ -6,20 +6,20 @@ over the file, and a value in the file wins over the default of the schema.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import WrongJob, block, report, shown, table_within, types_in, unknown
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.mistakes import Mistake, WrongJob, report, shown, types_in, unknown, without
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -28,35 +28,27 @@ COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
 
-# Keys of torchtitan's that are not ours, and of which each of its job files has some.
-_OF_TORCHTITAN = frozenset(
-    """
-    model.name model.hf_assets_path model.tokenizer_path model.converters training.dataset training.batch_size
-    training.compile metrics.save_tb_folder profiling.save_traces_folder job.print_args checkpoint.enable_checkpoint
-    checkpoint.last_save_model_weights_only lr_scheduler.lr_min validation.enable quantize.linear debug.seed
-    """.split()  # noqa: SIM905
-)
 
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """What was read, together with the mistakes in it.
 
     Attributes:
-        job: A valid job. Each wrong value is replaced by its default, so that the rules that span keys can still be
-            checked.
-        errors: One readable block for each mistake.
-        invalid: "section.key" of each value in `job` that differs from what the user wrote.
+        job: A valid job: each wrong value is replaced by its default.
+        mistakes: What is wrong.
         origins: "section.key" -> where its value was set: the file or the command line. Keys with their default are
             absent.
-        advice: What to do about the mistakes of the file as a whole. Mostly empty.
+        file: The job file.
     """
 
     job: JobConfig
-    errors: list[str]
-    invalid: frozenset[str]
+    mistakes: Sequence[Mistake]
     origins: dict[str, str]
-    advice: str = ""
+    file: str = "JobConfig"
+
+    def refuse(self, problems: Sequence[Mistake] = ()) -> None:
+        """Raises a UserError if anything is wrong, `problems` included."""
+        if found := [*self.mistakes, *problems]:
+            raise UserError(report(found, self.origins, self.file))
 
 
 def load_job(argv: Sequence[str]) -> JobConfig:
@@ -68,47 +60,45 @@ def load_job(argv: Sequence[str]) -> JobConfig:
     if isinstance(argv, str):
         raise UserError(f"{shown(argv)}: a list of words is needed, such as {shown(argv.split())}.")
     draft = read_job([str(word) for word in argv])  # a program may give numbers
-    if draft.errors:
-        raise UserError(report(draft.errors, draft.advice))
+    draft.refuse()
     return draft.job
 
 
 def read_job(argv: Sequence[str]) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
-    0."""
-    values, strays, errors = _command_line([word for word in argv if word not in ("-h", "--help")])
-    is_named = CONFIG_FILE in values
-    path, raw, problem = _read_file(str(values.pop(CONFIG_FILE, DEFAULT_JOB_FILE)))
-    errors = [*problem, *errors]
-    unreadable, raw = raw is None, raw or {}
-    tables = {section: table for section, table in raw.items() if isinstance(table, dict)}
-    advice = _advice(path, tables)
-    origins = {f"{section}.{key}": str(path) for section, table in tables.items() for key in table}
-    if path is not None and isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
+    0. Raises UserError: the job file cannot be read."""
+    words = [word for word in argv if word not in ("-h", "--help")]
+    values, strays, mistakes = _command_line(words)
+    path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
+    origins = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
         raw["job"].setdefault("config_file", str(path))
-    if {"-h", "--help"} & {*argv}:
+    if len(words) < len(argv):
         from titanlite.config.help import print_help
 
-        print_help(_validate(raw, {}, str(path))[0] if is_named else JobConfig(), strays)
-    errors += [block(COMMAND_LINE, word, _misplaced(word)) for word in strays]
+        print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), strays)
+    values.pop(CONFIG_FILE, None)
     for key, value in values.items():
         section, name = key.split(".")
-        table = raw.setdefault(section, {})
-        if isinstance(table, dict):  # otherwise it is a mistake, which _validate reports
+        if isinstance(table := raw.setdefault(section, {}), dict):  # otherwise it is a mistake, which is found below
             table[name] = value
-        origins[key] = COMMAND_LINE
-    job, invalid, schema_errors = _validate(raw, origins, str(path))
-    if unreadable:
-        invalid = frozenset(KEYS) - frozenset(values)
-    return Draft(with_folder(job), errors + schema_errors, invalid, origins, advice)
+    job, wrong = _validate(raw)
+    origins |= dict.fromkeys([*values, *(mistake.key for mistake in mistakes)], COMMAND_LINE)
+    return Draft(with_folder(job), [*mistakes, *wrong], origins, str(path))
 
 
 def with_folder(job: JobConfig) -> JobConfig:
     """`job` with a folder of its outputs. If it names none: outputs/<name of the job file>, or outputs/python."""
-    if job.job.dump_folder:
-        return job
-    folder = f"outputs/{Path(job.job.config_file or 'python').stem}"
+    folder = job.job.dump_folder or f"outputs/{Path(job.job.config_file or 'python').stem}"
     return job.model_copy(update={"job": job.job.model_copy(update={"dump_folder": folder})})
+
+
+def _validate(raw: dict[str, Any]) -> tuple[JobConfig, Sequence[Mistake]]:
+    """The job, with a default in place of each wrong value, and what is wrong."""
+    try:
+        return JobConfig.model_validate(raw), ()
+    except WrongJob as wrong:
+        return JobConfig.model_validate(without(raw, wrong.mistakes)), wrong.mistakes
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
@@ -125,124 +115,74 @@ def find_job_file(name: str) -> Path | None:
     return None
 
 
-def _read_file(name: str) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """The file that was found, its content, and the errors. The content is None if it cannot be read."""
+def _read_file(name: str) -> tuple[Path, dict[str, Any]]:
+    """The file that was found, and its content. Raises UserError: there is none, or it is no TOML."""
     path = find_job_file(name)
     if path is None:
         known = ", ".join(sorted(file.stem for file in JOB_FILES.glob("*.toml")))
         text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/. Known there: {known}."
-        return None, None, [block(COMMAND_LINE, f"{CONFIG_FILE} = {shown(name)}", text)]
+        raise UserError(f"{CONFIG_FILE} = {shown(name)}: {text}")
     try:
-        return path, tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig")), []
-    except (UserError, UnicodeDecodeError) as error:
-        reason = str(error).rstrip(".")
-        return path, None, [block(str(path), "cannot be read", f"{reason}. A job file is a TOML file in UTF-8.")]
-    except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, or lists 400 deep
-        return path, None, [block(str(path), "not valid TOML", f"{error}.")]
-
-
-def _advice(path: Path | None, tables: dict[str, dict[str, Any]]) -> str:
-    """The advice about a file that is torchtitan's. Empty if it is ours."""
-    keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
-    if not keys & _OF_TORCHTITAN and tables.get("model", {}).get("flavor") not in ("8B", "70B", "405B"):
-        return ""
-    return f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it."
+        raw = tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of 5,000 digits, or lists 400 deep
+        raise UserError(f"{path} is not valid TOML in UTF-8, as a job file must be: {error}.") from None
+    model = raw.get("model", {})
+    if isinstance(model, dict) and "name" in model and "flavor" in model:
+        raise UserError(f"{path} is a job file of torchtitan's; `titanlite migrate {path}` converts it.")
+    return path, raw
 
 
 # ----------------------------------------------------------------------------------------------------- the command line
 
 
-def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The values of the options by key, as a job file would have them; the words that belong to no option; and an error
-    for each option that is unknown or has too many or too few words."""
-    options: list[tuple[str, list[str]]] = []
-    strays: list[str] = []
-    if odd := [word for word in argv if word != word.encode(errors="ignore").decode()]:
-        raise UserError(f"{shown(odd[0])} is no text in UTF-8.")
-    for word in argv:
-        flag, has_value, value = word.partition("=")
-        if word.startswith("--"):
-            options.append((flag, [value] if has_value else []))
-        elif options and _takes(_key_of(options[-1][0]), options[-1][1]):
-            options[-1][1].append(word)
-        else:
-            strays.append(word)
+def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Mistake]]:
+    """The values of the options by key, as a job file would have them; the words that belong to no option; and what is
+    wrong with both."""
     values: dict[str, Any] = {}
-    errors: list[str] = []
-    for flag, words in options:
-        key = _key_of(flag)
-        section, name = key.split(".", 1)
-        no = key not in KEYS and name.startswith("no_")
-        field = KEYS.get(f"{section}.{name.removeprefix('no_')}" if no else key)
+    strays: list[str] = []
+    mistakes: list[Mistake] = []
+    words = [word.encode(errors="replace").decode() for word in argv]  # what is no UTF-8 could not be written down
+    while words:
+        word = words.pop(0)
+        flag, has_value, value = word.partition("=")
+        if not word.startswith("--"):
+            strays.append(word)
+            mistakes.append(Mistake(word, word, f"belongs to no option; a job file comes after --{CONFIG_FILE}."))
+            continue
+        name = flag[2:].replace("-", "_")
+        key = name if name in KEYS else name.replace(".no_", ".", 1)
+        field = KEYS.get(key)
         kinds = types_in(field.annotation) if field else set()
-        if field and table_within(field.annotation):
-            errors.append(block(COMMAND_LINE, flag, f"is a list of tables: write [[{key}]] in the job file."))
-        elif not field or (no and bool not in kinds):
-            errors.append(block(COMMAND_LINE, flag, unknown(JobConfig, section, name)))
-        elif bool in kinds and words:
-            text = f"takes no value: write --{section}.{name} for true, --{section}.no-{name} for false."
-            errors.append(block(COMMAND_LINE, " ".join([flag, *words]), text))
+        is_list = field is not None and typing.get_origin(field.annotation) is tuple
+        given = [value] if has_value else []
+        while words and not words[0].startswith("--") and (field is None or is_list or not given):
+            given.append(words.pop(0))
+        if field is None or (key != name and bool not in kinds):
+            section, _, name = key.rpartition(".") if key != "config" else ("", "", "config_file")
+            gone = SECTIONS[section].dropped.get(name) if section in SECTIONS else None
+            mistakes.append(Mistake(flag, flag, gone[1] if gone else unknown(JobConfig, section, name)))
+        elif bool in kinds and given:
+            mistakes.append(
+                Mistake(flag, word, "takes no value: the flag alone is true, with no- before the key false.")
+            )
         elif bool in kinds:
-            values[f"{section}.{name.removeprefix('no_')}" if no else key] = not no
-        elif not words and not _is_list(key):
-            errors.append(block(COMMAND_LINE, f"{flag} (no value)", f"needs a value. {field.description}"))
+            values[key] = key == name
+        elif not given and not is_list:
+            mistakes.append(Mistake(flag, flag, f"needs a value. {field.description}"))
         else:
-            found = [_value(word, kinds) for word in words]
-            values[key] = found if _is_list(key) else found[0]
-    return values, strays, errors
-
-
-def _key_of(flag: str) -> str:
-    """The key that a flag stands for: it has underscores instead of hyphens. --config is another word for
-    --job.config_file, which the message about it names."""
-    key = flag[2:].replace("-", "_")
-    return key if "." in key else f".{'config_file' if key == 'config' else key}"
-
-
-def _is_list(key: str) -> bool:
-    return key in KEYS and typing.get_origin(KEYS[key].annotation) is tuple
-
-
-def _takes(key: str, words: list[str]) -> bool:
-    """Whether one more word may follow an option that has `words` already."""
-    return key not in KEYS or _is_list(key) or not words
-
-
-def _misplaced(word: str) -> str:
-    """The message about a word that belongs to no option."""
-    if word.endswith(".toml") or find_job_file(word):
-        return f"belongs to no option; did you mean --{CONFIG_FILE} {word}?"
-    return "expected an option such as --training.steps 100."
+            found = [_value(word, kinds) for word in given]
+            values[key] = found if is_list else found[0]
+    return values, strays, mistakes
 
 
 def _value(word: str, kinds: set[type]) -> Any:
     """The value that a job file would have for a word, or the word itself, which the schema then refuses."""
     if word == "None" and type(None) in kinds:  # as the help writes it
         return None
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(word)
-            except ValueError:
-                continue
+    for kind in kinds & {int, float}:
+        with suppress(ValueError):
+            return kind(word)
     return word
-
-
-# ----------------------------------------------------------------------------------------------------------- the schema
-
-
-def _validate(raw: dict[str, Any], origins: dict[str, str], file: str) -> tuple[JobConfig, frozenset[str], list[str]]:
-    """The job with a default in place of each wrong value, the keys of these values, and an error for each."""
-    try:
-        return JobConfig.model_validate(raw), frozenset(), []
-    except WrongJob as wrong:
-        errors = [block(origins.get(each.key, file), each.found, each.remedy) for each in wrong.mistakes]
-        invalid = frozenset(mistake.key for mistake in wrong.mistakes)
-    valid: dict[str, dict[str, Any]] = {}
-    for section, table in raw.items():
-        if section not in invalid:
-            valid[section] = {key: value for key, value in table.items() if f"{section}.{key}" not in invalid}
-    return JobConfig.model_validate(valid), invalid & frozenset(KEYS), errors
 
 
 # ---------------------------------------------------------------------------------------------------- writing and paths

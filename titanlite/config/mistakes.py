@@ -1,4 +1,4 @@
-"""The messages about values that the schema refuses: the place, the value, what is allowed, and what to do.
+"""The messages about wrong values of a job: the place, the value, what is allowed, and what to do.
 
 Invariant: a wrong value gets the same message whether it comes from a job file, the command line or a Python program.
 All wrong values of a job are reported together.
@@ -10,50 +10,45 @@ import difflib
 import json
 import textwrap
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """One value of a job that the schema refuses.
+class Mistake(NamedTuple):
+    """One wrong value of a job.
 
     Attributes:
         key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
         found: What was found, as it would be written in a job file.
         remedy: What is allowed instead.
-        kind: pydantic's name of the error.
+        kind: pydantic's name of the error, or "gone" for what an earlier version had.
     """
 
     key: str
     found: str
     remedy: str
-    kind: str
+    kind: str = ""
 
 
 class WrongJob(UserError):
     """The job has values that the schema refuses. `mistakes` lists them."""
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
-        super().__init__(report([block("JobConfig", mistake.found, mistake.remedy) for mistake in mistakes]))
+        super().__init__(report(mistakes))
         self.mistakes = mistakes
 
 
-def report(errors: Sequence[str], advice: str = "") -> str:
-    """All blocks under one heading, below a line of advice about all of them."""
-    heading = "1 mistake in the job:" if len(errors) == 1 else f"{len(errors)} mistakes in the job:"
-    return "\n".join([*filter(None, [advice]), heading, *errors, "`titanlite train --help` explains every key."])
-
-
-def block(origin: str, what: str, *sentences: str) -> str:
-    """One mistake: its place and what was found, then what is allowed and what to do."""
-    text = textwrap.fill(" ".join(sentences), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  {origin}: {what}\n{text}"
+def report(mistakes: Sequence[Mistake], origins: Mapping[str, str] | None = None, file: str = "JobConfig") -> str:
+    """All mistakes under one heading, each with the place where it is: that of its key in `origins`, or `file`."""
+    lines = ["1 mistake in the job:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes in the job:"]
+    for mistake in mistakes:
+        lines.append(f"  {(origins or {}).get(mistake.key, file)}: {mistake.found}")
+        lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join([*lines, "`titanlite train --help` explains every key."])
 
 
 def shown(value: object) -> str:
@@ -69,68 +64,64 @@ def mistakes(job: type[BaseModel], failure: ValidationError) -> list[Mistake]:
 
 
 def _mistake(job: type[BaseModel], error: Any) -> Mistake:
-    value, place = error["input"], error["loc"]
-    found = f"{'.'.join(map(str, place))} = {shown(value)}"
+    place = [*map(str, error["loc"])]
+    key, found, kind = ".".join(place[:2]), f"{'.'.join(place)} = {shown(error['input'])}", error["type"]
     if not place:
-        found, remedy = shown(value), f"must be a table of sections: {', '.join(job.model_fields)}."
-    elif place[0] not in job.model_fields:
-        is_section = isinstance(value, dict)
-        found = f"[{place[0]}]" if is_section else found
-        remedy = _meant(str(place[0]), job.model_fields) if is_section else unknown(job, "", str(place[0]))
+        return Mistake("", shown(error["input"]), f"must be tables: {', '.join(job.model_fields)}.")
+    if place[0] not in job.model_fields:
+        found = f"[{key}]" if isinstance(error["input"], dict) else found
+        remedy = unknown(job, "", key)
     elif len(place) == 1:
-        remedy = f"must be a table: write [{place[0]}] on a line of its own, and its keys below."
-    elif len(place) == 2 and error["type"] == "extra_forbidden":
-        remedy = unknown(job, place[0], str(place[1]))
+        remedy = f"must be a table: write [{key}] on a line of its own, and its keys below."
     else:
-        remedy = explain(_section(job, place[0]), {**error, "loc": place[1:]})
-    return Mistake(".".join(map(str, place[:2])), found, remedy, error["type"])
+        remedy, kind = explain(section_of(job, place[0]), {**error, "loc": error["loc"][1:]})
+        if len(place) == 2 and kind == "extra_forbidden":
+            remedy = unknown(job, *place)
+    return Mistake(key, found, remedy, kind)
+
+
+def without(job: Mapping[str, Any], wrong: Iterable[Mistake]) -> dict[str, Any]:
+    """The tables of a job without the keys and sections of these mistakes."""
+    keys, tables = {mistake.key for mistake in wrong}, {}
+    for section in [name for name in job if name not in keys]:
+        tables[section] = {key: value for key, value in job[section].items() if f"{section}.{key}" not in keys}
+    return tables
 
 
 def unknown(job: type[BaseModel], section: str, key: str) -> str:
-    """The message about an unknown key. It names the most similar known keys, of any section."""
-    if section in job.model_fields and (sentence := gone(_section(job, section), key.removeprefix("no_"))):
-        return sentence
-    keys = [f"{name}.{known}" for name in job.model_fields for known in _section(job, name).model_fields]
-    near = [known for known in keys if known.endswith(f".{key}")]
-    if not 1 <= len(near) <= 3:
-        near = difflib.get_close_matches(f"{section}.{key}", keys, n=1, cutoff=0.7)
-    if not near:
-        names = difflib.get_close_matches(key, {known.split(".")[1] for known in keys}, n=1)
-        near = [known for known in keys if known.split(".")[1] in names]
-    if near:
-        return f"unknown key; did you mean {' or '.join(near[:3])}?"
-    return f"unknown key; [{section}] has {', '.join(_section(job, section).model_fields)}." if section else "unknown."
+    """The message about an unknown key, or about an unknown section. It names the most similar ones."""
+    keys = [f"{name}.{known}" for name in job.model_fields for known in section_of(job, name).model_fields]
+    known = section_of(job, section).model_fields if section in job.model_fields else job.model_fields
+    near = [name for name in keys if name.endswith(f".{key}")]
+    near = near or difflib.get_close_matches(f"{section}.{key}" if section else key, keys if section else known, n=1)
+    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; known are {', '.join(known)}."
 
 
-def _meant(name: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*known], n=1)
-    return f"unknown; did you mean {near[0]}?" if near else f"unknown; known are {', '.join(known)}."
-
-
-def _section(job: type[BaseModel], name: str) -> type[BaseModel]:
+def section_of(job: type[BaseModel], name: str) -> type[BaseModel]:
+    """The model of a section."""
     return typing.cast(type[BaseModel], job.model_fields[name].annotation)
 
 
-def explain(model: type[BaseModel], error: Any) -> str:
-    """What is allowed at the place of a pydantic error. The place may be in a table within `model`."""
-    name = str(error["loc"][0])
+def explain(model: type[BaseModel], error: Any) -> tuple[str, str]:
+    """What is allowed at the place of a pydantic error, which may be in a table within `model`; and the kind of the
+    mistake."""
+    name, value = str(error["loc"][0]), error["input"]
     for part in error["loc"][1:]:
         inner = table_within(model.model_fields[name].annotation) if name in model.model_fields else None
         if inner is not None and isinstance(part, str):
             model, name = inner, part
-    if sentence := gone(model, name, error["input"] if error["type"] == "literal_error" else None):
-        return sentence
-    if error["type"] == "extra_forbidden":
-        return _meant(name, model.model_fields)
-    text = "is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, ")
-    text = text.replace("Input should be", "must be").replace("valid tuple", "list")
-    return f"{text}. {model.model_fields[name].description or ''}"
+    if answer := gone(model, name, value):
+        return answer, "gone"
+    if name not in model.model_fields:
+        return f"unknown; known are {', '.join(model.model_fields)}.", error["type"]
+    text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{text.replace('valid tuple', 'list')}. {model.model_fields[name].description or ''}", error["type"]
 
 
 def gone(model: type[BaseModel], name: str, value: object = None) -> str | None:
     """The answer about a key, or about one of its choices, that an earlier version had. None: there was none."""
     if name in model.model_fields:
-        return getattr(model, "gone_values", {}).get(name, {}).get(value) if isinstance(value, str) else None
+        return getattr(model, "gone_values", {}).get(name, {}).get(str(value))
     return getattr(model, "dropped", {}).get(name, (None, None))[1]
 
 

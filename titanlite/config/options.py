@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.layout import MOST_RANKS
 from titanlite.config.mistakes import explain, shown
+from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import Section, usable_path
 
 JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."
@@ -43,7 +44,7 @@ class Options(Section):
         try:
             return validate(values)
         except ValidationError as failure:
-            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {explain(cls, e)}" for e in failure.errors()]
+            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {explain(cls, e)[0]}" for e in failure.errors()]
             raise UserError("\n".join(lines)) from None
 
 
@@ -65,10 +66,8 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
-    described, prog = f"{options.__doc__}\n\n{keys}", f"titanlite {command}"
-    own, words = tyro.cli(
-        options, args=list(argv), prog=prog, description=described, config=_STYLE, return_unknown_args=True
-    )
+    prog, text = f"titanlite {command}", f"{options.__doc__}\n\n{keys}"
+    own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
     for word in words:  # a key of a job has a dot
         near = difflib.get_close_matches(word.partition("=")[0], map(_flag, options.model_fields), n=1)
         if word.startswith("--") and "." not in word and near:
@@ -78,3 +77,38 @@ def parse_beside_job(
 
 def _flag(field: Any) -> str:
     return f"--{str(field).replace('_', '-')}"
+
+
+class Generation(Options):
+    """How texts are completed."""
+
+    max_new_tokens: PositiveInt = 100
+    """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
+    temperature: NonNegativeFloat = 0.8
+    """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
+    top_k: NonNegativeInt = 50
+    """Sample from the k most likely tokens only. 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this. 1: from all that top_k leaves."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts that end a completion. They are not a part of it."""
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """Seed of the sampling. It is that of each prompt, so a completion does not depend on the other prompts."""
+    batch_size: PositiveInt = 8
+    """Prompts that are completed at once."""
+
+
+class Scoring(Options):
+    """How a text is scored."""
+
+    window: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that the model sees at once. Left out: training.seq_len of its job."""
+    stride: PositiveInt | None = None
+    """Tokens from the beginning of one window to that of the next, less than a window. A token has at least window -
+    stride tokens before it. Left out: half a window."""
+    batch_size: PositiveInt = 8
+    """Windows per forward pass of a rank."""
+    text_column: str = "text"
+    """Name of the field that holds the text, in .jsonl and .parquet."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""

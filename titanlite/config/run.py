@@ -6,15 +6,44 @@ rule. All other code takes the `Run` or a part of it, and never derives such a v
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from titanlite.config import schema
 from titanlite.config.flavors import Architecture, architecture
-from titanlite.config.layout import Degrees, degrees, stage_parts
 from titanlite.config.load import resolve_path
-from titanlite.config.schema import Component, JobConfig
+
+MOST_RANKS = 1_000_000
+"""More ranks than any machine has. A larger number is a mistake."""
+ONE_STAGE_A_RANK = ("1F1B", "GPipe")
+V_SHAPED = ("ZBVZeroBubble",)  # rank r runs stages r and n - 1 - r
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # compute gradients of weights later than those of inputs
+FLOPS_PER_BYTE = 300  # of an H100: its bf16 FLOP/s divided by its memory bandwidth
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks lie along each dimension of the world; outermost first, as ranks are numbered."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+
+    @property
+    def data(self) -> int:
+        """Number of parts of a global batch; each is read by other ranks."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """Number of all ranks."""
+        return self.pipeline * self.data * self.context * self.tensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +58,7 @@ class Run:
         world_size: Number of ranks: the processes of all machines together.
     """
 
-    job: JobConfig
+    job: schema.JobConfig
     world_size: int = 1
 
     @cached_property
@@ -39,15 +68,23 @@ class Run:
 
     @cached_property
     def degrees(self) -> Degrees:
-        """Number of ranks along each dimension of the world."""
-        return degrees(self.job.parallelism, self.world_size)
+        """Number of ranks along each dimension of the world. data_parallel_shard_degree = -1 becomes what the other
+        degrees leave, at least 1."""
+        config, shard = self.job.parallelism, self.job.parallelism.data_parallel_shard_degree
+        pipeline, replicate = config.pipeline_parallel_degree, config.data_parallel_replicate_degree
+        context, tensor = config.context_parallel_degree, config.tensor_parallel_degree
+        left = max(1, self.world_size // (pipeline * replicate * context * tensor))
+        return Degrees(pipeline, replicate, left if shard == -1 else shard, context, tensor)
 
     @cached_property
     def stages(self) -> list[range]:
-        """The blocks of each pipeline stage. Without a pipeline there is one stage with all blocks."""
-        if self.degrees.pipeline == 1:
-            return [range(self.arch.n_layers)]
-        return stage_parts(self.job.parallelism, self.arch, self.job.training.seq_len)
+        """The blocks of each pipeline stage: cut at `pipeline_parallel_split_points`, or so that all stages cost the
+        same. Without a pipeline there is one stage with all blocks."""
+        config, pipeline = self.job.parallelism, self.degrees.pipeline
+        per_rank = 1 if config.pipeline_parallel_schedule in ONE_STAGE_A_RANK or pipeline == 1 else 2
+        cuts = [int(point.removeprefix("layers.")) for point in config.pipeline_parallel_split_points]
+        cuts = cuts or balanced_cuts(self.arch, self.job.training.seq_len, pipeline * per_rank)
+        return [range(first, end) for first, end in pairwise([0, *cuts, self.arch.n_layers])]
 
     @property
     def global_batch_size(self) -> int:
@@ -88,7 +125,7 @@ class Run:
         """Folder that contains a folder per saved step."""
         return self.dump_folder / self.job.checkpoint.folder
 
-    def compiles(self, component: Component) -> bool:
+    def compiles(self, component: schema.Component) -> bool:
         """Whether the job asks to compile this component."""
         return self.job.compile.enable and component in self.job.compile.components
 
@@ -96,3 +133,54 @@ class Run:
     def state_dtype(self) -> Literal["float32", "bfloat16"]:
         """Dtype of the optimizer's two moments."""
         return self.job.optimizer.state_dtype or self.job.training.dtype
+
+
+def sequence_divisor(degree: Degrees) -> int:
+    """The number that must divide the length of a row: each context rank has two chunks of it, and the tensor ranks
+    divide the part of a context rank."""
+    return math.lcm(2 * degree.context if degree.context > 1 else 1, degree.context * degree.tensor)
+
+
+def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
+    """Cost of the embedding, of one block and of the output, in forward FLOPs per token.
+
+    The embedding has no matmul. Its cost is the memory traffic of its dense gradient (V x C in fp32, once per row),
+    converted to the FLOPs that the device could do in the same time, and divided by 3, because a step costs as much as
+    three forward passes.
+    """
+    embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
+    block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * arch.kv_dim + 3 * arch.dim * arch.ffn_dim)
+    block += 2 * seq_len * arch.dim  # causal attention: scores and weighted sum, half of 4 T C
+    return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
+
+
+def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
+    """First blocks of the stages 1, 2, ... that minimise the cost of the most expensive stage. Every stage has a block.
+
+    Among equal solutions the smallest sum of squared costs is taken, so that the first and the last stage, which have
+    the embedding and the output, do not get a surplus block.
+    """
+    embedding, block, output = piece_costs(arch, seq_len)
+    layers = arch.n_layers
+    assert stages <= layers
+
+    # best[n]: (highest cost of a stage, sum of squared costs, cuts) of the stages so far, over the first n blocks
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(stages):
+        extra = (embedding if stage == 0 else 0) + (output if stage == stages - 1 else 0)
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        for done, (dearest, squares, cuts) in best.items():
+            for end in range(done + 1, layers - (stages - 1 - stage) + 1):
+                here = (end - done) * block + extra
+                candidate = (max(dearest, here), squares + here * here, [*cuts, end])
+                if end not in following or candidate[:2] < following[end][:2]:
+                    following[end] = candidate
+        best = following
+    return best[layers][2][:-1]
+
+
+def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
+    """The pipeline rank that runs a stage."""
+    if schedule in V_SHAPED:
+        return min(stage, stages - 1 - stage)
+    return stage % pipeline

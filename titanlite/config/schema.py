@@ -1,32 +1,21 @@
 """Every key of a job file: its type, its constraint, its default and why the default is what it is.
 
-Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys
-or the world size are in `titanlite.config.rules`, those about files in `titanlite.load_run`.
+Invariant: a `JobConfig` is immutable, and each single value in it is valid on its own. Rules that span keys,
+the world size or files are in `titanlite.load_run`.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titanlite.config.mistakes import WrongJob, mistakes
+from titanlite.config.files import FileModel
+from titanlite.config.flavors import FLAVORS
+from titanlite.config.mistakes import WrongJob, mistakes, without
 
 
 def _auto_or_positive(value: int) -> int:
@@ -36,18 +25,10 @@ def _auto_or_positive(value: int) -> int:
 
 
 def usable_path(path: str) -> str:
-    """The path with a leading ~ expanded.
-
-    Raises:
-        ValueError: the system does not accept the name: it is too long, has a NUL byte, or is not UTF-8.
-    """
+    """The path with a leading ~ expanded. Raises ValueError: no system accepts it."""
     path = os.path.expanduser(path)
-    path.encode()
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            os.stat(path)
-    except OSError as error:
-        raise ValueError(f"is no path: {error.strerror}") from None
+    if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
+        raise ValueError("is no path: it has a NUL byte, or a name of more than 255 bytes")
     return path
 
 
@@ -58,12 +39,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists; a frozen section holds a tuple
-
-OF_CHECKPOINT = "of a checkpoint"  # the context of a validation
-NEVER_READ = "is no longer a key, because nothing read it. Remove it."
-
-
+Blocks = Annotated[tuple[Annotated[str, Field(pattern=r"^layers\.[0-9]{1,9}$")], ...], Field(strict=False)]
 Component = Literal["model", "loss", "optimizer", "clip"]
+NEVER_READ = "is no longer a key, because nothing read it. Remove it."
 
 
 def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
@@ -71,17 +49,11 @@ def _never_read(**defaults: object) -> dict[str, tuple[object, str]]:
     return {key: (default, NEVER_READ) for key, default in defaults.items()}
 
 
-class Section(BaseModel):
+class Section(FileModel):
     """Base of all sections: immutable, closed to unknown keys, without silent conversions ("8" is not 8)."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        revalidate_instances="always",  # because `model_copy(update=...)` does not validate
-    )
+    # Validated anew, because `model_copy(update=...)` does not validate.
+    model_config = ConfigDict(use_attribute_docstrings=True, revalidate_instances="always")
 
     dropped: ClassVar[dict[str, tuple[object, str]]] = {}
     """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
@@ -91,21 +63,10 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _forget_gone(cls, values: Any, info: ValidationInfo) -> Any:
-        """`values` without dropped keys that have their default; in the job of a checkpoint, without all that is gone,
-        because the checkpoint must stay readable."""
+    def _forget_dropped(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        of_checkpoint, kept = info.context == OF_CHECKPOINT, {}
-        for key, value in values.items():
-            gone = cls.gone_values.get(key, {}) if of_checkpoint else {}
-            if key in cls.dropped and (of_checkpoint or value == cls.dropped[key][0]):
-                continue
-            if isinstance(value, list):
-                kept[key] = [item for item in value if not (isinstance(item, str) and item in gone)]
-            elif not (isinstance(value, str) and value in gone):
-                kept[key] = value
-        return kept
+        return {k: v for k, v in values.items() if k not in cls.dropped or v != cls.dropped[k][0]}
 
 
 class Job(Section):
@@ -126,7 +87,7 @@ class Job(Section):
 class Model(Section):
     """The architecture. A key that is left out has the flavor's value."""
 
-    flavor: str = "debugmodel"
+    flavor: Annotated[str, Field(pattern=f"^({'|'.join(FLAVORS)})$")] = "debugmodel"
     """A name in titanlite/config/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
@@ -237,11 +198,20 @@ class TextSource(Section):
     """huggingface: read the data during training instead of downloading it first."""
 
 
-class DataSource(TextSource):
-    """One source of a mix."""
+class ValidationSource(TextSource):
+    """One source of a mix to validate on."""
+
+    dropped = _never_read(max_epochs=0)
 
     weight: NonNegativeFloat = 1.0
     """Share of the rows that come from this source, relative to the weights of the other sources."""
+
+
+class DataSource(ValidationSource):
+    """One source of a mix."""
+
+    dropped: ClassVar = {}
+
     max_epochs: NonNegativeInt = 0
     """The run ends, with a checkpoint, once it has read this source this many times. 0: it never ends because of the
     data. Above 0, each rank tokenizes the whole source to know where it ends; only the length of shards is known."""
@@ -289,15 +259,6 @@ class Dataset(TextSource):
     itself reads."""
     prefetch: PositiveInt = 2
     """Number of global batches that each background process may prepare in advance."""
-
-
-class ValidationSource(TextSource):
-    """One source of a mix to validate on."""
-
-    dropped = _never_read(max_epochs=0)
-
-    weight: NonNegativeFloat = 1.0
-    """Share of the rows that come from this source, relative to the weights of the other sources."""
 
 
 class Validation(TextSource):
@@ -416,7 +377,7 @@ class Parallelism(Section):
     ] = "1F1B"
     """Order of forward and backward passes. 1F1B and GPipe have one stage per rank. The others have two, or as many as
     pipeline_parallel_split_points gives. The zero bubble schedules delay the gradients of weights."""
-    pipeline_parallel_split_points: Names = ()
+    pipeline_parallel_split_points: Blocks = ()
     """First block of each stage except the first stage, such as ["layers.4", "layers.8"]. Empty: the stages have equal
     cost, with the embedding and the output included."""
 
@@ -474,9 +435,7 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    gone_values = {
-        "async_mode": {"process": 'is no longer a way to save. Use "async": a thread writes, beside the training.'}
-    }
+    gone_values: ClassVar = {"async_mode": {"process": 'is no longer a way to save. Use "async": a thread writes.'}}
 
     enable: bool = True
     """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
@@ -525,11 +484,7 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is measured and where it is written."""
 
-    gone_values = {
-        "details": {
-            "float8": "is no longer measured. To see what FP8 does to a run, compare its loss with one without float8."
-        }
-    }
+    gone_values: ClassVar = {"details": {"float8": "is no longer measured; compare the loss with one without float8."}}
 
     log_freq: PositiveInt = 10
     """Steps between two log lines. The host waits for the device once per line."""
@@ -627,8 +582,13 @@ class JobConfig(Section):
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> Self:
-        """The job in a checkpoint, without what an earlier version had. Raises WrongJob: what no version had."""
-        return cls.model_validate(saved, context=OF_CHECKPOINT)
+        """The job in a checkpoint, without what only an earlier version had. Raises WrongJob: what no version had."""
+        try:
+            return cls.model_validate(saved)
+        except WrongJob as wrong:
+            if not all(mistake.kind == "gone" for mistake in wrong.mistakes):
+                raise
+            return cls.model_validate(without(saved, wrong.mistakes))
 
     @model_validator(mode="wrap")
     @classmethod

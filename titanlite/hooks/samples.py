@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.completion import Completion, TextStream, choose, encode_prompt
-from titanlite.config.layout import sequence_divisor
+from titanlite.config.run import sequence_divisor
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.optim.loss import fp32_logits

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.layout import Degrees
+from titanlite.config.run import Degrees
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.flavors import Architecture
-from titanlite.config.layout import stage_rank
-from titanlite.config.run import Run
+from titanlite.config.run import Run, stage_rank
 from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
 

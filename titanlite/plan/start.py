@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlite.config.errors import UserError
-from titanlite.config.rules import Context, broken_rules
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.load_run import broken_rules
 from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import GIB, MIB, PLAN, plan_in_child
 from titanlite.observe.gpus import gpu_of_device
@@ -28,8 +28,6 @@ BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 
 DRY_RUN = "--dry-run"  # an option of `train` and `launch` beside the keys of a job
 _BESIDE = 3 * GIB  # more than any allowance beside tensors that is not a share of them
-# The rules about files are left out of a change, because none here concerns a file.
-_FILE_KEYS = ("tokenizer.path", "dataset.source", "validation.source", "job.dump_folder", "checkpoint.folder")
 
 
 def without_dry_run(argv: Sequence[str]) -> tuple[list[str], bool]:
@@ -140,7 +138,7 @@ def changed(run: Run, settings: Settings) -> Run | None:
         sections.setdefault(section, {})[name] = value
     update = {name: getattr(run.job, name).model_copy(update=values) for name, values in sections.items()}
     new = Run(JobConfig.model_validate(run.job.model_copy(update=update)), run.world_size)
-    return None if broken_rules(Context(new), _FILE_KEYS) else new
+    return None if broken_rules(new) else new
 
 
 def options(settings: Settings) -> tuple[str, ...]:

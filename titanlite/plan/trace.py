@@ -27,8 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config.errors import UserError
-from titanlite.config.layout import V_SHAPED, stage_rank
-from titanlite.config.run import Run
+from titanlite.config.run import V_SHAPED, Run, stage_rank
 from titanlite.data.batch import blank_microbatch
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params

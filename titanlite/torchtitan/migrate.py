@@ -19,7 +19,7 @@ from tomlkit.items import AoT, Comment, InlineTable, Table
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import WrongJob, block, shown
+from titanlite.config.mistakes import WrongJob, shown
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 from titanlite.torchtitan import tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
@@ -170,7 +170,7 @@ class Migration:
                     reason = f"{tables.INSTEAD.get(entry.value, '')} Here it {mistake.remedy}".lstrip()
                     self._lose(f"{entry.key} = {shown(entry.value)}", reason)
                 else:
-                    errors.append(block(entry.key, mistake.found, mistake.remedy))
+                    errors.append(f"  {entry.key}: {mistake.found} {mistake.remedy}")
         if errors:
             raise UserError("\n".join(["these values are wrong. Change them and migrate again:", *errors]))
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from titanlite.config.flavors import unused_rows
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
@@ -65,7 +64,7 @@ def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loade
         f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "
         f"{training.seq_len}, {run.world_size} x {device.type}"
     )
-    if unused := unused_rows(run.arch, tokenizer.vocab_size):
-        yield unused
+    if unused := run.arch.vocab_size - tokenizer.vocab_size:
+        yield f"{unused:,} of {run.arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
     if rank == 0:
         yield Event("Data:\n" + loader.table(training.steps), "data")
