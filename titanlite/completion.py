@@ -92,7 +92,7 @@ def generate(
     """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
 
     Args:
-        settings: Those of `config.inference.Generation`: temperature, top_k, top_p, stop, seed.
+        settings: Those of `config.options.Generation`: temperature, top_k, top_p, stop, seed.
 
     Raises:
         UserError: a value is not allowed, or the prompt does not fit the model.

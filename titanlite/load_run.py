@@ -156,7 +156,7 @@ def layout_rules(run: Run) -> Problems:
         return
     unit = training.local_batch_size * degree.data
     if run.global_batch_size % unit:
-        text = f"must be a multiple of local_batch_size times the data-parallel degree, {unit}. Nearest: "
+        text = f"must be a multiple of {unit}: local_batch_size times data-parallel degree = {degree.data}. Nearest: "
         yield "training.global_batch_size", f"{text}{_multiples(run.global_batch_size, unit)}."
         return
     rows = -(-arch.vocab_size // degree.tensor)

@@ -80,7 +80,7 @@ def evaluate_text(
         checkpoint: The folder of one step, the folder of all steps, or the output folder of a run.
         parallelism: The layout of the ranks. None: the weights are sharded over all of them.
         log: Is called with a line of text now and then.
-        settings: Those of `config.inference.Scoring`: window, stride, batch_size, text_column, dtype.
+        settings: Those of `config.options.Scoring`: window, stride, batch_size, text_column, dtype.
 
     Raises:
         UserError: a value is not allowed, a file is missing, or a record cannot be read.

@@ -362,7 +362,7 @@ def test_the_command_writes_a_whole_file_or_prints_it(capsys: pytest.CaptureFixt
 
 
 def test_a_job_file_of_torchtitans_is_recognised_and_ours_is_not_taken_for_one():
-    for text in (OF_01, OF_02, BEFORE_01, '[model]\nflavor = "8B"'):
+    for text in (OF_01, OF_02, BEFORE_01):
         Path("old.toml").write_text(text)
         with pytest.raises(UserError, match="`titanlite migrate"):
             load_job(["--job.config_file", "old.toml", "--training.steps", "0"])

@@ -153,7 +153,6 @@ def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tm
         ("plain", "titanlite.observe.writers.Writer"),
         ("misnamed", "Missing"),
         ("uninstalled", "missing_module"),
-        ("loss_table loss_table", "twice"),
         ("twice", "loss_table:LossTable, other_table:LossTable"),
     ],
 )

@@ -162,9 +162,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[
             gone = SECTIONS[section].dropped.get(name) if section in SECTIONS else None
             mistakes.append(Mistake(flag, flag, gone[1] if gone else unknown(JobConfig, section, name)))
         elif bool in kinds and given:
-            mistakes.append(
-                Mistake(flag, word, "takes no value: the flag alone is true, with no- before the key false.")
-            )
+            mistakes.append(Mistake(flag, word, "takes no value: alone it is true, with no- before the key false."))
         elif bool in kinds:
             values[key] = key == name
         elif not given and not is_list:
