@@ -116,9 +116,9 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
     resumer = Resumer(opened, LiveState(training.model, training.optimizer))
     resumer.load()
     load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
-    verify = statistics.median(seconds(lambda: step_folders.verify_folder(path)) for _ in range(SAVES))
+    verify = statistics.median(seconds(lambda: step_folders.check_folder(path)) for _ in range(SAVES))
     opened.close()
-    size = step_folders.folder_size(path)
+    size = sum(file.stat().st_size for file in path.iterdir())
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))
     return size, copy, load, verify

@@ -89,7 +89,7 @@ def test_a_job_that_was_saved_without_the_vocabulary_is_resumed_unchanged():
     job = check_run(JobConfig(), 1).job
     before, now = (j.model_dump(mode="json") for j in (job.model_copy(update={"model": Model()}), job))
     assert before["model"] != now["model"]
-    assert compare_jobs(before, now).lines() == []
+    assert compare_jobs(before, now) == []
 
 
 def test_a_job_of_python_is_checked_as_one_of_a_file():

@@ -108,15 +108,6 @@ def test_with_none_left_good_the_run_stops_now_and_at_the_next_start(two_saved):
         TinyRun().manager(folder).load()
 
 
-def test_rows_that_no_run_comes_to_are_not_resumed_from(tmp_path):
-    run = TinyRun()
-    manager = run.manager(tmp_path)
-    for step, rows in ((2, 8), (4, 10**12)):
-        data = {"version": 2, "schedule": {"step": step, "rows": [rows]}}
-        manager.save(step, {"step": step, "tokens": 64 * step, "data": data})
-    assert resumed_step(tmp_path) == 2
-
-
 WAS_HERE = "/tmp/titanlite-was-here"
 
 

@@ -13,7 +13,6 @@ import tomli
 import torch
 from tiny_run import TinyRun, assert_equal, load_model_weights, weights
 
-from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.huggingface import (
     CheckpointTensors,
     HuggingFaceReader,
@@ -59,12 +58,10 @@ class Held:
 
     def __init__(self, model: Llama, tensors: dict[str, torch.Tensor] | None = None) -> None:
         self.arch, self._tensors = model.arch, tensors or dict(model.named_parameters())
+        self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.read(name).dtype
 
 
 def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int = 10**9) -> None:
@@ -119,7 +116,9 @@ def test_a_trained_checkpoint_is_exported_with_its_tokenizer(tmp_path, capsys):
     assert main(command) == 2
     assert "--tokenizer FILE" in capsys.readouterr().err
     assert main([*command, "--dtype", "float32", "--tokenizer", str(TIKTOKEN)]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes"] == step_folders.folder_size(tmp_path / "hf")
+    assert json.loads(capsys.readouterr().out)["bytes"] == sum(
+        file.stat().st_size for file in (tmp_path / "hf").iterdir()
+    )
     assert main([*command, "--tokenizer", str(TIKTOKEN)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert not list(tmp_path.glob(".tmp-*"))
@@ -213,7 +212,7 @@ def test_weights_survive_export_and_import_in_each_dtype_and_are_not_resumed_fro
         ({"model_type": "qwen2"}, "model_type is 'qwen2', expected \"llama\""),
         (
             {"attention_bias": True, "hidden_act": "gelu", "hidden_size": 0},
-            "hidden_act is 'gelu', expected 'silu' or 'swish'.*attention_bias is True.*hidden_size is 0, expected",
+            "(?s)(?=.*hidden_act is 'gelu', expected 'silu' or 'swish')(?=.*attention_bias)(?=.*hidden_size is 0)",
         ),
         ({"vocab_size": 132}, r"embed_tokens.weight: shape \(131, 48\), expected \(132, 48\)"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight: not part of this architecture"),
@@ -275,8 +274,8 @@ from titanlite.config.flavors import Architecture
 arch = Architecture(512, 16, 8, 8, 2048, vocab_size=4096)  # 285 MB in fp32, largest tensor 8 MB
 class Zeros:
     arch = arch
+    dtypes = dict.fromkeys(parameter_shapes(arch), torch.float32)
     def read(self, name): return torch.zeros(parameter_shapes(arch)[name])
-    def dtype(self, name): return torch.float32
 out = Path({str(tmp_path)!r})
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()

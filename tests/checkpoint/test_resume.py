@@ -106,8 +106,7 @@ def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
 
 def test_other_optimizer_groups_are_refused_in_words(two_saved):
     folder, _ = two_saved
-    expected = r"tok_embeddings.weight: saved in group 0 \(weight_decay 0.1\), now in group 1 \(weight_decay 0.0\)"
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=r"tok_embeddings\.weight: saved in group 0, now in group 1"):
         TinyRun(optimizer={"decay_embeddings": False}).manager(folder).load()
 
 
@@ -165,7 +164,7 @@ def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     train_state = run.train_state(1) | {"data": {"version": 1, "tokenizer": "fingerprint"}}
     run.manager(tmp_path, job=job, tokenizer="fingerprint").save(1, train_state)
     for excluded in ((), ("data",)):
-        with pytest.raises(UserError, match=r"tokenizer\.path: .* has other contents, which gives the ids"):
+        with pytest.raises(UserError, match=r"tokenizer\.path: .* whose ids mean other text"):
             run.manager(tmp_path, job=job, tokenizer="another", exclude_from_loading=excluded).load()
     lines: list[str] = []
     job["tokenizer"]["path"] = "elsewhere/tokenizer.model"
@@ -216,5 +215,5 @@ def test_a_run_moves_between_layouts(tmp_path):
         *train_ranks(1, tmp_path, 6, 8),
     ]
     assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
-    assert not step_folders.verify_folder(tmp_path / "step-00000004")
+    step_folders.check_folder(tmp_path / "step-00000004")
     assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))

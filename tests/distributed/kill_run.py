@@ -46,10 +46,15 @@ def kill_within_removal(path: Path) -> None:
         kill()
 
 
+def kill_between_manifest_and_name(path: Path) -> None:
+    if path.name.startswith(step_folders.UNFINISHED):
+        kill()
+
+
 def wrap_removal() -> None:
     """The removal is waited for, because a machine that is busy can reach the next save before it."""
     wrap(shutil, "rmtree", before=kill_within_removal)
-    wrap(Saver, "purge", after=lambda saver: saver._purger.submit(int).result())
+    wrap(Saver, "settle", before=lambda saver: saver._thread.submit(int).result())
 
 
 def fill_disk_once() -> None:
@@ -68,8 +73,8 @@ def fill_disk_once() -> None:
 POINTS: dict[str, Callable[[], None]] = {
     "before_data": lambda: wrap(CommittingWriter, "write_data", before=kill),
     "within_file": lambda: wrap(step_folders.HashingFile, "write", before=kill_within_file),
-    "before_manifest": lambda: wrap(step_folders, "write_manifest", before=kill),
-    "before_rename": lambda: wrap(step_folders, "write_manifest", after=kill),
+    "before_manifest": lambda: wrap(step_folders, "encode_manifest", before=kill),
+    "before_rename": lambda: wrap(step_folders, "flush", before=kill_between_manifest_and_name),
     "after_rename": lambda: wrap(step_folders, "publish", after=kill),
     "during_purge": wrap_removal,
     "full_disk": fill_disk_once,

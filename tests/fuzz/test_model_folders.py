@@ -90,7 +90,7 @@ def test_mutants_of_metas_folder(tmp_path, good, count):
             reader = MetaReader(folder)
             for name, shape in parameter_shapes(reader.arch).items():
                 assert reader.read(name).shape == shape
-                assert reader.dtype(name).is_floating_point
+                assert reader.dtypes[name].is_floating_point
             Llama(reader.arch)
 
         taken += ends_well(number, act)

@@ -30,6 +30,8 @@ from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError
 from titanlite.config.files import short
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, which works on one process, too
+
 INDEX = ".metadata"
 Index = dict[str, stored.TensorStorageMetadata]
 """The tensors of a checkpoint by name."""
@@ -57,7 +59,7 @@ class CommittingWriter(FileSystemWriter):
     def __init__(self, folder: Path, step: int, token: str, info: dict[str, Any]) -> None:
         # There is one thread, because DCP loses the exceptions of all but the first. It does not copy ahead, because
         # DCP would wait for the stream of the training at each tensor, though all tensors are on the CPU already.
-        self.unfinished = folder / step_folders.unfinished_name(step, token)
+        self.unfinished = folder / f"{step_folders.UNFINISHED}{step_folders.step_name(step)}-{token}"
         super().__init__(self.unfinished, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.step, self.info = step, info
         self.target = folder / step_folders.step_name(step)
@@ -170,8 +172,7 @@ def load_tensors(reader: SafeReader, tensors: dict[str, Tensor], group: dist.Pro
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        with alone():
-            dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        dcp_load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{reader.path} cannot be loaded: {reason(error)}") from None
 
@@ -190,14 +191,6 @@ def abridged(lines: list[str], limit: int = 8) -> str:
     """The first lines of a list for a message."""
     more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
     return "\n  ".join([*lines[:limit], *more])
-
-
-@contextmanager
-def alone() -> Generator[None, None, None]:
-    """Silence DCP's warning that it works on one process, where that is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 class _CheckpointFiles(FileSystem):

@@ -43,22 +43,13 @@ def checkpoints_at(path: Path) -> list[Path]:
     path = Path(os.path.expanduser(path))
     if not os.path.isdir(path):  # which, unlike Path.is_dir, takes a name of any length
         problem = "is a file" if os.path.isfile(path) else "does not exist"
-        raise UserError(
-            f"{path}: {problem}. Name the folder of a step (.../step-00000100), the folder of all steps, or the output "
-            "folder of a run, for example outputs/debug_model."
-        )
+        raise UserError(f"{path}: {problem}. Name the folder of a step, that of all steps, or a run's output folder.")
     path = path.resolve()
     if step_folders.step_of(path) is not None:
         return [path]
-    found = step_folders.list_checkpoints(path) or sorted(
-        (step for folder in _folders_of_run(path) for step in step_folders.list_checkpoints(folder)),
-        key=lambda step: step_folders.step_of(step) or 0,
-    )
+    found = step_folders.list_checkpoints(path) or step_folders.list_checkpoints(*_folders_of_run(path))
     if not found:
-        raise CheckpointError(
-            f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps and at its end, unless "
-            "checkpoint.enable is false."
-        )
+        raise CheckpointError(f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps.")
     return found
 
 
@@ -123,16 +114,15 @@ def verify(folder: Path) -> dict[str, Any]:
     folders = [] if paths == [home] else sorted({path.parent for path in paths})
     rows = []
     for path in paths:
+        state, damage = "good", []
         try:
-            damage = step_folders.verify_folder(path)
-            state = "damaged" if damage else "good"
+            step_folders.check_folder(path)
         except CheckpointError as error:
-            damage, state = [str(error)], "unreadable"
-        size = step_folders.folder_size(path)
-        if not path.exists():  # the run goes on, and has removed it meanwhile
-            continue
-        name = os.path.relpath(path, home) if folders else path.name
-        rows.append({"name": name, "step": step_folders.step_of(path), "bytes": size, "state": state, "damage": damage})
+            state, damage = "damaged" if isinstance(error, Damage) else "unreadable", [str(error)]
+        size = sum(file.lstat().st_size for file in path.glob("*"))
+        if path.exists():  # else the run goes on, and has removed it meanwhile
+            name, step = os.path.relpath(path, home) if folders else path.name, step_folders.step_of(path)
+            rows.append({"name": name, "step": step, "bytes": size, "state": state, "damage": damage})
     return {
         "folder": str(folder),
         "checkpoints": rows,
@@ -152,33 +142,23 @@ def known_job(path: Path) -> JobConfig:
 
 
 def job_of(step_folder: Path) -> JobConfig:
-    """`saved_job`, which raises CheckpointError if there is none."""
-    job = saved_job(step_folder)
-    if job is None:
-        raise CheckpointError(
-            f"{step_folder} does not say which model it has, and {step_folder.parents[1]} has no config.toml. "
-            "Copy the config.toml of the run there."
-        )
-    return job
-
-
-def saved_job(step_folder: Path) -> JobConfig | None:
-    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run; None if it is in
-    neither, as in imported weights.
+    """The job that trained a checkpoint: from its manifest, else from the config.toml of its run.
 
     Raises:
         Damage: the manifest is no good.
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or the job is in neither, as with imported weights.
     """
+    job, config = step_folders.read_manifest(step_folder)["info"]["job"], step_folder.parents[1] / "config.toml"
+    if job is None and config.is_file():
+        return load_job(["--job.config_file", str(config)])
+    if job is None:
+        problem = f"{step_folder} does not say which model and tokenizer it has, and there is no {config}"
+        raise CheckpointError(f"{problem}. Copy the config.toml of the run there.")
     try:
-        job = step_folders.read_manifest(step_folder)["info"]["job"]
-        if job is not None:
-            return JobConfig.of_checkpoint(job)
+        return JobConfig.of_checkpoint(job)
     except WrongJob as wrong:
         found = "; ".join(mistake.found for mistake in wrong.mistakes)
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
-    config = step_folder.parents[1] / "config.toml"
-    return load_job(["--job.config_file", str(config)]) if config.is_file() else None
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:
@@ -188,14 +168,10 @@ def resume_hint(run: Run, argv: Sequence[str]) -> str:
         argv: The words after `titanlite train` or `titanlite launch`.
     """
     command = " ".join([os.environ.get(COMMAND, "titanlite train"), *map(shlex.quote, argv)])
-    if not run.job.checkpoint.enable:
-        return f"Nothing is saved, because checkpoint.enable is false. To start again: {command}"
-    saved = step_folders.list_checkpoints(run.checkpoint_folder)
-    if not saved:
+    if not is_saved(run):
         return f"Nothing is saved. To start again: {command}"
-    return (
-        f"The last good step is {step_folders.step_of(saved[-1])}, saved in {saved[-1]}. To go on after it: {command}"
-    )
+    saved = step_folders.list_checkpoints(run.checkpoint_folder)[-1]
+    return f"The last good step is {step_folders.step_of(saved)}, saved in {saved}. To go on after it: {command}"
 
 
 def is_saved(run: Run) -> bool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -61,17 +61,15 @@ class Ranks:
             Damage: on every rank, if some ranks raised it, and no rank another CheckpointError.
             CheckpointError: on every rank, if one raised it: what could not be read now is not called damaged.
         """
-        value: list[T] = []
-        failure: tuple[bool, str] | None = None
+        value, failure = None, None
         try:
-            value = [function()]
+            value = function()
         except CheckpointError as error:
             failure = isinstance(error, Damage), str(error)
-        failures = sorted(failure for failure in self.distinct(failure) if failure is not None)
-        if failures:
-            worst = [reason for is_damage, reason in failures if is_damage == failures[0][0]]
-            raise Damage("; ".join(worst)) if failures[0][0] else CheckpointError("\n".join(worst))
-        return value[0]
+        if failures := [failure for failure in self.distinct(failure) if failure is not None]:
+            kind = Damage if all(is_damage for is_damage, _ in failures) else CheckpointError
+            raise kind("; ".join(sorted(text for _, text in failures)))
+        return cast(T, value)
 
     def check(self, path: Path) -> None:
         """`step_folders.check_folder`; the ranks share the reading. Raises as `together`."""
@@ -83,18 +81,19 @@ class Ranks:
         Raises:
             UserError: on every rank, if the function raised one, an OSError or a ValueError.
         """
-        result: list[Any] = [None, None]
+        value, failure = None, None
         if self.rank == 0:
             try:
-                result[0] = function()
+                value = function()
             except UserError as error:
-                result[1] = error
+                failure = error
             except (OSError, ValueError) as error:
-                result[1] = UserError(f"Checkpoints: {type(error).__name__}: {error}")
+                failure = UserError(f"Checkpoints: {type(error).__name__}: {error}")
+        result = [value, failure]
         dist.broadcast_object_list(result, src=0, group=self.group)
-        if result[1] is not None:
+        if isinstance(result[1], UserError):
             raise result[1]
-        return result[0]
+        return cast(T, result[0])
 
 
 class CheckpointFolder:
@@ -131,21 +130,11 @@ class CheckpointFolder:
             self.log(line)
 
     def check_room(self, size: int) -> None:
-        """Warn if the checkpoints that retention keeps do not fit on the disk.
-
-        Args:
-            size: bytes of one checkpoint, over all ranks.
-
-        Raises:
-            UserError: on all ranks: not even one fits.
-        """
+        """Raise a UserError on all ranks if a checkpoint of so many bytes, over all ranks, does not fit on the disk."""
         free = self.ranks.on_rank0(lambda: shutil.disk_usage(self.path).free)
-        needed = f"{self.path}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         if free < size:
+            needed = f"{self.path}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
             raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
-        present = len(self.ranks.on_rank0(lambda: step_folders.list_checkpoints(self.path)))
-        if size * max(1, self.config.keep_latest_k + self.config.keep_best + 1 - present) > free:
-            self.say(f"{needed}: not enough for checkpoint.keep_latest_k = {self.config.keep_latest_k}")
 
     def close(self) -> None:
         """Let other runs have the folder."""
@@ -158,10 +147,9 @@ class CheckpointFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         # The other ranks wait, too, and no longer than for a save.
         self._lock = step_folders.lock(self.path, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self.log)
-        beside = self.path.parent
-        places = ((self.path, ""), (beside / "final", ""), (beside, "final_hf-"))
-        removed = [step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end) for at, end in places]
-        gone = [name for names in removed for name in names]
+        beside, gone = self.path.parent, []
+        for at, end in ((self.path, ""), (beside / "final", ""), (beside, "final_hf-")):
+            gone += step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end)
         if gone:
             self.log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
         token = secrets.token_hex(8)

@@ -28,26 +28,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, alone, load_tensors, reason
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.config.flavors import Architecture
-from titanlite.model.formats import (
-    HF_EMBEDDING,
-    HF_OUTPUT,
-    architecture_from_hf,
-    differences,
-    hf_config,
-    hf_name,
-    parameter_shapes,
-    tensor_differences,
-)
+from titanlite.model import formats
+from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, differences, hf_name, parameter_shapes
 from titanlite.model.llama import Llama
 
 _DTYPE_OF = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SINGLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _MOST_JSON = 1 << 24  # bytes; the index of Llama 405B has a tenth of a megabyte
-_COMPARED_NUMBERS = 1 << 24  # of a matrix at a time
 SHARD_BYTES = 1_000_000_000  # of a file, which is in memory twice while it is written
 
 
@@ -55,13 +46,10 @@ class WeightSource(Protocol):
     """The weights of a Llama by our names."""
 
     arch: Architecture
+    dtypes: dict[str, torch.dtype]
 
     def read(self, name: str) -> Tensor:
         """A whole parameter in this model's layout."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Its dtype, without reading it."""
         ...
 
 
@@ -73,23 +61,20 @@ class CheckpointTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        info = step_folders.read_manifest(path)["info"]
-        if info["architecture"] is None:
+        self._reader, arch = SafeReader(path), step_folders.read_manifest(path)["info"]["architecture"]
+        if arch is None:
             raise CheckpointError(f"{path} does not say of which architecture its weights are")
-        self.arch, self._reader = Architecture(**info["architecture"]), SafeReader(path)
-        saved = {name: tuple(entry.size) for name, entry in self._reader.index.items() if name.startswith("model.")}
-        if lines := differences({f"model.{n}": shape for n, shape in parameter_shapes(self.arch).items()}, saved):
+        self.arch, index = Architecture(**arch), self._reader.index
+        saved = {name[6:]: entry for name, entry in index.items() if name.startswith("model.")}
+        if lines := differences(parameter_shapes(self.arch), {name: tuple(saved[name].size) for name in saved}):
             raise CheckpointError(f"{path} does not fit its architecture: {lines[0]}")
+        self.dtypes = {name: entry.properties.dtype for name, entry in saved.items()}
 
     def read(self, name: str) -> Tensor:
         """A whole parameter in its saved dtype."""
-        tensor = torch.empty(self._reader.index[f"model.{name}"].size, dtype=self.dtype(name))
+        tensor = torch.empty(parameter_shapes(self.arch)[name], dtype=self.dtypes[name])
         load_tensors(self._reader, {f"model.{name}": tensor})
         return tensor
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a parameter."""
-        return self._reader.index[f"model.{name}"].properties.dtype
 
 
 def export_hf(
@@ -114,7 +99,14 @@ def export_hf(
     folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
     target = getattr(torch, dtype)
     sizes = {name: math.prod(shape) * target.itemsize for name, shape in parameter_shapes(source.arch).items()}
-    shards, places = _split(sizes, shard_bytes), {}
+    shards: list[list[str]] = []
+    places, room = {}, 0
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
     try:
         folder.mkdir(parents=True)
         token_ids = write_tokenizer(folder)
@@ -123,7 +115,7 @@ def export_hf(
             places |= {hf_name(name): file_name for name in names}
             tensors = {hf_name(name): source.read(name).detach().to("cpu", target).contiguous() for name in names}
             save_file(tensors, folder / file_name, {"format": "pt"})
-        tables = {"config.json": hf_config(source.arch, dtype) | token_ids}
+        tables = {"config.json": formats.hf_config(source.arch, dtype) | token_ids}
         tables["generation_config.json"] = {"do_sample": True, **token_ids}
         if len(shards) > 1:
             tables[_INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -141,19 +133,6 @@ def export_hf(
         raise
 
 
-def _split(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names in order, in groups of at most `shard_bytes` where a single tensor is not larger than that."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
 class HuggingFaceReader:
     """A Llama in a Hugging Face folder, whose files are mapped while this object lives.
 
@@ -169,7 +148,7 @@ class HuggingFaceReader:
         path = file_inside(folder, "config.json")
         try:
             config = parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root
-            self.arch = architecture_from_hf(config)
+            self.arch = formats.architecture_from_hf(config)
         except ValueError as error:
             raise UserError(f"{path}: this Llama cannot be imported: {error}.") from None
         self._files: dict[str, Any] = {}  # Hugging Face tensor name -> open file
@@ -182,31 +161,22 @@ class HuggingFaceReader:
                 raise UserError(f"{path}: {short(min(twice))} is in another file of the folder, too.")
             self._files |= dict.fromkeys(file.keys(), file)
         parts = {name: file.get_slice(name) for name, file in self._files.items()}
-        if lines := tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
+        if lines := formats.tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
             raise UserError(f"{folder}: its tensors are not those of its config.json:\n  {abridged(lines, 20)}")
-        for name in parameter_shapes(self.arch):
-            if (code := parts[hf_name(name)].get_dtype()) not in _DTYPE_OF:
-                raise UserError(f"{folder}: {hf_name(name)} is {code}; only F32, BF16 and F16 can be imported.")
-        if self.arch.tied_embeddings and HF_OUTPUT in parts and not self._tied(parts[HF_EMBEDDING], parts[HF_OUTPUT]):
-            both = f"{HF_OUTPUT} differs from {HF_EMBEDDING}"
-            remedy = f"Set tie_word_embeddings to false to keep both, or remove {HF_OUTPUT}"
-            raise UserError(f"{folder}: config.json ties the embeddings, but {both}. {remedy}.")
-
-    def _tied(self, embedding: Any, output: Any) -> bool:
-        rows, width = self.arch.vocab_size, self.arch.dim
-        if output.get_shape() != [rows, width] or output.get_dtype() != embedding.get_dtype():
-            return False
-        step = max(1, _COMPARED_NUMBERS // width)
-        return all(torch.equal(embedding[i : i + step], output[i : i + step]) for i in range(0, rows, step))
+        codes = {name: parts[hf_name(name)].get_dtype() for name in parameter_shapes(self.arch)}
+        if odd := [f"{hf_name(name)} is {code}" for name, code in codes.items() if code not in _DTYPE_OF]:
+            raise UserError(f"{folder}: {odd[0]}; only F32, BF16 and F16 can be imported.")
+        self.dtypes = {name: _DTYPE_OF[code] for name, code in codes.items()}
+        if self.arch.tied_embeddings and HF_OUTPUT in parts:
+            both = [self._files[name].get_tensor(name) for name in (HF_EMBEDDING, HF_OUTPUT)]  # mapped, not copied
+            if both[0].dtype != both[1].dtype or not torch.equal(*both):
+                problem = f"config.json ties the embeddings, but {HF_OUTPUT} differs from {HF_EMBEDDING}"
+                raise UserError(f"{folder}: {problem}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}.")
 
     def read(self, name: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """A tensor by our name, or the part of it at `offsets`; only these bytes are read."""
         part = self._files[hf_name(name)].get_slice(hf_name(name))
         return part[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)) or ...]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor by our name."""
-        return _DTYPE_OF[self._files[hf_name(name)].get_slice(hf_name(name)).get_dtype()]
 
 
 def _safetensors(folder: Path) -> list[Path]:
@@ -263,7 +233,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
     if target.exists():
         raise UserError(f"{target} exists already. Choose another folder, or remove it.")
     shapes = parameter_shapes(source.arch)
-    tensors = {f"model.{n}": torch.empty(s, dtype=source.dtype(n), device="meta") for n, s in shapes.items()}
+    tensors = {f"model.{n}": torch.empty(s, dtype=source.dtypes[n], device="meta") for n, s in shapes.items()}
     info = {
         "train_state": {},
         "weights_only": True,
@@ -277,8 +247,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
     try:
-        with alone():
-            dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source, origin), no_dist=True)
+        dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source, origin), no_dist=True)
     except CheckpointException as error:
         shutil.rmtree(writer.unfinished, ignore_errors=True)
         cause = next(iter(error.failures.values()))[0]  # DCP hides it

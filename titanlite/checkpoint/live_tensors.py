@@ -52,19 +52,14 @@ class LiveState:
         return tensors
 
     def optimizer_groups(self, ranks: Ranks) -> list[dict[str, Any]]:
-        """Settings and parameter names of the groups, over all ranks; empty without an optimizer or without state.
-
-        The rate is left out, because it is the schedule's.
-        """
+        """Weight decay and parameter names of each group, over all ranks; empty without an optimizer or its state."""
         if self.optimizer is None or not self.optimizer.state:
             return []
-        names, own = self._names(), []
-        for group in self.optimizer.param_groups:
-            settings = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-            kept = {
-                k: v for k, v in settings.items() if k not in ("lr", "params") and isinstance(v, int | float | list)
-            }
-            own.append({**kept, "params": [names[parameter] for parameter in group["params"]]})
+        names = self._names()
+        own = [
+            {"weight_decay": group.get("weight_decay"), "params": [names[parameter] for parameter in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
         merged = []  # with pipeline stages, the parameters of a group are spread over ranks
         for of_ranks in zip(*ranks.distinct(own), strict=True):
             merged.append({**of_ranks[0], "params": sorted({name for group in of_ranks for name in group["params"]})})
@@ -97,12 +92,11 @@ def group_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]
     settings of another group (such as weight decay) would silently differ from those of the run that is resumed."""
 
     def places(groups: list[dict[str, Any]]) -> dict[str, str]:
-        words = [f"in group {i} (weight_decay {group.get('weight_decay')})" for i, group in enumerate(groups)]
-        return {name: where for where, group in zip(words, groups, strict=True) for name in group["params"]}
+        return {name: f"group {number}" for number, group in enumerate(groups) for name in group["params"]}
 
     before, now = places(saved), places(current)
-    moved = sorted(name for name in before.keys() | now.keys() if before.get(name, "")[:11] != now.get(name, "")[:11])
-    return [f"{n}: saved {before.get(n, 'in no group')}, now {now.get(n, 'in no group')}" for n in moved]
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return [f"{name}: saved in {before.get(name, 'no group')}, now in {now.get(name, 'no group')}" for name in names]
 
 
 @torch.no_grad()
@@ -135,10 +129,10 @@ def plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     own = local(tensor)
     inner = unwrapped(own)
-    if not isinstance(tensor, DTensor) or inner is own:
-        return inner if inner is not own else tensor
+    if inner is own:
+        return tensor
     # DTensor.from_local would move a tensor that is offloaded to the device of the mesh.
-    return DTensor(inner, tensor._spec, requires_grad=False)
+    return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from titanlite.config.files import exists, file_inside, parse_json, read_file, s
 from titanlite.model.formats import MetaParams, architecture_from_meta, from_meta_rotary, parameter_shapes
 
 _MOST_PARAMS = 1 << 20  # bytes; that of Llama 405B has 300
+_EMBEDDING = "tok_embeddings.weight"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,37 +37,38 @@ class MetaReader:
         params = parse_json(path, read_file(path, _MOST_PARAMS), MetaParams)
         self._shards = [_load(file_inside(folder, name)) for name in names]
         first = self._shards[0]
-        embedding, w1 = first.get("tok_embeddings.weight"), first.get("layers.0.feed_forward.w1.weight")
+        embedding, w1 = first.get(_EMBEDDING), first.get("layers.0.feed_forward.w1.weight")
         if embedding is None or w1 is None or embedding.ndim != 2 or w1.ndim != 2:
             raise UserError(f"{folder / names[0]} holds no Llama: no tok_embeddings.weight, or no feed-forward network")
         by_rows = embedding.shape[1] == params.dim  # Llama 3 splits the vocabulary, Llama 2 the width
         vocab_size = embedding.shape[0] * (len(names) if by_rows else 1)
         if params.vocab_size not in (-1, vocab_size):
             raise UserError(f"{path}: vocab_size is {params.vocab_size}; tok_embeddings.weight has {vocab_size} rows")
-        tied = all(_is_tied(shard) for shard in self._shards)
+        tied = all("output.weight" in s and torch.equal(s["output.weight"], s[_EMBEDDING]) for s in self._shards)
         arch = architecture_from_meta(params, vocab_size, w1.shape[0] * len(names))
         self.arch = dataclasses.replace(arch, tied_embeddings=tied)
-        self._shapes = parameter_shapes(self.arch)
+        shapes = parameter_shapes(self.arch)
         for name, shard in zip(names, self._shards, strict=True):
-            if odd := sorted(shard.keys() ^ (self._shapes.keys() | ({"output.weight"} if tied else set()))):
+            if odd := sorted(shard.keys() ^ (shapes.keys() | ({"output.weight"} if tied else set()))):
                 problem = "tensors that are missing or not part of this architecture"
                 raise UserError(f"{folder / name}: {problem}: {short(', '.join(odd))}")
-        self._cuts = {name: self._cut(name) for name in self._shapes}
+        self.dtypes = {name: first[name].dtype for name in shapes}
+        self._cuts = {name: self._cut(name, shape) for name, shape in shapes.items()}
 
-    def _cut(self, name: str) -> int | None:
+    def _cut(self, name: str, whole: tuple[int, ...]) -> int | None:
         """The dimension along which a tensor is split; None if each file holds all of it.
 
         Raises:
             UserError: the parts do not make the tensor.
         """
-        expected, parts = self._shapes[name], [tuple(shard[name].shape) for shard in self._shards]
-        if all(part == expected for part in parts):
-            return None
-        for dim, size in enumerate(expected):
-            share = (*expected[:dim], size // len(parts), *expected[dim + 1 :])
-            if size % len(parts) == 0 and all(part == share for part in parts):
+        parts = {tuple(shard[name].shape) for shard in self._shards}
+        for dim in (None, *range(len(whole))):
+            share = list(whole)
+            if dim is not None:
+                share[dim] //= len(self._shards)
+            if parts == {tuple(share)} and (dim is None or share[dim] * len(self._shards) == whole[dim]):
                 return dim
-        raise UserError(f"{name}: parts of shapes {parts[:8]} do not make {expected}")
+        raise UserError(f"{name}: parts of shapes {sorted(parts)[:8]} do not make {whole}")
 
     def read(self, name: str) -> Tensor:
         """A whole tensor in this model's layout."""
@@ -75,10 +77,6 @@ class MetaReader:
         if name.endswith(("attention.wq.weight", "attention.wk.weight")):
             whole = from_meta_rotary(whole, self.arch.head_dim)
         return whole
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
-        return self._shards[0][name].dtype
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -102,7 +100,3 @@ def _load(path: Path) -> dict[str, Tensor]:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
             raise UserError(f"{path}: {short(repr(name))} is no tensor of float32, bfloat16 or float16 numbers")
     return loaded
-
-
-def _is_tied(shard: dict[str, Tensor]) -> bool:
-    return torch.equal(shard["output.weight"], shard["tok_embeddings.weight"]) if "output.weight" in shard else False

@@ -20,7 +20,7 @@ from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.huggingface import load_hf_weights
-from titanlite.checkpoint.job_diff import DataChanges, compare_jobs
+from titanlite.checkpoint.job_diff import CURVE, REMEDIES, DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config.errors import CheckpointError, Damage, UserError
 
@@ -73,13 +73,12 @@ class Resumer:
             UserError: the job does not fit the newest good one: another model, optimizer, tokenizer or data.
             CheckpointError: there are checkpoints but no good one.
         """
-        folder, step = self._folder.path, self._config.load_step
-        candidates = self._ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
+        folder, step, ranks = self._folder.path, self._config.load_step, self._ranks
+        candidates = ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
         found = [
-            f"{path.name}: set aside earlier"
-            for path in self._ranks.on_rank0(partial(step_folders.list_set_aside, folder))
+            f"{path.name}: set aside earlier" for path in ranks.on_rank0(partial(step_folders.list_set_aside, folder))
         ]
-        if step != -1 and not self._ranks.on_rank0(lambda: self._went_back(candidates)):
+        if step != -1 and not ranks.on_rank0(lambda: self._went_back(candidates)):
             return self._load_step(candidates, step)
         for path in reversed(candidates):
             try:
@@ -88,9 +87,10 @@ class Resumer:
                 found.append(f"{path.name}: {damage}")
                 self._set_aside(path, f"checkpoint {path.name} is DAMAGED ({damage});")
         if found:
-            listed = "\n  ".join(found)
-            remedy = "To start from scratch, move these folders away or choose another checkpoint.folder."
-            raise CheckpointError(f"{folder}: no good checkpoint is left.\n  {listed}\n{remedy}")
+            listed = "\n  ".join([f"{folder}: no good checkpoint is left.", *found])
+            raise CheckpointError(
+                f"{listed}\nTo start from scratch, move them away or choose another checkpoint.folder."
+            )
         self._load_initial_weights()
         return None
 
@@ -109,16 +109,15 @@ class Resumer:
 
     def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
         """The checkpoint of this step; later ones are renamed aside."""
-        by_step = {step_folders.step_of(path) or 0: path for path in candidates}
-        asked = f"checkpoint.load_step = {step}"
-        if step not in by_step:
-            present = ", ".join(map(str, by_step)) or "none"
+        path, asked = self._folder.path / step_folders.step_name(step), f"checkpoint.load_step = {step}"
+        if path not in candidates:
+            present = ", ".join(candidate.name for candidate in candidates) or "none"
             raise CheckpointError(f"{asked}: {self._folder.path} has no such step (present: {present})")
         try:
-            train_state = self._load(by_step[step])
+            train_state = self._load(path)
         except Damage as damage:
             raise CheckpointError(f"{asked} is damaged: {damage}") from None
-        for later in (by_step[number] for number in by_step if number > step):
+        for later in candidates[candidates.index(path) + 1 :]:
             self._set_aside(later, f"going back to step {step}: {later.name}", "superseded")
         return train_state
 
@@ -128,15 +127,14 @@ class Resumer:
         manifest = self._ranks.on_rank0(lambda: step_folders.read_manifest(path))
         info = manifest["info"]
         if info.get("weights_only") or "step" not in info["train_state"]:
-            start = (
-                f'Start a new one from them: another checkpoint.folder, and checkpoint.initial_load_path = "{path}".'
-            )
-            raise CheckpointError(f"{path} holds weights only: there is no run to resume. {start}")
+            start = f'another checkpoint.folder, and checkpoint.initial_load_path = "{path}"'
+            raise CheckpointError(f"{path} holds weights only: there is no run to resume. Start a new one: {start}.")
         if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
             self._folder.say(f"{path.name} was saved after {words}")
-        self._report_changes(path, manifest)
+        if self._job is not None and info["job"] is not None:
+            self._compare(path, manifest, self._job)
         reader = self._ranks.together(lambda: SafeReader(path))
         tensors = self._tensors_to_load(path, info, reader.index)
         _load_finite(reader, tensors, self._ranks)
@@ -146,47 +144,40 @@ class Resumer:
         self._folder.say(f"resumed from step {manifest['step']} ({path})")
         return {key: value for key, value in info["train_state"].items() if key not in self._excluded}
 
-    def _report_changes(self, path: Path, manifest: dict[str, Any]) -> None:
-        """Raises UserError: this job cannot go on from there."""
+    def _compare(self, path: Path, manifest: dict[str, Any], job: dict[str, Any]) -> None:
+        """Say what has changed. Raises UserError: this job cannot go on from there."""
         info = manifest["info"]
-        if self._job is None or info["job"] is None:
-            return
         data = info["train_state"].get("data") or {}
-        resumes_data = self._compare_data is not None and data and "data" not in self._excluded
-        changes = compare_jobs(
-            info["job"],
-            self._job,
-            same_tokenizer="tokenizer" not in data or self._same_tokenizer(data["tokenizer"]),
-            data=self._compare_data(data) if self._compare_data and resumes_data else None,
-        )
+        compare = self._compare_data if data and "data" not in self._excluded else None
+        same_tokenizer = "tokenizer" not in data or self._same_tokenizer(data["tokenizer"])
+        changes = compare_jobs(info["job"], job, same_tokenizer=same_tokenizer, data=compare(data) if compare else None)
         if manifest["format"] == 1:
-            changes.curve.append(_OTHER_SCHEDULE)
-        self.changes = changes.differences()
-        for line in changes.lines():
-            self._folder.say(f"changed since {path.name}: {line}")
-        if changes.refused:
-            listed = "\n  ".join(changes.refused)
-            raise UserError(f"{path} cannot be resumed from by this job:\n  {listed}\n{changes.remedy(path)}")
+            changes.append((CURVE, _OTHER_SCHEDULE))
+        self.changes = [line for _, line in changes]
+        for verdict, line in changes:
+            self._folder.say(f"changed since {path.name}: {line} ({verdict})")
+        if refused := [(verdict, line) for verdict, line in changes if verdict in REMEDIES]:
+            listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *(line for _, line in refused)])
+            raise UserError(f"{listed}\n{REMEDIES[refused[0][0]].format(checkpoint=path)}")
 
     def _tensors_to_load(self, path: Path, info: dict[str, Any], saved: Index) -> dict[str, Tensor]:
         """The live tensors that the checkpoint fills. Raises UserError: they do not fit."""
         optimizer = self._live.optimizer
-        with_optimizer = bool(info["optimizer_groups"]) and "optimizer" not in self._excluded
-        if optimizer is not None and with_optimizer:
+        if not info["optimizer_groups"] or "optimizer" in self._excluded:
+            optimizer = None
+        if optimizer is not None:
             live_tensors.initialise_optimizer(optimizer)
-        same_world = info["layout"]["world_size"] == self._ranks.size
-        wanted = self._live.tensors(optimizer=with_optimizer, rng=same_world and "rng" not in self._excluded)
+        rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
+        wanted = self._live.tensors(optimizer=optimizer is not None, rng=rng)
         # A hook that the checkpoint does not know begins anew.
         wanted = {
             name: t for name, t in wanted.items() if name in saved or not name.startswith(("rng.cuda.", "hooks."))
         }
         check_fit(path, wanted, saved, self._ranks)
-        if optimizer is not None and with_optimizer:
-            now = self._live.optimizer_groups(self._ranks)
-            if moved := live_tensors.group_differences(info["optimizer_groups"], now):
-                remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
-                problem = "the optimizer's parameter groups differ from those saved"
-                raise UserError(f"{path}: {problem}:\n  {abridged(moved)}\n{remedy}")
+        now = self._live.optimizer_groups(self._ranks)
+        if optimizer is not None and (moved := live_tensors.group_differences(info["optimizer_groups"], now)):
+            remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
+            raise UserError(f"{path}: the optimizer's groups are others:\n  {abridged(moved)}\n{remedy}")
         return wanted
 
     def _load_initial_weights(self) -> None:

@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
@@ -32,6 +32,7 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.files import MANIFEST
 from titanlite.model.llama import Llama
 from titanlite.runtime.logging import Event
 
@@ -69,11 +70,11 @@ class Saver:
         self._failed_step: int | None = None  # of the newest save, if it failed
         self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
         self._losses: dict[Path, float | None] = {}  # of manifests that were read, because none ever changes
-        self._purger = ThreadPoolExecutor(1, "purge")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training, and removes
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
         self._stager: DefaultStager | None = None
-        self._copies: Future[None] | None = None  # that are made beside the next step
+        self._copies: Future[Any] | None = None  # that are made beside the next step
         if self._config.async_mode != "disabled":
             pinned = self._config.async_mode == "async_with_pinned_mem"
             if pinned and not torch.cuda.is_available():
@@ -123,7 +124,8 @@ class Saver:
         if last:
             self.settle()
             self.purge()  # the weights in `final` may be the best
-            if self._config.last_save_in_hf and not self._ranks.on_rank0(lambda: self._export(path, step)):
+            asked = self._config.last_save_in_hf and step != self._failed_step
+            if asked and not self._ranks.on_rank0(lambda: self._export(path, step)):
                 self._fail(step)
 
     def settle(self) -> None:
@@ -131,11 +133,11 @@ class Saver:
         then know it."""
         if self._pending is None:
             return
-        (step, ended), self._pending = self._pending, None
-        if not ended.done():
+        (step, saved), self._pending = self._pending, None
+        if not saved.done():
             self._waits += 1
             self._folder.say(f"waiting for the save of step {step}, which is still under way")
-        if all(self._ranks.distinct(ended.result())):
+        if all(self._ranks.distinct(saved.result())):
             self._last_step, self._failed_step = step, None
         else:
             self._fail(step)
@@ -145,7 +147,7 @@ class Saver:
         it."""
         if self._ranks.rank == 0:
             try:
-                self._purger.submit(self._purge)
+                self._thread.submit(self._purge)
             except RuntimeError as error:
                 self._log(Event(f"old checkpoints are removed while training waits ({error})", "foreground"))
                 self._purge()
@@ -153,7 +155,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the save and the removals under way."""
         self.settle()
-        self._purger.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         if self._ranks.rank == 0:  # the fault that ended a save may have kept its files, too
             step_folders.remove_unfinished(self._folder.path, self._log)
         if self._stager is not None:
@@ -175,51 +177,50 @@ class Saver:
         }
 
     def _write(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path) -> None:
-        """Write a checkpoint, or stage it and leave the writing to a thread."""
+        """Write a checkpoint, or stage it and leave the writing to the thread."""
         self._begun += 1
-        started = time.perf_counter()
         writer = CommittingWriter(folder, step, f"{self._folder.token}-{self._begun}", info)
-        save = self._start(tensors, writer)
-        blocked = time.perf_counter() - started
-        ended: Future[bool] = Future()
-
-        def conclude(_: object) -> None:
-            try:
-                self._conclude(writer, save.exception(), started, blocked)
-            finally:
-                ended.set_result(save.exception() is None)
-
-        save.add_done_callback(conclude)
-        self._pending = step, ended
-        if self._stager is None:
-            self.settle()
-
-    def _start(self, tensors: dict[str, Tensor], writer: CommittingWriter) -> Future[Any]:
-        """The save, which fails if any rank failed."""
-        planner, group = DefaultSavePlanner(flatten_state_dict=False), self._ranks.group
+        started, save = time.perf_counter(), None
         if self._stager is not None:
             try:
                 if self._config.async_mode == "async_with_pinned_mem":
                     torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
-                started = dcp.async_save(
-                    tensors, storage_writer=writer, planner=planner, process_group=group, async_stager=self._stager
-                )
-                if isinstance(started, Future):
-                    return started
-                self._copies = started.staging_completion
-                return started.upload_completion
+                staged = self._stager.stage(tensors)
+                self._copies = staged if isinstance(staged, Future) else None
+                save = self._thread.submit(self._save, writer, staged, started, time.perf_counter() - started)
             except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
-                self._log(
-                    Event(
-                        f"step {writer.step} is saved while training waits ({reason(error)})", "foreground", writer.step
-                    )
-                )
-        future: Future[Any] = Future()
+                self._thread = ThreadPoolExecutor(1, "checkpoint")  # in the one before, the call may still wait
+                text = f"step {step} is saved while training waits ({reason(error)})"
+                self._log(Event(text, "foreground", step))
+        if save is None:
+            save = Future()
+            save.set_result(self._save(writer, tensors, started))
+        self._pending = step, save
+        if self._stager is None:
+            self.settle()
+
+    def _save(self, writer: CommittingWriter, tensors: Any, started: float, blocked: float | None = None) -> bool:
+        """In whichever thread: write and publish, say so on rank 0, and clean up.
+
+        Returns:
+            Whether it is complete. It is not if any rank failed.
+        """
         try:
-            future.set_result(dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group))
-        except CheckpointException as error:
-            future.set_exception(error)
-        return future
+            staged = tensors.result() if isinstance(tensors, Future) else tensors
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            dcp_save(staged, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+        except (CheckpointException, OSError, RuntimeError, MemoryError) as error:
+            if self._ranks.rank == 0:
+                self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
+                shutil.rmtree(writer.unfinished, ignore_errors=True)
+            return False
+        if self._ranks.rank == 0:
+            took = f"{time.perf_counter() - started:.1f} s"
+            took += "" if blocked is None else f", of which training waited {blocked:.2f} s"
+            self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
+            if writer.target.parent == self._folder.path:
+                self.purge()
+        return True
 
     def _wait_for_copies(self) -> None:
         """Before the live tensors change."""
@@ -227,31 +228,18 @@ class Saver:
             concurrent.futures.wait([self._copies])
             self._copies = None
 
-    def _conclude(self, writer: CommittingWriter, error: BaseException | None, started: float, blocked: float) -> None:
-        """In whichever thread the save ended: say so on rank 0, and clean up."""
-        if self._ranks.rank != 0:
-            return
-        if error is not None:
-            self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
-            shutil.rmtree(writer.unfinished, ignore_errors=True)
-            return
-        took = f"{time.perf_counter() - started:.1f} s"
-        if self._stager is not None:
-            took += f", of which training waited {blocked:.2f} s"
-        self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
-        if writer.target.parent == self._folder.path:
-            self.purge()
-
     def _purge(self) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them."""
-        config = self._config
+        """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them. A
+        folder without a manifest is none of a run's, and is not counted."""
+        latest, every = self._config.keep_latest_k, self._config.keep_every_n_steps
         try:
-            best = self._link_best() if config.keep_best else None
+            best = self._link_best() if self._config.keep_best else None
         except OSError as error:  # then nothing is removed, because the best one could be among it
             return self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
-        for path in step_folders.expendable(self._folder.path, config.keep_latest_k, config.keep_every_n_steps):
+        complete = [path for path in step_folders.list_checkpoints(self._folder.path) if (path / MANIFEST).is_file()]
+        for path in complete[:-latest] if latest else []:
             try:
-                if path != best:
+                if path != best and (not every or (step_folders.step_of(path) or 0) % every):
                     step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
@@ -259,16 +247,16 @@ class Saver:
     def _find_best(self) -> tuple[float, Path | None]:
         """The lowest validation loss of the run, and the checkpoint that has it, the earlier one of two that are equal.
         The loss is in the manifest, so that the files alone say which one it is."""
-        there = [path for folder in (self._folder.path, self._final) for path in step_folders.list_checkpoints(folder)]
-        for path in there:
-            if path not in self._losses:
-                self._losses[path] = None
-                with contextlib.suppress(CheckpointError):  # a damaged one is no candidate
-                    info = step_folders.read_manifest(path)["info"]
-                    if info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job):
-                        self._losses[path] = info["train_state"].get("validation_loss")
+        there = step_folders.list_checkpoints(self._folder.path, self._final)
+        for path in (path for path in there if path not in self._losses):
+            loss = None
+            with contextlib.suppress(CheckpointError):  # a damaged one is no candidate
+                info = step_folders.read_manifest(path)["info"]
+                if info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job):
+                    loss = info["train_state"].get("validation_loss")
+            self._losses[path] = loss  # at last, because the thread that removes reads it, too
         known = [(cast(float, self._losses[path]), path) for path in there if self._losses[path] is not None]
-        return min(known, key=lambda entry: (entry[0], step_folders.step_of(entry[1])), default=(math.inf, None))
+        return min(known, key=lambda entry: entry[0], default=(math.inf, None))
 
     def _link_best(self) -> Path | None:
         """The best checkpoint; the link `best` leads to it then, by one rename. Without one there is no link."""
@@ -297,14 +285,11 @@ class Saver:
         return False
 
     def _export(self, path: Path, step: int) -> bool:
-        """On rank 0: write the last checkpoint for transformers. Reads it from the disk, so no rank has to gather.
-
-        Returns:
-            Whether it is there.
-        """
+        """On rank 0: write the last checkpoint for transformers, from the disk, so that no rank has to gather. False if
+        that failed."""
         out = path.parents[1] / "final_hf"
         try:
-            if self._failed_step != step and not self._keep_or_supersede(out, step):
+            if not self._keep_or_supersede(out, step):
                 step_folders.check_folder(path)
                 export_hf(CheckpointTensors(path), out, self._config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self._config.export_dtype}")

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: how it is written, described, recognised, checked, kept, set aside and removed.
+"""What a checkpoint is on disk: how it is written, described, recognised, checked, set aside and removed.
 
 Invariant: a folder `step-00000100` exists whole or not at all. It is written under the name `.tmp-...`, described by
 a manifest with the size and the checksum of every file, flushed to the disk, and published by one rename. Nothing is
@@ -13,7 +13,6 @@ import fcntl
 import io
 import json
 import os
-import re
 import shutil
 import stat
 import struct
@@ -32,7 +31,6 @@ from titanlite.config.files import MANIFEST, STEP_FOLDER
 UNFINISHED = ".tmp-"
 FORMAT_VERSION = 2  # a run of format 1 had another learning-rate schedule
 
-_SET_ASIDE = re.compile(rf"{STEP_FOLDER.pattern}\.damaged(-\d+)?")
 _CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
 
 Entry = dict[str, Any]
@@ -45,8 +43,7 @@ class HashingFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "xb"), 1 << 20)
         self.error: OSError | None = None  # of the disk; torch.save raises another one in its place
-        self._hash = xxhash.xxh3_128()
-        self._size = 0
+        self._hash, self._size = xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
         self._hash.update(data)
@@ -76,8 +73,8 @@ def open_file(path: Path) -> Iterator[io.BufferedReader]:
         CheckpointError: it cannot be read now, also while it is open.
     """
     try:
-        if not stat.S_ISREG(mode := os.lstat(path).st_mode):
-            raise Damage(f"{path.name}: {'a symbolic link' if stat.S_ISLNK(mode) else 'not a regular file'}")
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Damage(f"{path.name}: not a regular file")
         # O_NONBLOCK: a pipe that takes the file's place at this moment does not make open wait.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             yield file
@@ -93,42 +90,27 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def unfinished_name(step: int, token: str) -> str:
-    """The name of a step's folder while it is written. `token` makes it fresh; all ranks must use the same one."""
-    return f"{UNFINISHED}{step_name(step)}-{token}"
-
-
 def step_of(path: Path) -> int | None:
     """The step of a published folder, or None for any other name."""
     match = STEP_FOLDER.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(*folders: Path) -> list[Path]:
     """Published checkpoints by rising step, good or damaged; unfinished, set aside and foreign names are left out."""
-    found = [(step, path) for path in _listed(folder) if (step := step_of(path)) is not None and path.is_dir()]
+    paths = (path for folder in folders for path in folder.glob("step-*"))
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
 def list_set_aside(folder: Path) -> list[Path]:
     """Folders that `set_aside` renamed because they were damaged."""
-    return [path for path in _listed(folder) if _SET_ASIDE.fullmatch(path.name)]
+    return sorted(folder.glob("step-*.damaged*"))
 
 
-def list_unfinished(folder: Path) -> list[Path]:
+def list_unfinished(folder: Path, prefix: str = UNFINISHED) -> list[Path]:
     """What saves and removals that were cut short, or are under way, left behind."""
-    return [path for path in _listed(folder) if path.name.startswith(UNFINISHED)]
-
-
-def _listed(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def expendable(folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> list[Path]:
-    """Checkpoints that retention does not keep. A folder without a manifest is none of a run's, and is not counted."""
-    complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
-    old = complete[:-keep_latest_k] if keep_latest_k else []
-    return [path for path in old if not keep_every_n_steps or (step_of(path) or 0) % keep_every_n_steps]
+    return sorted(folder.glob(f"{prefix}*"))
 
 
 def publish(unfinished: Path, step: int, files: dict[str, Entry], info: dict[str, Any]) -> Path:
@@ -147,9 +129,11 @@ def publish(unfinished: Path, step: int, files: dict[str, Entry], info: dict[str
         path = unfinished / name
         if not path.is_file() or path.stat().st_size != entry["size"]:
             raise OSError(f"{path} is not complete as seen from the first rank; do all nodes share this folder?")
-    write_manifest(unfinished, step, dict(sorted(files.items())), info)
+    body = {"format": FORMAT_VERSION, "step": step, "files": dict(sorted(files.items())), "info": info}
+    (unfinished / MANIFEST).write_bytes(encode_manifest(body))
+    flush(unfinished / MANIFEST)
     flush(unfinished)
-    target = unfinished.parent / step_name(step)
+    target = unfinished.with_name(step_name(step))
     if target.exists():  # a rename would replace an empty folder silently
         raise FileExistsError(f"{target} exists already")
     unfinished.rename(target)
@@ -163,95 +147,57 @@ def encode_manifest(body: dict[str, Any]) -> bytes:
     return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
 
 
-def write_manifest(folder: Path, step: int, files: dict[str, Entry], info: dict[str, Any]) -> None:
-    """Write and flush the manifest of a folder."""
-    body = {"format": FORMAT_VERSION, "step": step, "files": files, "info": info}
-    (folder / MANIFEST).write_bytes(encode_manifest(body))
-    flush(folder / MANIFEST)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a published checkpoint: {"format", "step", "files", "info"}.
 
     Raises:
-        Damage: it is missing or altered, names files outside of the folder, or has a place in the data that its run
-            has not come to.
+        Damage: it is missing or altered, or names files outside of the folder.
         CheckpointError: it cannot be read now, or is of a format that this version does not know.
     """
     with open_file(folder / MANIFEST) as file:
         raw = file.read()
     try:
         body = json.loads(raw)
-        body.pop("checksum")
+        del body["checksum"]
         intact = raw == encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
-        version, inside = body["format"], all(Path(name).name == name for name in body["files"])
-        reached = _is_reached(body["info"]["train_state"])
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        version, intact, inside, reached = 0, False, False, False
-    if intact and version > FORMAT_VERSION:
-        known = f"is unknown to this version, which reads up to {FORMAT_VERSION}. Use the titanlite that wrote it."
-        raise CheckpointError(f"{folder / MANIFEST}: format {version} {known}")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
     if not intact:
         raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
-    if not inside or not reached:
-        what = "a place in the data that no run comes to" if inside else "files outside of the folder"
-        raise Damage(f"{MANIFEST}: {what}")
+    if body["format"] > FORMAT_VERSION:
+        known = f"is unknown to this version, which reads up to {FORMAT_VERSION}. Use the titanlite that wrote it."
+        raise CheckpointError(f"{folder / MANIFEST}: format {body['format']} {known}")
+    if any(Path(name).name != name for name in body["files"]):
+        raise Damage(f"{MANIFEST}: files outside of the folder")
     return body
 
 
-def _is_reached(state: dict[str, Any]) -> bool:
-    """Whether the run can have read so many rows: it has trained on at least one token of each."""
-    place = (state.get("data") or {}).get("schedule")
-    return place is None or (place["step"] <= state["step"] and sum(place["rows"]) <= state["tokens"])
-
-
-def verify_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> list[str]:
-    """Check a published checkpoint against its manifest.
+def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> None:
+    """Compare a published checkpoint with its manifest, byte by byte.
 
     Args:
         share: picks the file names that this caller reads, so that several ranks can split the work.
 
-    Returns:
-        One line for each damage found: an altered manifest, a file missing, short, long, or with another checksum.
-        Empty when the checkpoint (or this caller's share of it) is good.
-
     Raises:
+        Damage: an altered manifest, or a file that is missing, short, long, or has another checksum. The first one is
+            named.
         CheckpointError: it cannot be read, which says nothing about what it holds: permission, storage away for a
             moment, a newer format.
     """
-    try:
-        manifest = read_manifest(path)
-        if manifest["step"] != step_of(path):
-            raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
-    except Damage as damage:
-        return [str(damage)]
-    damaged = []
+    manifest = read_manifest(path)
+    if manifest["step"] != step_of(path):
+        raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
     for name in share(sorted(manifest["files"])):
-        try:
-            _verify_file(path / name, manifest["files"][name])
-        except Damage as damage:
-            damaged.append(str(damage))
-    return damaged
-
-
-def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> None:
-    """`verify_folder`, which raises Damage if it finds any."""
-    if lines := verify_folder(path, share):
-        raise Damage("; ".join(lines))
-
-
-def _verify_file(path: Path, expected: Entry) -> None:
-    """Raises Damage: it is missing, or not what was written."""
-    checksum = xxhash.xxh3_128()
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected["size"]:
-            raise Damage(f"{path.name}: {size} bytes instead of {expected['size']}")
-        buffer = memoryview(bytearray(min(_CHUNK, size)))
-        while count := file.readinto(buffer):
-            checksum.update(buffer[:count])
-    if checksum.hexdigest() != expected["xxh3_128"]:
-        raise Damage(f"{path.name}: checksum differs ({size} bytes)")
+        checksum, expected = xxhash.xxh3_128(), manifest["files"][name]
+        with open_file(path / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["size"]:
+                raise Damage(f"{name}: {size} bytes instead of {expected['size']}")
+            buffer = memoryview(bytearray(min(_CHUNK, size)))
+            while count := file.readinto(buffer):
+                checksum.update(buffer[:count])
+        if checksum.hexdigest() != expected["xxh3_128"]:
+            raise Damage(f"{name}: checksum differs ({size} bytes)")
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
@@ -270,7 +216,7 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
         UserError: another run is still there.
     """
     descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = None
+    used, deadline = f"{folder.parent}: another run is using it", 0.0
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,8 +226,7 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
                 log(f"{folder}: a second run in it would go unnoticed, its file system has no locks: {error.strerror}")
                 os.close(descriptor)
                 return None
-        used = f"{folder.parent}: another run is using it"
-        if deadline is None:
+        if not deadline:
             deadline = time.monotonic() + patience
             log(f"{used}; waiting up to {patience:.0f} s for its end")
         if time.monotonic() > deadline:
@@ -309,7 +254,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UNFINISHED) -> list[str]:
-    """Delete what `list_unfinished` finds, if its name begins with `prefix`.
+    """Delete what `list_unfinished` finds.
 
     What cannot be deleted, such as a file that is open on another node, disturbs nobody, because names are never used
     twice; `log` is told of it.
@@ -318,7 +263,7 @@ def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UN
         The names that are gone.
     """
     gone = []
-    for path in (path for path in list_unfinished(folder) if path.name.startswith(prefix)):
+    for path in list_unfinished(folder, prefix):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             gone.append(path.name)
@@ -351,8 +296,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def folder_size(path: Path) -> int:
-    """Bytes of all files of a checkpoint."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

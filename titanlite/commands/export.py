@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.config.run import Run
@@ -56,16 +56,16 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
         UserError: the folder exists or cannot be made, or no tokenizer is known.
         CheckpointError: there is no good checkpoint.
     """
-    from titanlite.checkpoint.find import saved_job, use_newest
+    from titanlite.checkpoint.find import job_of, use_newest
     from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
     from titanlite.data.tokenizer_files import write_tokenizer
 
     def use(step_folder: Path) -> Path:
-        source, job = CheckpointTensors(step_folder), None if tokenizer else saved_job(step_folder)
-        path = tokenizer or (job and Run(job).tokenizer_path)
-        if path is None:
-            problem = f"{step_folder} does not say which tokenizer it was trained with"
-            raise UserError(f"{problem}. Name it: --tokenizer FILE.")
+        try:
+            path = tokenizer or Run(job_of(step_folder)).tokenizer_path
+        except CheckpointError as unknown:
+            raise UserError(f"{unknown} Or name the tokenizer: --tokenizer FILE.") from None
+        source = CheckpointTensors(step_folder)
         make_folder(out.parent)
         export_hf(source, out, dtype, lambda folder: write_tokenizer(path, folder, source.arch.max_seq_len))
         return step_folder

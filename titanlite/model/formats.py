@@ -6,8 +6,8 @@ nothing, or have a value that this model computes. Any other key is refused by i
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -19,7 +19,7 @@ from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
-Layers = Annotated[int, Field(gt=0, le=10_000)]  # lists of this length are made before any tensor is read
+Layers = Annotated[int, Field(gt=0, le=1000)]  # each takes a millisecond before any tensor is read
 
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
@@ -46,21 +46,16 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_BLOCK_NAMES[rest]}.weight"
 
 
+@lru_cache(maxsize=4)
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the model's own order."""
     with torch.device("meta"):
-        of_one_block = Llama(dataclasses.replace(arch, n_layers=1)).named_parameters()
-    shapes = {name: tuple(parameter.shape) for name, parameter in of_one_block}
-    names = list(shapes)
-    block = [name for name in names if name.startswith("layers.")]
-    first, last = names.index(block[0]), names.index(block[-1])
-    blocks = [name.replace(".0.", f".{layer}.", 1) for layer in range(arch.n_layers) for name in block]
-    return {n: shapes[re.sub(r"^layers\.\d+", "layers.0", n)] for n in [*names[:first], *blocks, *names[last + 1 :]]}
+        return {name: tuple(parameter.shape) for name, parameter in Llama(arch).named_parameters()}
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """config.json of a LlamaForCausalLM. `dtype` is that of the saved tensors, such as "bfloat16"."""
-    scaling = {key: getattr(arch, name) for name, key in _aliases(_Rotary).items()} | {"rope_type": "llama3"}
+    scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3).items()} | {"rope_type": "llama3"}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -81,18 +76,10 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """
     if (kind := config.get("model_type")) != "llama":
         raise ValueError(f'model_type is {short(repr(kind))}, expected "llama"')
-    wrong = [
-        f"{key} is {short(repr(config[key]))}, expected {' or '.join(map(repr, allowed))}"
-        for key, allowed in _ALLOWED.items()
-        if key in config and config[key] not in allowed
-    ]
-    rest = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT and key not in _ALLOWED}
     try:
-        parsed = _Config.model_validate(rest)
+        parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
-        wrong.append(explain(failure))
-    if wrong:
-        raise ValueError("; ".join(wrong))
+        raise ValueError(explain(failure)) from None
     heads, width = parsed.n_heads, parsed.dim
     kv_heads, head_dim = parsed.n_kv_heads or heads, parsed.head_dim or width // heads
     if heads % kv_heads:
@@ -104,7 +91,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
         raise ValueError("rope_scaling and rope_parameters differ. Remove the one that is wrong")
     same = {name: getattr(parsed, name) for name in _aliases(_Config)} | {"n_kv_heads": kv_heads}
-    return Architecture(**same, **(rotary or [_Rotary().fields(parsed)])[0])
+    return Architecture(**same, **(rotary or [_Plain().fields(parsed)])[0])
 
 
 def _aliases(model: type[FileModel]) -> dict[str, str]:
@@ -112,47 +99,50 @@ def _aliases(model: type[FileModel]) -> dict[str, str]:
     return {name: field.alias for name, field in model.model_fields.items() if field.alias}
 
 
-class _Rotary(FileModel):
+class _RotaryTable(FileModel):
     """`rope_scaling`, which transformers 5 calls `rope_parameters`. `type` is the old name of rope_type."""
 
-    rope_type: Literal["default", "llama3"] = "default"
     type: str = "default"
     rope_theta: PositiveFloat | None = None
-    rope_scaling_factor: Annotated[float | None, Field(ge=1.0, alias="factor")] = None
-    rope_low_freq_factor: Annotated[PositiveFloat | None, Field(alias="low_freq_factor")] = None
-    rope_high_freq_factor: Annotated[PositiveFloat | None, Field(alias="high_freq_factor")] = None
-    rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
     partial_rotary_factor: Literal[1] | None = None
 
+
+class _Plain(_RotaryTable):
+    rope_type: Literal["default"] = "default"
+
+    def fields(self, config: _Config) -> dict[str, Any]:
+        """The rotary fields of Architecture."""
+        return {"rope_theta": self.rope_theta or config.rope_theta}
+
+
+class _Llama3(_RotaryTable):
+    rope_type: Literal["llama3"]
+    rope_scaling_factor: Annotated[float, Field(ge=1.0, alias="factor")]
+    rope_low_freq_factor: Annotated[PositiveFloat, Field(alias="low_freq_factor")]
+    rope_high_freq_factor: Annotated[PositiveFloat, Field(alias="high_freq_factor")]
+    rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
+
     @model_validator(mode="after")
-    def _belongs_to_its_type(self) -> Self:
-        found = {
-            key: getattr(self, name) for name, key in _aliases(_Rotary).items() if "freq" in key or key == "factor"
-        }
-        given = [key for key, value in found.items() if value is not None]
-        if self.rope_type == "default" and given:
-            raise ValueError(f"{', '.join(given)} without rope_type: is it llama3?")
-        if self.rope_type == "llama3" and len(given) < len(found):
-            raise ValueError(f"rope_type llama3 needs {', '.join(key for key in found if key not in given)}")
-        if given and found["high_freq_factor"] <= found["low_freq_factor"]:
+    def _has_a_range(self) -> Self:
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise ValueError("high_freq_factor must be greater than low_freq_factor")
         return self
 
     def fields(self, config: _Config) -> dict[str, Any]:
         """The rotary fields of Architecture."""
-        theta = {"rope_theta": float(self.rope_theta or config.rope_theta)}
-        if self.rope_type == "default" or self.rope_scaling_factor == 1.0:
+        theta = {"rope_theta": self.rope_theta or config.rope_theta}
+        if self.rope_scaling_factor == 1.0:
             return theta
-        scaling = {name: getattr(self, name) for name in _aliases(_Rotary)}
+        scaling = {name: getattr(self, name) for name in _aliases(_Llama3)}
         return theta | scaling | {"rope_original_max_seq_len": self.rope_original_max_seq_len or config.max_seq_len}
 
 
-def _rotary_table(table: Any) -> Any:
-    """{} means none, and `type` is the old name of rope_type."""
-    return {"rope_type": table["type"], **table} if isinstance(table, dict) and "type" in table else table or None
+def _with_type(table: Any) -> Any:
+    """{} means none."""
+    return {"rope_type": table.get("type", "default"), **table} if isinstance(table, dict) and table else table or None
 
 
-_RotaryTable = Annotated[_Rotary | None, BeforeValidator(_rotary_table)]
+_Rotary = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")] | None, BeforeValidator(_with_type)]
 
 
 class _Config(FileModel):
@@ -170,21 +160,24 @@ class _Config(FileModel):
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Size | None = None
     rope_theta: PositiveFloat = 10000.0
-    rope_scaling: _RotaryTable = None
-    rope_parameters: _RotaryTable = None
+    rope_scaling: _Rotary = None
+    rope_parameters: _Rotary = None
+    # Of these, this model computes some values only.
+    hidden_act: Literal["silu", "swish"] = "silu"
+    is_causal: Literal[True] = True
+    attention_dropout: Literal[0, None] = None
+    partial_rotary_factor: Literal[1, None] = None
+    pruned_heads: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    rope_interleaved: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    is_encoder_decoder: Literal[False] = False
+    sliding_window: None = None
+    layer_types: None = None
+    quantization_config: None = None
+    per_layer_config: None = None
 
-
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "is_causal": (True,),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-    "pruned_heads": ({}, None),
-    **{key: (False,) for key in ("attention_bias", "mlp_bias", "rope_interleaved", "add_cross_attention")},
-    **{key: (None,) for key in ("sliding_window", "layer_types", "quantization_config", "per_layer_config")},
-    "is_encoder_decoder": (False,),
-}
-"""Keys of which this model computes some values only."""
 
 # Keys that do not change what a causal Llama computes from its weights: descriptions, the dtype of the stored weights,
 # heads for other tasks, how attention is computed, and defaults of generate().
@@ -263,22 +256,14 @@ def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) ->
     `use_scaled_rope` means the scaling of Llama 3.1, or that of Llama 3.2 for its small models, as in Meta's
     llama-models repository.
     """
-    scaling: dict[str, Any] = {}
+    same: dict[str, Any] = {
+        key: getattr(params, key) for key in ("dim", "n_layers", "n_heads", "norm_eps", "rope_theta")
+    }
     if params.use_scaled_rope:
-        factor = params.rope_scaling_factor or (32.0 if params.dim in (2048, 3072) else 8.0)
-        scaling = {"rope_scaling_factor": factor, "rope_high_freq_factor": params.high_freq_factor}
-    return Architecture(
-        dim=params.dim,
-        n_layers=params.n_layers,
-        n_heads=params.n_heads,
-        n_kv_heads=params.n_kv_heads or params.n_heads,
-        ffn_dim=ffn_dim,
-        vocab_size=vocab_size,
-        max_seq_len=131072 if scaling else 8192,
-        norm_eps=params.norm_eps,
-        rope_theta=float(params.rope_theta),
-        **scaling,
-    )
+        same["rope_scaling_factor"] = params.rope_scaling_factor or (32.0 if params.dim in (2048, 3072) else 8.0)
+        same["rope_high_freq_factor"] = params.high_freq_factor
+    same |= {"n_kv_heads": params.n_kv_heads or params.n_heads, "ffn_dim": ffn_dim, "vocab_size": vocab_size}
+    return Architecture(**same, max_seq_len=131072 if params.use_scaled_rope else 8192)
 
 
 def from_meta_rotary(weight: Tensor, head_dim: int) -> Tensor:

@@ -61,8 +61,9 @@ class TorchtitanReader:
         self._prefix = "model." if any(name.startswith("model.") for name in index) else ""
         self._entries = {name.removeprefix(self._prefix): entry for name, entry in index.items()}
         angles = self._entries.pop("freqs_cis", None)
-        if odd := [name for name in self._entries if self.dtype(name) not in _DTYPES]:
-            raise UserError(f"{self.path}: {odd[0]} is {self.dtype(odd[0])}, not one of {_DTYPES}.")
+        self.dtypes = {name: entry.properties.dtype for name, entry in self._entries.items()}
+        if odd := [name for name, dtype in self.dtypes.items() if dtype not in _DTYPES]:
+            raise UserError(f"{self.path}: {odd[0]} is {self.dtypes[odd[0]]}, not one of {_DTYPES}.")
         found: Version | None = "0.1" if self._prefix or angles else "0.2" if self._is_full else None
         if version and found and version != found:
             text = f"{self.path} is written as torchtitan {found} does. Leave the option out."
@@ -80,7 +81,7 @@ class TorchtitanReader:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor in this model's layout. Raises UserError: its file is damaged."""
-        whole = torch.empty(self._entries[name].size, dtype=self.dtype(name))
+        whole = torch.empty(self._entries[name].size, dtype=self.dtypes[name])
         try:
             load_tensors(self._reader, {f"{self._prefix}{name}": whole})
         except CheckpointError as error:
@@ -88,10 +89,6 @@ class TorchtitanReader:
         if name.endswith(("attention.wq.weight", "attention.wk.weight")):
             whole = from_meta_rotary(whole, self.arch.head_dim)
         return whole
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
-        return self._entries[name].properties.dtype
 
 
 def _step_folder(folder: Path) -> Path:
