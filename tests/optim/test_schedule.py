@@ -12,7 +12,6 @@ PEAK = 2.0
 # What torchtitan 0.2.2's own scheduler gives in ten steps, as shares of the peak.
 OF_TORCHTITAN: list[tuple[dict[str, Any], list[float]]] = [
     ({"warmup_steps": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-    ({"warmup_steps": 2, "decay_ratio": 0.8}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
     ({"warmup_steps": 2, "min_lr_factor": 0.1}, [0.5, 1, 1, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125]),
     (
         {"warmup_steps": 3, "decay_ratio": 0.5, "decay_type": "cosine", "min_lr_factor": 0.1},

@@ -19,7 +19,7 @@ from titanlite.report.page import make_page
 class Report(Options):
     """Write one HTML page about one or several runs, which needs no network and can be sent to others.
 
-    It has the curves, events, checkpoints, samples, configuration and environment of each run, and what differs.
+    It has the curves, events, samples, configuration and environment of each run, and what differs.
     """
 
     dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(min_length=1, max_length=50)]

@@ -8,8 +8,8 @@ parameter. Neither depends on the sharding or on a random state.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,69 +36,21 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
     state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
     if compiled or config.stochastic_rounding or state_dtype != stored:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return AdamW(
-            groups,
-            names,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            state_dtype=state_dtype,
-            stochastic_rounding=config.stochastic_rounding,
-            compiled=compiled or next(model.parameters()).is_cuda,  # on a GPU always, because it would be 72 kernels
-        )
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
-
-
-class ShardOffset(NamedTuple):
-    """Where a shard lies in its parameter."""
-
-    local_width: int
-    """Elements per row of the shard."""
-    width: int
-    """Elements per row of the whole parameter."""
-    first: int
-    """Number of the shard's first element in the whole parameter."""
-
-
-class Hyperparameters(NamedTuple):
-    """What stays the same during the run."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    stochastic: bool
-    """Whether values are rounded at random."""
-
-
-class StepScalars(NamedTuple):
-    """What a step gives to all elements of a tensor. Each is a tensor on the CPU, so that a new value causes no new
-    compilation and no transfer."""
-
-    decay: Tensor
-    """Factor of the old value."""
-    rate: Tensor
-    """Learning rate, with the correction of the first moment."""
-    correction: Tensor
-    """Factor of the square root of the second moment."""
-    key: Tensor
-    """int64, a hash of step and parameter, for random bits."""
+        # Compiled on a GPU always, because it would be 72 kernels.
+        return AdamW(groups, names, config, state_dtype, compiled or next(model.parameters()).is_cuda)
+    kernels = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
 
 
 class AdamW(torch.optim.Optimizer):
     """As `torch.optim.AdamW`, with the same names of states. It computes in fp32 whatever the stored dtype is.
 
+    With `stochastic_rounding` values are rounded to bfloat16 up or down at random, so that the mean is exact and small
+    updates are not lost (https://arxiv.org/abs/2010.06192).
+
     Args:
         names: Names of all parameters, as in the whole model.
         state_dtype: Dtype of both moments.
-        stochastic_rounding: Round to bfloat16 up or down at random, so that the mean is exact and small updates are
-            not lost (https://arxiv.org/abs/2010.06192).
         compiled: Compile the update of a tensor into one kernel.
     """
 
@@ -106,23 +58,23 @@ class AdamW(torch.optim.Optimizer):
         self,
         groups: Iterable[dict[str, Any]],
         names: Mapping[nn.Parameter, str],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        config: schema.Optimizer,
         state_dtype: torch.dtype,
-        stochastic_rounding: bool,
         compiled: bool,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._state_dtype, self._stochastic, self._compiled = state_dtype, stochastic_rounding, compiled
+        super().__init__(groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps})
+        self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
-        self._offsets = {parameter: _shard_offset(parameter) for parameter in names}
+        self._places = {parameter: _shard_place(parameter) for parameter in names}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. Nothing is read from the device."""
+        """Update every parameter that has a gradient. Nothing is read from the device.
+
+        What a step gives to all elements of a tensor is a tensor on the CPU, so that a new value causes no new
+        compilation and no transfer.
+        """
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
             for parameter in group["params"]:
@@ -134,34 +86,37 @@ class AdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                 step = state["step"].add_(1)
-                scalars = StepScalars(
-                    decay=1 - lr * group["weight_decay"],
-                    rate=lr / (1 - beta1**step),
-                    correction=(1 - beta2**step).rsqrt(),
-                    key=_mix(_mix(step.to(torch.int64)) ^ self._keys[parameter]),
-                )
+                decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
+                key = _mix(_mix(step.to(torch.int64)) ^ self._keys[parameter])  # for random bits
                 tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                constants = Hyperparameters(beta1, beta2, group["eps"], self._stochastic)
-                offset = self._offsets[parameter]
+                scalars = decay, rate, (1 - beta2**step).rsqrt(), key
+                constants = beta1, beta2, group["eps"], self._stochastic
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
-                    self._update(*parts, scalars, constants, offset, start)
+                    self._update(parts, scalars, constants, self._places[parameter], start)
 
 
 def _update(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scalars: StepScalars,
-    constants: Hyperparameters,
-    offset: ShardOffset,
+    parts: Sequence[Tensor],
+    scalars: tuple[Tensor, Tensor, Tensor, Tensor],
+    constants: tuple[float, float, float, bool],
+    place: tuple[int, int, int],
     start: int,
 ) -> None:
-    """Update a part of a flat shard in place, from the element `start` of the shard on."""
+    """Update a part of a flat shard in place, from the element `start` of the shard on.
+
+    Args:
+        parts: of the parameter, its gradient and its two moments.
+        scalars: factor of the old value; learning rate, with the correction of the first moment; factor of the square
+            root of the second moment; key of the random bits.
+        constants: both betas, eps, and whether values are rounded at random.
+        place: that of the shard: see `_shard_place`.
+    """
+    parameter, gradient, exp_avg, exp_avg_sq = parts
     decay, rate, correction, key = scalars
     beta1, beta2, eps, stochastic = constants
+    local_width, width, first = place
     gradient = gradient.float()
     mean = exp_avg.float().lerp(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -169,9 +124,9 @@ def _update(
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
-        if offset.local_width != offset.width:  # if they are equal, the divisions are left out, because they take long
-            index = index // offset.local_width * offset.width + index % offset.local_width
-        bits = _mix(_mix(index + offset.first & BITS) ^ key)
+        if local_width != width:  # if they are equal, the divisions are left out, because they take long
+            index = index // local_width * width + index % local_width
+        bits = _mix(_mix(index + first & BITS) ^ key)
     parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
     exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
     exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
@@ -199,12 +154,12 @@ def local_shard(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_tensor", tensor)
 
 
-def _shard_offset(parameter: Tensor) -> ShardOffset:
-    """Where this rank's shard lies in `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return ShardOffset(parameter.shape[-1], parameter.shape[-1], 0)
-    (shard,) = parameter.__create_chunk_list__()
-    shape, offset = shard.sizes, shard.offsets
+def _shard_place(parameter: Tensor) -> tuple[int, int, int]:
+    """Elements per row of this rank's shard, those per row of the whole parameter, and the number of the shard's first
+    element in the whole parameter."""
     width = parameter.shape[-1]
-    first = offset[0] if len(shape) == 1 else offset[0] * width + offset[1]
-    return ShardOffset(max(1, shape[-1]), width, first)
+    if not isinstance(parameter, DTensor):
+        return width, width, 0
+    (shard,) = parameter.__create_chunk_list__()
+    first = shard.offsets[0] if parameter.ndim == 1 else shard.offsets[0] * width + shard.offsets[1]
+    return max(1, shard.sizes[-1]), width, first

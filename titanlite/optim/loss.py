@@ -18,10 +18,7 @@ from torch.distributed import _functional_collectives as collectives
 IGNORE_INDEX = -100  # label of a position that has no loss
 # Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many.
 VOCAB_BLOCK = {"cpu": 2048, "cuda": 8192}
-
-
-TOKENS_OF_FULL_CHUNKS = 8 * 2048
-"""Tokens from which on a chunk of the loss has the same size: see `tokens_per_chunk`."""
+TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
 def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
@@ -38,6 +35,11 @@ def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tens
     return x if group is None else collectives.wait_tensor(collectives.all_reduce(x, operation, group))
 
 
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
 def softmax_loss(
     logits: Tensor,
     at_label: Tensor,
@@ -48,84 +50,42 @@ def softmax_loss(
     first_class: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss of fp32 logits and, if asked for, their gradient. Without a compiler: it overwrites the logits.
+    """Loss of logits and, if asked for, their gradient, which has their dtype and overwrites them.
+
+    In eager mode the logits are fp32. A compiled graph takes any dtype, reads the logits twice, for the sums and for
+    the gradient, and stores nothing else of their size.
 
     Args:
-        logits: (n, V), fp32.
-        at_label: (n,), the logits of the labels.
+        logits: (n, V).
+        at_label: (n,), the logits of the labels, an argument because torch 2.11 overwrote the logits before it read
+            them.
         labels: (n,), of the whole vocabulary.
         needs_grad: Whether the gradient is computed. Without it, z_loss is left out.
 
     The other arguments are those of `linear_cross_entropy_sum`.
     """
-    mine, index = _classes(labels, first_class, logits.shape[1])
-    peak = _reduced(logits.amax(-1), "max", group)  # (n,)
-    target = torch.where(mine, at_label - peak, 0.0)
-    exp = logits.sub_(peak[:, None]).exp_()
-    total, target = _sums(exp, target, group)
-    loss, factor, label_part = _loss_and_factors(
-        total.log(), peak, target, labels, mine, scale, z_loss if needs_grad else 0.0
-    )
-    if not needs_grad:
-        return loss, None
-    return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, label_part)
-
-
-def softmax_loss_graph(
-    logits: Tensor,
-    at_label: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    needs_grad: bool,
-    z_loss: float,
-    first_class: int,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `softmax_loss`, written for `torch.compile`, and for logits of any dtype. The gradient has their dtype.
-
-    The compiled graph reads the logits twice, for the sums and for the gradient, and stores nothing else of their size.
-    The logits of the labels are an argument because torch 2.11 overwrote the logits before it read them.
-    """
-    given, logits = logits, logits.float()
+    in_graph, given, logits = torch.compiler.is_compiling(), logits, logits.float()
     mine, index = _classes(labels, first_class, logits.shape[1])
     peak = _reduced(logits.amax(-1), "max", group)  # (n,)
     target = torch.where(mine, at_label.float() - peak, 0.0)
-    total, target = _sums((logits - peak[:, None]).exp(), target, group)
-    log_total = total.log()
-    loss, factor, label_part = _loss_and_factors(
-        log_total, peak, target, labels, mine, scale, z_loss if needs_grad else 0.0
-    )
+    exp = (logits - peak[:, None]).exp() if in_graph else logits.sub_(peak[:, None]).exp_()
+    total = exp.sum(-1)
+    if group is not None:  # without a group no stack, so that a compiled graph can write the gradient over the logits
+        total, target = _reduced(torch.stack((total, target)), "sum", group)
+    log_total, valid = total.log(), labels != IGNORE_INDEX
+    z_loss, normalizer = z_loss if needs_grad else 0.0, log_total + peak  # log(sum(exp(logits)))
+    loss = torch.where(valid, log_total - target + z_loss * normalizer.square(), 0.0).sum() * scale
     if not needs_grad:
         return loss, None
+    factor = torch.where(valid, scale, 0.0)
+    label_part = torch.where(mine, -factor, 0.0)[:, None]  # what is added at the label
+    factor = factor * (1.0 + 2.0 * z_loss * normalizer)
+    if not in_graph:
+        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, label_part)
     # The exponential is computed again, because a graph on CPU would otherwise store all of the first one.
     softmax = (logits - peak[:, None] - log_total[:, None]).exp()
     label_part = torch.where(torch.arange(logits.shape[1], device=index.device) == index, label_part, 0.0)
     return loss, given.copy_(softmax * factor[:, None] + label_part)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def _sums(exp: Tensor, target: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """(n,) each: the denominator of the softmax and the shifted logit of the label, over all ranks of `group`."""
-    total = exp.sum(-1)
-    if group is None:  # without the stack, a compiled graph can write the gradient over the logits
-        return total, target
-    total, target = _reduced(torch.stack((total, target)), "sum", group)
-    return total, target
-
-
-def _loss_and_factors(
-    log_total: Tensor, peak: Tensor, target: Tensor, labels: Tensor, mine: Tensor, scale: Tensor, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and what its gradient needs: the factor (n,) of the softmax, and (n, 1) what is added at the label."""
-    valid = labels != IGNORE_INDEX
-    normalizer = log_total + peak  # log(sum(exp(logits)))
-    loss = torch.where(valid, log_total - target + z_loss * normalizer.square(), 0.0).sum() * scale
-    factor = torch.where(valid, scale, 0.0)
-    return loss, factor * (1.0 + 2.0 * z_loss * normalizer), torch.where(mine, -factor, 0.0)[:, None]
 
 
 def _classes(labels: Tensor, first_class: int, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +132,7 @@ def linear_cross_entropy_sum(
         compiled: Compile the softmax, its loss and its gradient.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    softmax = _compiled(softmax_loss_graph) if compiled else softmax_loss
+    softmax = _compiled(softmax_loss) if compiled else softmax_loss
     # One kernel of a GPU instead of nine. On a CPU it is not worth the seconds that its compilation takes.
     at_labels = _compiled(logits_at) if compiled and hidden.is_cuda else logits_at
     rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)

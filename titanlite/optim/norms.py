@@ -18,8 +18,6 @@ from titanlite.model.llama import Llama
 from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import number_of_copies, sum_of_squares
 
-_KINDS = ("gradients", "updates", "weights")
-
 
 class ParameterNorms:
     """Sums of squares of one step, for each parameter of the whole model.
@@ -45,14 +43,15 @@ class ParameterNorms:
             group = name.split(".", 2)[2] if name.startswith("layers.") else name
             self._groups.setdefault(group.removesuffix(".weight"), []).append(place)
         device = local_shard(next(model.parameters())).device
-        self._sums = torch.zeros(len(_KINDS), len(names), dtype=torch.float64, device=device)
+        # Of gradients, updates and weights.
+        self._sums = torch.zeros(3, len(names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Take the gradients, if they are asked for."""
         for parameter in self._places if self._gradients else ():
             if parameter.grad is not None:
-                self._add("gradients", parameter, local_shard(parameter.grad))
+                self._add(0, parameter, local_shard(parameter.grad))
 
     @torch.no_grad()
     def add_updates(self) -> None:
@@ -64,13 +63,13 @@ class ParameterNorms:
                     mean, square = (local_shard(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
                     step = state["step"]
                     root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-                    self._add("updates", parameter, lr * mean / (1 - beta1**step) / root)
-                    self._add("weights", parameter, local_shard(parameter))
+                    self._add(1, parameter, lr * mean / (1 - beta1**step) / root)
+                    self._add(2, parameter, local_shard(parameter))
 
-    def _add(self, kind: str, parameter: nn.Parameter, shard: Tensor) -> None:
+    def _add(self, kind: int, parameter: nn.Parameter, shard: Tensor) -> None:
         if shard.numel():
             squares = sum_of_squares([shard.detach()], [number_of_copies(parameter)])
-            self._sums[_KINDS.index(kind), self._places[parameter]] = squares
+            self._sums[kind, self._places[parameter]] = squares
 
     def total(self) -> Tensor:
         """The sums over all ranks, (3, parameters) in float64, by one all-reduce. The next step begins with zeros."""
@@ -84,19 +83,12 @@ class ParameterNorms:
         Args:
             sums: what `total` returned, as lists of numbers.
         """
-        squares: dict[str, list[float]] = dict(zip(_KINDS, sums, strict=True))
-
-        def norms(kind: str) -> dict[str, float]:
-            return {group: math.sqrt(sum(squares[kind][i] for i in own)) for group, own in self._groups.items()}
-
+        norms = [{group: math.sqrt(sum(kind[i] for i in own)) for group, own in self._groups.items()} for kind in sums]
         found: dict[str, Any] = {}
         if self._gradients:
-            each = [math.sqrt(square) for square in squares["gradients"]]
+            each = [math.sqrt(square) for square in sums[0]]
             several = {group: [each[i] for i in own] for group, own in self._groups.items() if len(own) > 1}
-            found |= {"grad_norms": norms("gradients"), "distributions": {"grad_norms": several}}
+            found |= {"grad_norms": norms[0], "distributions": {"grad_norms": several}}
         if self._updates:
-            weights = norms("weights")
-            found["update_ratios"] = {
-                group: norm / max(weights[group], 1e-30) for group, norm in norms("updates").items()
-            }
+            found["update_ratios"] = {group: norm / max(norms[2][group], 1e-30) for group, norm in norms[1].items()}
         return found

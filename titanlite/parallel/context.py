@@ -7,6 +7,7 @@ is expensive, so all ranks have the same work. Keys and values are put into thei
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,43 +56,36 @@ def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceM
     rows, length = tokens.shape
     place = own_chunks(torch.arange(length, device=tokens.device), mesh, dim=0)  # (T / degree,)
 
-    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return place[query] >= key
+    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = place[query] >= key
+        if document_ids is None:
+            return seen
+        return seen & (document_ids[batch, place[query]] == document_ids[batch, key])
 
-    def within_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert document_ids is not None
-        return (place[query] >= key) & (document_ids[batch, place[query]] == document_ids[batch, key])
-
-    if document_ids is None:
-        return flex_function("create_block_mask")(causal, None, None, len(place), length, device=tokens.device)
-    return flex_function("create_block_mask")(within_document, rows, None, len(place), length, device=tokens.device)
+    batches = None if document_ids is None else rows
+    return flex_function("create_block_mask")(visible, batches, None, len(place), length, device=tokens.device)
 
 
-class ContextParallelAttention:
-    """Attention of this rank's queries to the keys and values of the whole row."""
+def context_attention(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    """Attention of this rank's queries to the keys and values of the whole row; as `model.attention.attention`, with
+    q, k, v (B, H, T / degree, D).
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """As `titanlite.model.attention.attention`; q, k, v are (B, H, T / degree, D).
-
-        Without a mask, each of the two chunks attends causally, and reads the keys up to its own end only.
-        """
-        k, v = gather_chunks(torch.stack((k, v)), self._mesh, dim=3).unbind()  # (B, H_kv, T, D), in one collective
-        if mask is not None:
-            return attention(q, k, v, mask)
-        chunk, total = q.shape[2] // 2, k.shape[2]
-        ends = (self._mesh.get_local_rank() + 1) * chunk, total - self._mesh.get_local_rank() * chunk
-        parts = []
-        for part, end in zip(q.chunk(2, dim=2), ends, strict=True):
-            seen = torch.ones(chunk, end, dtype=torch.bool, device=q.device).tril(end - chunk)
-            parts.append(attention(part, k[:, :, :end], v[:, :, :end], seen))
-        return torch.cat(parts, dim=2)
+    Without a mask, each of the two chunks attends causally, and reads the keys up to its own end only.
+    """
+    k, v = gather_chunks(torch.stack((k, v)), mesh, dim=3).unbind()  # (B, H_kv, T, D), in one collective
+    if mask is not None:
+        return attention(q, k, v, mask)
+    chunk, total = q.shape[2] // 2, k.shape[2]
+    ends = (mesh.get_local_rank() + 1) * chunk, total - mesh.get_local_rank() * chunk
+    parts = []
+    for part, end in zip(q.chunk(2, dim=2), ends, strict=True):
+        seen = torch.ones(chunk, end, dtype=torch.bool, device=q.device).tril(end - chunk)
+        parts.append(attention(part, k[:, :, :end], v[:, :, :end], seen))
+    return torch.cat(parts, dim=2)
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Replace the attention of every block in place. After that, the model must be called with positions."""
     for module in model.modules():
         if isinstance(module, TransformerBlock):
-            module.attention.attend = ContextParallelAttention(mesh)
+            module.attention.attend = partial(context_attention, mesh)

@@ -39,22 +39,23 @@ def convert_to_float8(
         recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, emulate=emulate)
     else:
         recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=emulate)
-    converted: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
+    names: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # converted, kept
 
     def choose(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear):
             return False
         chosen = is_converted(name, (module.in_features, module.out_features), config)
-        (converted if chosen else kept)[name.split(".", 2)[-1]] += 1  # without the number of the block
+        names[chosen][name.split(".", 2)[-1]] += 1  # without the number of the block
         return chosen
 
     convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
     if compiled and config.precompute_float8_dynamic_scale_for_fsdp:
         _compile_weight_cast()
-    how = "emulated in high precision: this device has no FP8" if emulate and not config.emulate else ""
-    how = how or ("emulated, as float8.emulate says" if emulate else "on FP8 hardware")
-    count = f"{converted.total()} linear layers converted ({_listed(converted)}), {kept.total()} kept ({_listed(kept)})"
+    how = (
+        "emulated in high precision, as this device has no FP8 or float8.emulate says" if emulate else "on FP8 hardware"
+    )
+    said = [", ".join(f"{count} {name}" for name, count in names[chosen].items()) or "none" for chosen in (True, False)]
+    count = f"{names[True].total()} linear layers converted ({said[0]}), {names[False].total()} kept ({said[1]})"
     log(f"Float8 {config.recipe_name}: {count}; {how}")
 
 
@@ -66,10 +67,6 @@ def _compile_weight_cast() -> None:
 
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
     fsdp_utils.hp_tensor_and_scale_to_float8 = torch.compile(cast, dynamic=True)
-
-
-def _listed(names: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in names.items()) or "none"
 
 
 def precompute_scales(model: nn.Module) -> None:

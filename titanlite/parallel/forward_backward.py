@@ -48,7 +48,9 @@ class ForwardBackward:
     each."""
 
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
-        self._model, self._mesh, self._loss_fn = model.whole, mesh, _loss_function(run, mesh)
+        loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
+        self._loss_fn: LossFunction = loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
+        self._model, self._mesh = model.whole, mesh
         self._reduce_each = run.job.parallelism.fsdp_reduce == "microbatch"
         self._denominator = torch.ones((), device=device)
         for stage in (model.whole, *model.stages.values()):
@@ -145,12 +147,6 @@ def build_forward_backward(model: ShardedModel, mesh: Mesh, run: Run, device: to
     return (ForwardBackward if mesh.pipeline is None else PipelineForwardBackward)(model, mesh, run, device)
 
 
-def _loss_function(run: Run, mesh: Mesh) -> LossFunction:
-    """The output projection with its cross entropy, over the ranks that share the vocabulary."""
-    loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
-    return loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
-
-
 def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
     """These microbatches as one: tokens (B, T), labels, and positions and mask if the model needs them.
 
@@ -161,18 +157,15 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor
         parts = [getattr(microbatch, name) for microbatch in microbatches]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    tokens, labels = joined("input_ids"), joined("labels")
+    tokens, rest = joined("input_ids"), {"labels": joined("labels")}
     documents = None if microbatches[0].document_ids is None else joined("document_ids")
-    rest: dict[str, Any] = {"labels": labels}
     if microbatches[0].positions is not None:
         rest["positions"] = joined("positions")
     if mesh.context is None:
-        if documents is not None:
-            rest["mask"] = document_mask(documents)
-        return tokens, rest
-    mask = context_mask(tokens, documents, mesh.context)
-    if mask is not None:
-        rest["mask"] = mask
-    positions = rest.get("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-    tokens, rest["labels"], rest["positions"] = (own_chunks(x, mesh.context) for x in (tokens, labels, positions))
-    return tokens, rest
+        mask = None if documents is None else document_mask(documents)
+    else:
+        mask = context_mask(tokens, documents, mesh.context)
+        rest.setdefault("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+        rest = {name: own_chunks(x, mesh.context) for name, x in rest.items()}
+        tokens = own_chunks(tokens, mesh.context)
+    return tokens, rest if mask is None else rest | {"mask": mask}

@@ -7,7 +7,7 @@ tokens of the global batch. One process is a world of size one and takes the sam
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,21 +32,15 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # activations have the compute dtype already; the rotary table must stay fp32
     )
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
-    )
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    offload = pinned if training.enable_cpu_offload else OffloadPolicy()
     reshard = job.parallelism.fsdp_reshard_after_forward
     if reshard == "default" and job.parallelism.pipeline_parallel_degree > 1:
         reshard = "never"  # otherwise every microbatch would gather the stage again
 
     def shard(module: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
-        fully_shard(  # pyright: ignore[reportCallIssue]
-            module,  # pyright: ignore[reportArgumentType]
-            mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **how)  # pyright: ignore
 
     groups: list[list[nn.Module]] = []
     if _size([model]) >= job.parallelism.fsdp_min_num_params:  # otherwise the root is the only group
@@ -73,8 +67,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     if mesh.size() == 1 and not training.enable_cpu_offload:
         spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
-    _set_prefetch(leaders, job.parallelism.fsdp_forward_prefetch, forward=True)
-    _set_prefetch(leaders[::-1], job.parallelism.fsdp_backward_prefetch, forward=False)
+    ahead, behind = job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch
+    for i, leader in enumerate(leaders):  # 0: as FSDP2 does by itself
+        leader.set_modules_to_forward_prefetch(leaders[i + 1 : i + 1 + ahead])
+        leader.set_modules_to_backward_prefetch(leaders[max(0, i - behind) : i][::-1])
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
@@ -91,16 +87,6 @@ def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:
 def _size(modules: Iterable[nn.Module]) -> int:
     """Number of parameters, including those on other ranks."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-def _set_prefetch(groups: list[FSDPModule], depth: int, forward: bool) -> None:
-    """Issue the all-gathers of the next `depth` groups ahead. `groups` are in the order in which they run."""
-    for i, group in enumerate(groups if depth else []):
-        ahead = groups[i + 1 : i + 1 + depth]
-        if forward:
-            group.set_modules_to_forward_prefetch(ahead)
-        else:
-            group.set_modules_to_backward_prefetch(ahead)
 
 
 def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None:

@@ -58,13 +58,9 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
     """Lay out the initialised world. The product of the degrees must be its size."""
     assert degree.world == dist.get_world_size()
     # FSDP and tensor parallelism shard the same parameters, so their dimensions must belong to one mesh.
-    sizes = {
-        "pp": degree.pipeline,
-        "dp_replicate": degree.replicate,
-        "dp_shard": degree.shard * degree.context,
-        "tp": degree.tensor,
-    }
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    all_sizes = (degree.pipeline, degree.replicate, degree.shard * degree.context, degree.tensor)
+    sizes = {name: size for name, size in zip(names, all_sizes, strict=True) if size > 1 or name == "dp_shard"}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     hybrid = ("dp_replicate", "dp_shard") if degree.replicate > 1 else ("dp_shard",)
     # (pipeline, replicate, shard, context, tensor)
@@ -93,10 +89,6 @@ def _group_along(grid: torch.Tensor, *dims: int) -> dist.ProcessGroup:
     """The group of the ranks that differ from this one only in these dimensions of `grid`."""
     others = [dim for dim in range(grid.ndim) if dim not in dims]
     members = grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2)  # (groups, ranks of a group)
-    world = dist.group.WORLD
-    assert world is not None
-    if len(members) == 1:
-        return world
-    group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+    group = dist.group.WORLD if len(members) == 1 else dist.new_subgroups_by_enumeration(members.tolist())[0]
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -59,22 +59,17 @@ def build_schedule(
     count, group = len(run.stages), mesh.pipeline.get_group()
     pipeline_stages = []
     for i, stage in stages.items():
-        given = _input(run, stage.arch, first=i == 0)
-        output = _input(run, stage.arch, first=False)
+        shapes: dict[str, Any] = {
+            "input_args": _input(run, stage.arch, first=i == 0),
+            "output_args": _input(run, stage.arch, first=False),
+        }
         if i == count - 1:  # the loss: no stage receives it, but its shape must be declared
-            output = torch.empty((), device="meta", requires_grad=True)
-        pipeline_stages.append(
-            PipelineStage(stage, i, count, device, input_args=given, output_args=output, group=group)
-        )
+            shapes["output_args"] = torch.empty((), device="meta", requires_grad=True)
+        pipeline_stages.append(PipelineStage(stage, i, count, device, group=group, **shapes))
     schedule: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
-    single = issubclass(schedule, PipelineScheduleSingle)
-    built = schedule(
-        pipeline_stages[0] if single else pipeline_stages,
-        run.microbatches,
-        loss_fn=lambda loss, _labels: loss,  # what the last stage returns is the loss already
-        scale_grads=False,
-    )
-    return built, pipeline_stages
+    own: Any = pipeline_stages[0] if issubclass(schedule, PipelineScheduleSingle) else pipeline_stages
+    # What the last stage returns is the loss already.
+    return schedule(own, run.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False), pipeline_stages
 
 
 @contextmanager
@@ -91,10 +86,8 @@ def forward_only(
     orders = getattr(runs, "pipeline_order_with_comms", None)
     if orders is not None:
         forward = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-        runs.pipeline_order_with_comms = {
-            rank: [action for action in order if action.computation_type.name in forward]
-            for rank, order in orders.items()
-        }
+        kept = ((rank, [a for a in order if a.computation_type.name in forward]) for rank, order in orders.items())
+        runs.pipeline_order_with_comms = dict(kept)
     yield
     if orders is not None:
         runs.pipeline_order_with_comms = orders
@@ -108,10 +101,8 @@ def forward_only(
 def _input(run: Run, arch: Architecture, first: bool) -> Tensor:
     """The shape and dtype of a stage's input: token ids (B, T) for the first stage, (B, T / tensor degree, C) for the
     others."""
-    training = run.job.training
-    rows, length = training.local_batch_size, training.seq_len // run.degrees.context
+    rows, length = run.job.training.local_batch_size, run.job.training.seq_len // run.degrees.context
     if first:
         return torch.empty(rows, length, dtype=torch.int64, device="meta")
-    shape = (rows, length // run.degrees.tensor, arch.dim)
-    dtype = getattr(torch, training.mixed_precision_param)
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    dtype = getattr(torch, run.job.training.mixed_precision_param)
+    return torch.empty(rows, length // run.degrees.tensor, arch.dim, dtype=dtype, device="meta", requires_grad=True)

@@ -55,16 +55,14 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
         # The budget counts memory. The only script objects in our graphs are the meshes of DTensors, which have none.
-        option = "unsafe_treat_script_objects_as_zero_size"  # since torch 2.13
-        if hasattr(functorch_config, option):
-            setattr(functorch_config, option, True)
+        if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # since torch 2.13
+            functorch_config.unsafe_treat_script_objects_as_zero_size = True
         return
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama uses no random numbers
-    every = 1
-    if config.mode == "selective" and config.selective_ac_option == "op":
+    option = config.selective_ac_option if config.mode == "selective" else "1"
+    if option == "op":
         recompute = partial(recompute, context_fn=_save_attention_and_every_second_matmul)
-    elif config.mode == "selective":
-        every = int(config.selective_ac_option)
+    every = 1 if option == "op" else int(option)
     for name, block in model.layers.items():
         if (int(name) + 1) % every == 0:
             block.forward = _recomputing(block.forward, recompute)

@@ -23,9 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite import __version__
-from titanlite.checkpoint.find import checkpoints_at
-from titanlite.checkpoint.step_folders import read_manifest
-from titanlite.config.errors import CheckpointError, UserError, printable
+from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
 from titanlite.observe.logged_step import VALIDATION_CURVES, curve_of
 from titanlite.report.run_files import json_lines, number, read_config, read_status, read_table
@@ -36,7 +34,7 @@ Columns = dict[str, NDArray[np.float64]]
 # Budgets of a page, which its runs share, so that it stays below 5 MB.
 _NUMBERS = 300_000  # of all curves, at 6 to 9 bytes each
 _POINTS = 2_000  # of a curve: more than a screen has columns
-_EVENTS, _SAMPLES, _CHECKPOINTS, _TEXT = 1_000, 40, 200, 20_000
+_EVENTS, _SAMPLES, _TEXT = 1_000, 40, 20_000
 _KEYS = 1_000  # of an object
 _QUIET = ("save", "validation")  # kinds of events of which a long run has many
 
@@ -111,7 +109,6 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
         "events": sorted([*loud[-most:], *quiet[-most:]], key=lambda event: event["time"]),
         "older_events": max(0, len(loud) - most) + max(0, len(quiet) - most),
         "samples": [*json_lines(folder / "samples.jsonl", problems)][-max(4, _SAMPLES // shares) :],
-        "checkpoints": _checkpoints(folder, problems)[-max(5, _CHECKPOINTS // shares) :],
         "config": read_config(folder, []),
         "environment": read_table(folder / "environment.json", json.loads, problems),
         "problems": list(dict.fromkeys(problems))[:100],
@@ -208,20 +205,4 @@ def _events(entries: Iterable[dict[str, Any]], metrics: Columns) -> list[dict[st
         event["undone"] = event["step"] > back_to
         if event["kind"] == "start":
             back_to = min(back_to, event["step"])
-    return found
-
-
-def _checkpoints(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Step, folder, bytes and kind of each checkpoint. Damaged ones have no bytes."""
-    try:
-        found = [{"step": int(path.name.removeprefix("step-")), "folder": path} for path in checkpoints_at(folder)]
-    except UserError:
-        return []  # it has saved none, or its folder was copied without them
-    for checkpoint in found:
-        try:
-            manifest = read_manifest(checkpoint["folder"])
-            checkpoint["bytes"] = sum(file["size"] for file in manifest["files"].values())
-            checkpoint["weights_only"] = manifest["info"].get("weights_only", False)
-        except CheckpointError as error:
-            problems.append(f"{checkpoint['folder'].name}: {error}")
     return found

@@ -416,9 +416,6 @@ function sections() {
     node("summary", more, "", "Saves and validations");
     table(more, head, events.filter(isQuiet).map(row), style);
   }
-  const size = (found) => (found.bytes === undefined ? "damaged" : `${(found.bytes / 1e9).toFixed(3)} GB`);
-  perRun("Checkpoints", ["step", "size", "", "folder"], (run) =>
-    run.checkpoints.map((found) => [count(found.step), size(found), found.weights_only ? "weights only" : "", found.folder]), { numeric: [0, 1] });
   const keys = ["step", "prompt", "completion"];
   perRun("Samples", keys, (run) => [...run.samples].reverse().map((sample) => keys.map((key) => String(sample[key] ?? "-"))), { numeric: [0], kind: "text" });
   const names = D.runs.map((run) => run.name);
