@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
 def commands_page() -> str:
     """Every command, from its help."""
     lines = ["# Commands", f"```\n{usage()}\n```"]
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         lines += [f"## titanlite {name} {{ #{name} }}", text]
         if name in _WHOLE_JOB:
             lines.append("Its options are the [keys of a job](keys.md).")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from titanlite import cli
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.config.schema import KEYS, SECTIONS
 
+Output = pytest.CaptureFixture[str]
 TITANLITE = [sys.executable, "-P", "-m", "titanlite"]
 
 
@@ -26,7 +26,7 @@ def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*TITANLITE, *argv], stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options)
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def shown(capsys: Output, *words: str) -> str:
     """What a command prints; a line break in a box does not count."""
     assert cli.main(words) == 0
     return " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
@@ -45,13 +45,11 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]):
+def test_each_command_explains_itself(name: str, capsys: Output):
     assert "usage: titanlite" in shown(capsys, name, "--help")
 
 
-def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(tmp_path: Path, capsys: Output):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
     text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help")
     for key, field in KEYS.items():
@@ -74,15 +72,13 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),
     ],
 )
-def test_help_explains_what_is_asked_for(
-    words: list[str], there: str, not_there: str, capsys: pytest.CaptureFixture[str]
-):
+def test_help_explains_what_is_asked_for(words: list[str], there: str, not_there: str, capsys: Output):
     text = shown(capsys, *words)
     assert there in text
     assert not_there not in text
 
 
-def test_the_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_versions(capsys: Output, monkeypatch: pytest.MonkeyPatch):
     """Those of the code that runs, however old the installation of a checkout is."""
     monkeypatch.setattr("titanlite.__version__", "9.8.7")
     assert re.fullmatch(r"titanlite 9\.8\.7, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
@@ -94,9 +90,7 @@ def test_the_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         ([], ""),
         (["trian"], "Did you mean `titanlite train`?"),
         (["Export"], "Did you mean `titanlite export`?"),
-        (["llama_8b.toml"], "Did you mean `titanlite train --job.config_file llama_8b.toml`?"),
-        (["--job.config_file"], "The command comes first, as in `titanlite train --job.config_file`."),
-        (["xyz"], "titanlite xyz: unknown command."),
+        (["llama_8b.toml"], "titanlite llama_8b.toml: unknown command."),
         (["help", "chekpoint"], "Did you mean `titanlite help checkpoint`?"),
         (["help", "training.stps"], "Did you mean `titanlite help training.steps`?"),
         (["help", "xyz"], "Sections are job, model, tokenizer"),
@@ -107,23 +101,21 @@ def test_the_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         (["prepare", "--out", "--workers", "1"], "--out"),
     ],
 )
-def test_a_wrong_command_is_answered_with_what_was_meant(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_command_is_answered_with_what_was_meant(words: list[str], said: str, capsys: Output):
     assert cli.main(words) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("size", "said"), [("3", "data-parallel degree = 3"), ("abc", 'WORLD_SIZE "abc"')])
 def test_the_job_is_checked_for_the_world_of_torchrun(
-    size: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ):
     monkeypatch.setenv("WORLD_SIZE", size)
     assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_check_says_ok(capsys: pytest.CaptureFixture[str]):
+def test_check_says_ok(capsys: Output):
     text = shown(capsys, "check", "--job.config_file", "llama_8b", "--world-size=8", "--model.flavor", "1b")
     assert "llama_8b.toml can start on 8 ranks." in text
 
@@ -143,13 +135,13 @@ def test_check_says_ok(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_an_error_is_its_message_and_its_exit_code(
-    error: BaseException, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: object
+    error: BaseException, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
 ):
     def command() -> None:
         raise error
 
     assert cli.run_quietly(command) == code
-    out, err = capfd.readouterr()  # type: ignore[attr-defined]
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.endswith(said)
     assert ("Traceback" in err) == (code == 1)
@@ -157,31 +149,18 @@ def test_an_error_is_its_message_and_its_exit_code(
     monkeypatch.setenv("RANK", "5")
     error.add_note("how to go on")
     assert cli.run_quietly(command) == code
-    assert capfd.readouterr() == ("", "")  # type: ignore[attr-defined]
+    assert capfd.readouterr() == ("", "")
     if code != 130:
-        record = json.loads((tmp_path / "5.json").read_text())
-        assert record["message"].endswith(said.strip())
-        assert record["closing"] == "how to go on"
-        assert abs(record["time"] - time.time()) < 60
+        assert json.loads((tmp_path / "5.json").read_text())["message"].endswith(f"{said}how to go on")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--help"], ["help", "training"]], ids=["a line", "more than a buffer"])
-def test_standard_output_that_goes_away_is_no_traceback(words: list[str]):
+def test_a_reader_of_standard_output_that_goes_away_is_no_traceback():
+    """As in `titanlite help training | head -1`."""
     reader, pipe = os.pipe()
     os.close(reader)
-    ours, terminal = pty.openpty()
-    os.close(ours)
-    full = os.open("/dev/full", os.O_WRONLY)
-    ends = [run(*words, stdout=output) for output in (pipe, terminal, full)]
-    for output in (pipe, terminal, full):
-        os.close(output)
-    said = "Standard output cannot be written: {}.\n".format
-    assert [(ended.returncode, ended.stderr) for ended in ends] == [
-        (141, ""),  # `titanlite help | head -1`
-        (2, said("Input/output error")),
-        (2, said("No space left on device")),
-    ]
+    ended = run("help", "training", stdout=pipe)
+    os.close(pipe)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_a_character_that_the_terminal_lacks_is_shown_by_its_number():

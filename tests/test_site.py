@@ -61,7 +61,7 @@ def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network
     written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}
     assert {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")} <= written
     commands = (tmp_path / "reference" / "commands.html").read_text()
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         assert f'id="{name}"' in commands
         assert text.partition("`")[0] in commands
     assert "--max-new-tokens" in commands

@@ -12,7 +12,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -340,33 +339,6 @@ def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Pa
     said = start_titanlite(*words, before=break_the_end).ends_with(1)
     assert "ZeroDivisionError: division by zero\nThe last good step is 12" in said
     assert (out / "train.log").read_text().endswith(as_logged(said[said.index("Traceback") :]))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_training_has_begun_stands_in_the_log(
-    job_file: Path, tmp_path: Path, number: signal.Signals, ranks: int
-) -> None:
-    out = tmp_path / "out"
-    words = ("train", "--job.config_file", job_file, "--job.dump_folder", out)
-    world = start_titanlite(*words, ranks=ranks, before=wait_for_data)
-    world.wait_for("\n".join(["looks at the data"] * ranks))
-    for rank in range(ranks):
-        world.kill(rank, number)
-    world.ends_with(128 + number)
-    reason = f"Stopped by {number.name} before there was anything to save.\nNothing is saved. To start again: "
-    assert world.said.count(reason) == ranks
-    assert (out / "train.log").read_text().endswith(as_logged(world.said[world.said.rindex(reason) :]))
-
-
-def wait_for_data() -> None:
-    """As where the folder of the data is slow."""
-
-    def wait(_: object) -> None:
-        print("looks at the data", flush=True)
-        time.sleep(300)
-
-    loop.load_tokenizer = wait  # type: ignore[assignment]
 
 
 def test_a_run_with_more_rows_than_the_tokenizer_needs_is_resumed_by_the_key_that_the_refusal_names(

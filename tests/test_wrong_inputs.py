@@ -419,7 +419,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise AssertionError("the run was started")
 
     monkeypatch.setattr("titanlite.train.loop.train", started)
-    monkeypatch.setattr("titanlite.launch.ranks.run_ranks", started)
+    monkeypatch.setattr("titanlite.launch.ranks.Ranks.run", started)
     return tmp_path
 
 

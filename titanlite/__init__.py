@@ -15,59 +15,43 @@ if sys.argv[:1] == ["-m"] or (sys.argv[:1] and sys.argv[0].endswith("/titanlite"
 
 import importlib
 
-from titanlite.runtime.process import use_expandable_segments, use_own_caches
+from titanlite.runtime.process import set_up_torch
 
 TYPE_CHECKING = False  # as in typing, which is not imported because that takes longer than the start of Python
 if TYPE_CHECKING:
-    from typing import Any
-
-    from titanlite.completion import Completion as Completion
-    from titanlite.completion import LoadedCheckpoint as LoadedCheckpoint
-    from titanlite.completion import generate as generate
-    from titanlite.completion import generate_many as generate_many
-    from titanlite.completion import load_checkpoint as load_checkpoint
-    from titanlite.config.errors import UserError as UserError
-    from titanlite.config.flavors import FLAVORS as FLAVORS
-    from titanlite.config.flavors import Architecture as Architecture
-    from titanlite.config.load import load_job as load_job
-    from titanlite.config.schema import JobConfig as JobConfig
-    from titanlite.data.loader import Loader as Loader
-    from titanlite.data.tokenizer import load_tokenizer as load_tokenizer
-    from titanlite.hooks.profiler import StepProfile as StepProfile
-    from titanlite.model.llama import Llama as Llama
-    from titanlite.score import TextScore as TextScore
-    from titanlite.score import evaluate_text as evaluate_text
-    from titanlite.train.loop import Trainer as Trainer
-    from titanlite.train.profile_steps import profile_steps as profile_steps
+    from titanlite.completion import Completion, LoadedCheckpoint, generate, generate_many, load_checkpoint
+    from titanlite.config.errors import UserError
+    from titanlite.config.flavors import FLAVORS, Architecture
+    from titanlite.config.load import load_job
+    from titanlite.config.schema import JobConfig
+    from titanlite.data.loader import Loader
+    from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.hooks.profiler import StepProfile
+    from titanlite.model.llama import Llama
+    from titanlite.score import TextScore, evaluate_text
+    from titanlite.train.loop import Trainer
+    from titanlite.train.profile_steps import profile_steps
 
 __version__ = "0.2.0"
+__all__ = [
+    "FLAVORS", "Architecture", "Completion", "JobConfig", "Llama", "LoadedCheckpoint", "Loader", "StepProfile",
+    "TextScore", "Trainer", "UserError", "evaluate_text", "generate", "generate_many", "load_checkpoint", "load_job",
+    "load_tokenizer", "profile_steps",
+]  # fmt: skip
+# What has the names: modules without torch first, each of which does without those after it.
+_HOMES = (
+    "config.errors", "config.flavors", "config.schema", "config.load", "data.tokenizer", "model.llama", "data.loader",
+    "completion", "score", "hooks.profiler", "train.loop", "train.profile_steps",
+)  # fmt: skip
 
-_HOMES = {
-    "titanlite.completion": ("Completion", "LoadedCheckpoint", "generate", "generate_many", "load_checkpoint"),
-    "titanlite.config.errors": ("UserError",),
-    "titanlite.config.load": ("load_job",),
-    "titanlite.config.schema": ("JobConfig",),
-    "titanlite.data.loader": ("Loader",),
-    "titanlite.data.tokenizer": ("load_tokenizer",),
-    "titanlite.config.flavors": ("FLAVORS", "Architecture"),
-    "titanlite.model.llama": ("Llama",),
-    "titanlite.hooks.profiler": ("StepProfile",),
-    "titanlite.train.loop": ("Trainer",),
-    "titanlite.train.profile_steps": ("profile_steps",),
-    "titanlite.score": ("TextScore", "evaluate_text"),
-}
+set_up_torch()
 
 
-__all__ = [name for names in _HOMES.values() for name in names]  # pyright: ignore[reportUnsupportedDunderAll]
-
-use_own_caches()
-use_expandable_segments()
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
+def __getattr__(name: str) -> object:
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"titanlite.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
 
 

@@ -17,33 +17,25 @@ from collections.abc import Callable, Sequence
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 
-# Name and one line of help. `titanlite.commands.NAME.main`, if HOMES names no other function, gets the other words.
+# Name -> the module whose `main`, or other function, gets the other words, and one line of help.
 COMMANDS = {
-    "train": "Train the model that a job file describes, in this process.",
-    "launch": "The same on each GPU, or NGPU processes: what ./run_train.sh starts.",
-    "check": "Check a job file, for --world-size N ranks, without starting anything.",
-    "plan": "Say what a job will take: memory, time, what fits, and the fastest layout.",
-    "profile": "Say where the time of a job's step goes, and write a trace for Perfetto.",
-    "prepare": "Tokenize the data of a job file once, into shards that training maps into memory.",
-    "tokenizer": "`tokenizer train --vocab-size N --out DIR`: make a vocabulary from text of your own.",
-    "data": "`data show --step N`: print the text that a step of a job reads.",
-    "verify": "Read checkpoints and say which ones are good.",
-    "export": "Write a checkpoint as a Hugging Face model.",
-    "import": "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights.",
-    "migrate": "Turn a job file of torchtitan's into one of titanlite's.",
-    "runs": "List the runs in a folder: state, step, loss, speed, age.",
-    "report": "Write a page about one or several runs, to look at offline.",
-    "watch": "Show how a run goes, also from another machine.",
-    "generate": "Let a checkpoint complete a text.",
-    "eval": "Score a checkpoint on texts: perplexity and bits per byte.",
-}
-HOMES = {
-    "train": "titanlite.cli:train",
-    "launch": "titanlite.launch.launcher:launch",
-    "import": "titanlite.commands.import_:main",
-    "prepare": "titanlite.commands.data:prepare",
-    "data": "titanlite.commands.data:data",
-    "tokenizer": "titanlite.commands.data:tokenizer",
+    "train": ("cli:train", "Train the model that a job file describes, in this process."),
+    "launch": ("launch.launcher:launch", "The same on each GPU, or NGPU processes: what ./run_train.sh starts."),
+    "check": ("commands.check", "Check a job file, for --world-size N ranks, without starting anything."),
+    "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
+    "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
+    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training maps into memory."),
+    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from your text."),
+    "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
+    "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
+    "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
+    "import": ("commands.import_", "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights."),
+    "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
+    "runs": ("commands.runs", "List the runs in a folder: state, step, loss, speed, age."),
+    "report": ("commands.report", "Write a page about one or several runs, to look at offline."),
+    "watch": ("commands.watch", "Show how a run goes, also from another machine."),
+    "generate": ("commands.generate", "Let a checkpoint complete a text."),
+    "eval": ("commands.eval", "Score a checkpoint on texts: perplexity and bits per byte."),
 }
 
 
@@ -66,17 +58,21 @@ def _dispatch(words: list[str]) -> object:
     if name in ("help", "-h", "--help"):  # `titanlite help check`, `titanlite help training.steps`
         name, rest = (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
     if name not in COMMANDS:
-        print(f"titanlite {name}: unknown command. {_meant(name)}\n\n{usage()}", file=sys.stderr)
+        import difflib
+
+        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
+        meant = f" Did you mean `titanlite {near[0]}`?" if near else ""
+        print(f"titanlite {name}: unknown command.{meant}\n\n{usage()}", file=sys.stderr)
         return 2
-    module, function = HOMES.get(name, f"titanlite.commands.{name}:main").split(":")
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return getattr(importlib.import_module(module), function)(rest)
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"titanlite.{module}"), function or "main")(rest)
 
 
 def usage() -> str:
     """The text of `titanlite --help`."""
-    rows = "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
+    rows = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
     return (
         f"usage: titanlite COMMAND ...\n\n{rows}\n\n"
         "`titanlite COMMAND --help` or `titanlite help COMMAND` explains the options of a command,\n"
@@ -95,18 +91,6 @@ def version() -> str:
     return f"titanlite {__version__}, torch {version('torch')}, Python {python}"
 
 
-def _meant(name: str) -> str:
-    """A guess at the command behind an unknown one."""
-    import difflib
-
-    if name.startswith("--"):
-        return f"The command comes first, as in `titanlite train {name}`."
-    if name.endswith(".toml"):
-        return f"Did you mean `titanlite train --job.config_file {name}`?"
-    near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
-    return f"Did you mean `titanlite {near[0]}`?" if near else ""
-
-
 def run_quietly(command: Callable[[], object]) -> int:
     """Call `command` and turn the ways in which it can end into an exit code, unless it returns one; a crash of ours
     keeps its traceback."""
@@ -119,47 +103,29 @@ def run_quietly(command: Callable[[], object]) -> int:
         code = command()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except UserError as error:
-        _say_end(str(error), error)
-        return error.exit_code
     except SystemExit as end:  # tyro raises it after a help or a message
         return end.code if isinstance(end.code, int) else 0
-    except KeyboardInterrupt:
-        from titanlite.runtime.logging import note_end
+    except BrokenPipeError:  # `titanlite train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (Exception, KeyboardInterrupt) as error:
+        return _say_end(error)
 
+
+def _say_end(error: BaseException) -> int:
+    """Say why this process ends; returns its exit code."""
+    from titanlite.runtime.logging import note_end, say_end
+
+    if isinstance(error, KeyboardInterrupt):
         note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
-    except BrokenPipeError:  # `titanlite train --help | head`
-        _drop_output()
-        return 141
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is None and _output_fails():  # an error of a file names it
-            _say_end(f"Standard output cannot be written: {error.strerror}.", error)
-            return UserError.exit_code
-        _say_end(traceback.format_exc(), error)
+    if not isinstance(error, UserError):
+        say_end(traceback.format_exc(), "failure")
         return 1
-
-
-def _output_fails() -> bool:
-    """Whether standard output cannot be written: its disk is full, or its terminal is gone. Then it is dropped."""
-    try:
-        sys.stdout.write("\n")  # Python has forgotten what it could not write
-        sys.stdout.flush()
-    except OSError:
-        _drop_output()
-        return True
-    return False
-
-
-def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _say_end(message: str, error: Exception) -> None:
-    from titanlite.runtime.logging import say_end
-
-    kind = "stop" if isinstance(error, StoppedBySignal | StoppedUnsaved) else "failure"
-    say_end(message, "\n".join(getattr(error, "__notes__", ())), "guard" if isinstance(error, GuardError) else kind)
+    stopped = isinstance(error, StoppedBySignal | StoppedUnsaved)
+    kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "failure"
+    say_end("\n".join([str(error), *getattr(error, "__notes__", ())]), kind)
+    return error.exit_code
 
 
 def train(argv: Sequence[str]) -> None:

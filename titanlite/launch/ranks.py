@@ -5,7 +5,8 @@ starts a run again that has saved and ended, and imports torch, for which the fi
 `titanlite.launch.machines` lets torch's agent start one of these on each of several machines.
 
 Invariant: a signal reaches each rank once, and the rank has the time that it needs to save. No rank outlives the
-launcher: this module kills the ranks before it returns, and they stop by themselves if the launcher is killed.
+launcher: this module kills the ranks before it returns, and they stop by themselves if the launcher is killed. The
+first rank that fails decides what is said, once, and the exit code.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from titanlite.config.errors import ERROR_FOLDER, StoppedBySignal
 from titanlite.launch.exit_report import KNOWN_EXITS, RankEnd, explain, explain_hang
 from titanlite.runtime.logging import LOG_FILE, Kind, note, note_end
-from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python
+from titanlite.runtime.process import STORE, start_python, stop_signals
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that only this machine can reach
 POLL_SECONDS = 0.1  # between two looks at the ranks
@@ -35,10 +36,15 @@ CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks of this machine among all `size`."""
+@dataclass
+class Ranks:
+    """The ranks of this machine among all `size`, each of which runs `python WORDS`.
 
+    The program must first call `titanlite.runtime.process.begin`. `resume_hint` gives the last lines of the output, if
+    the ranks end without printing them.
+    """
+
+    words: Sequence[str]
     ranks: range
     size: int
     shown_ranks: Sequence[int] = (0,)  # they share the standard output of the launcher
@@ -46,81 +52,63 @@ class World:
     max_restarts: int = 0  # after crashes, from the newest checkpoint
     restarts: int = 0  # number of them before this one
     agent: bool = False  # torch's agent restarts the ranks of all machines together
-
-
-def run_ranks(words: Sequence[str], world: World, resume_hint: Callable[[], str] = str) -> int:
-    """Run `python WORDS` for each rank of this machine, print why the run ended, and return the exit code.
-
-    Args:
-        words: The program must first call `titanlite.runtime.process.begin`.
-        resume_hint: The last lines of the output, if the ranks ended without printing them.
-    """
-    with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as folder:
-        return _Ranks(words, world, resume_hint, Path(folder)).run()
-
-
-class _Ranks:
-    """The processes, one attempt after the other. They write why they ended into `folder`, which is private."""
-
-    def __init__(self, words: Sequence[str], world: World, hint: Callable[[], str], folder: Path) -> None:
-        self._words, self._world, self._hint, self._folder = words, world, hint, folder
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
-        self._signal = 0  # the first one that stops the run
-        self._at_once = False  # after a second Ctrl-C
+    resume_hint: Callable[[], str] = str
+    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # by rank
+    _came: list[int] = field(default_factory=list)  # signals that are to be obeyed
+    _stopped_by: int = 0  # the first signal that stops the run
 
     def run(self) -> int:
-        """Start the ranks until they end well, for a known reason, or have crashed too often."""
-        for number in (*STOP_SIGNALS, signal.SIGUSR2):
-            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
-                signal.signal(number, self._receive)
-        most, done = self._world.max_restarts, self._world.restarts
-        try:
-            while True:
-                self._start(done)
-                ends = self._watch()
-                if not ends:
-                    return 0
-                known = any(end.code in KNOWN_EXITS for end in ends)  # it would end again like this
-                last = known or self._signal > 0 or done >= most
-                code = self._report(ends, last)
-                if last:
-                    return code
-                done += 1
-                self._say(f"Starting again from the newest checkpoint ({most - done} restarts left).", "restart")
-                if self._world.agent:
-                    return code
-        finally:
-            self._kill()
+        """Start the ranks until they end well, for a known reason, or have crashed too often. Print why the run ended,
+        and return the exit code."""
+        for number in (*stop_signals(), signal.SIGUSR2):
+            signal.signal(number, self._receive)
+        # What the ranks write into this folder, which is private, says why they ended.
+        with tempfile.TemporaryDirectory(prefix="titanlite-launch-") as name:
+            folder = Path(name)
+            try:
+                while True:
+                    self._start(folder)
+                    ends = self._watch(folder)
+                    if not ends:
+                        return 0
+                    known = any(end.code in KNOWN_EXITS for end in ends)  # it would end again like this
+                    last = known or self._stopped_by > 0 or self.restarts >= self.max_restarts
+                    code = self._report(ends, folder, last)
+                    if last:
+                        return code
+                    self.restarts += 1
+                    left = self.max_restarts - self.restarts
+                    _say(f"Starting again from the newest checkpoint ({left} restarts left).", "restart", folder)
+                    if self.agent:
+                        return code
+            finally:
+                self._kill()
 
-    def _start(self, restarts: int) -> None:
-        for file in self._folder.glob("*.json"):
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self._came.append(number)  # it is obeyed in `_watch`, where all ranks have started and no lock is held
+
+    def _start(self, folder: Path) -> None:
+        for file in folder.glob("*.json"):
             file.unlink()
-        world = self._world
         variables = {
-            "WORLD_SIZE": str(world.size),
-            "LOCAL_WORLD_SIZE": str(len(world.ranks)),
-            "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            ERROR_FOLDER: str(self._folder),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            ERROR_FOLDER: str(folder),
         }
-        if world.size == len(world.ranks):  # the interfaces replace what was set for runs on several machines
+        if self.size == len(self.ranks):  # the interfaces replace what was set for runs on several machines
             interfaces = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-            variables |= {STORE: str(self._folder / f"store-{restarts}"), **interfaces}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})  # so that none is missed
-        try:
-            for local_rank, rank in enumerate(world.ranks):
-                self._processes[rank] = start_python(
-                    ["-u", *self._words],
-                    {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-                    # not a pipe, so that a terminal stays a terminal
-                    stdout=None if rank in world.shown_ranks else subprocess.DEVNULL,
-                    start_new_session=True,  # only the launcher passes Ctrl-C on
-                )
-            if self._signal:  # it came between two attempts
-                self._send(self._signal)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            variables |= {STORE: str(folder / f"store-{self.restarts}"), **interfaces}
+        for local_rank, rank in enumerate(self.ranks):
+            self._processes[rank] = start_python(
+                ["-u", *self.words],
+                {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                # not a pipe, so that a terminal stays a terminal
+                stdout=None if rank in self.shown_ranks else subprocess.DEVNULL,
+                start_new_session=True,  # only the launcher passes Ctrl-C on
+            )
 
-    def _watch(self) -> list[RankEnd]:
+    def _watch(self, folder: Path) -> list[RankEnd]:
         """Wait until all ranks have ended. Kill those that have not ended in time after the first one.
 
         Returns: Those that did not end with 0, in order of time; those that were killed come last.
@@ -129,30 +117,44 @@ class _Ranks:
         killed, limit = set(), float("inf")
         while len(ends) < len(self._processes):
             time.sleep(POLL_SECONDS)
+            at_once = self._obey()
             for rank, process in self._processes.items():
                 if rank not in ends and process.poll() is not None:
                     ends[rank] = process.returncode, time.time()
             bad = {code for code, _ in ends.values()} - {0}
-            patience = float("inf")
             if bad.difference(KNOWN_EXITS):
-                patience = CRASH_PATIENCE
-            elif self._signal or StoppedBySignal.exit_code in bad:
-                patience = self._world.stop_seconds
+                limit = min(limit, time.monotonic() + CRASH_PATIENCE)
+            elif self._stopped_by or StoppedBySignal.exit_code in bad:
+                limit = min(limit, time.monotonic() + self.stop_seconds)
             elif bad:
-                patience = KNOWN_EXIT_PATIENCE
-            limit = min(limit, time.monotonic() + patience)
-            if self._at_once or time.monotonic() > limit:
+                limit = min(limit, time.monotonic() + KNOWN_EXIT_PATIENCE)
+            if at_once or time.monotonic() > limit:
                 killed |= self._kill()
-        return sorted(
-            (self._end_of(rank, *end, rank in killed) for rank, end in ends.items() if end[0]),
-            key=lambda end: (end.killed, end.time),
-        )
+        found = []
+        for rank, (code, seen) in ends.items():
+            record = {"time": seen - 2 * POLL_SECONDS, "message": ""}
+            with contextlib.suppress(OSError, ValueError):  # it wrote no report, or the disk was full
+                record |= json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+            found.append(RankEnd(rank, code, record["time"], record["message"], rank in killed))
+        return sorted((end for end in found if end.code), key=lambda end: (end.killed, end.time))
 
-    def _end_of(self, rank: int, code: int, seen: float, killed: bool) -> RankEnd:
-        record = {"time": seen - 2 * POLL_SECONDS, "message": "", "closing": ""}
-        with contextlib.suppress(OSError, ValueError):  # it wrote no report, or the disk was full
-            record |= json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
-        return RankEnd(rank, code, record["time"], record["message"], record["closing"], killed)
+    def _obey(self) -> bool:
+        """Pass on the signals that have come. Returns whether the ranks are to be killed: after a second Ctrl-C.
+
+        Not after a second SIGTERM, because schedulers repeat it and have SIGKILL.
+        """
+        while self._came:
+            number = self._came.pop(0)
+            if self._stopped_by and number != signal.SIGUSR2:
+                if number == signal.SIGINT:
+                    return True
+                continue
+            for process in self._processes.values():
+                process.send_signal(number)  # none if it has ended
+            if number != signal.SIGUSR2:  # which saves and goes on
+                self._stopped_by = number
+                _say("\nStopping after this step and a save. Ctrl-C again stops at once, without saving.", None)
+        return False
 
     def _kill(self) -> set[int]:
         """Kill the ranks that still run, and the processes that they have started. Returns which ones."""
@@ -163,44 +165,22 @@ class _Ranks:
             process.wait()
         return set(running)
 
-    # ------------------------------------------------------------------------------------------------- words
-
-    def _report(self, ends: Sequence[RankEnd], last: bool) -> int:
+    def _report(self, ends: Sequence[RankEnd], folder: Path, last: bool) -> int:
         """Say why the ranks ended; returns the exit code."""
-        text, code = explain(ends, self._signal)
-        hangs = [json.loads(file.read_text("utf-8")) for file in sorted(self._folder.glob("*.hang.json"))]
-        self._say(explain_hang(hangs, [end.rank for end in ends if end.killed]), "hang")
-        closing = next((end.closing for end in ends if end.closing), "")
-        if not closing and ends[0].code not in KNOWN_EXITS and (self._folder / LOG_FILE).exists():
-            closing = self._hint()
-        said = any(end.rank == 0 and end.reason and end.reason == ends[0].reason for end in ends)  # in train.log
-        lines = "\n".join(filter(None, (text, closing if last else "")))
-        self._say(lines, None if said else "stop" if self._signal else "failure")
+        _say(explain_hang([json.loads(file.read_text("utf-8")) for file in folder.glob("*.hang.json")]), "hang", folder)
+        root, text, code = explain(ends, self._stopped_by)
+        if last and not root.reason and code not in KNOWN_EXITS and (folder / LOG_FILE).exists():
+            text = f"{text}\n{self.resume_hint()}"
+        in_log = root.rank == 0 and root.reason  # rank 0 has said it there
+        _say(text, None if in_log else "stop" if self._stopped_by else "failure", folder)
         return code
 
-    def _say(self, text: str, kind: Kind | None) -> None:
-        """Print, and add to the run's log as an event of this kind."""
-        if not text:
-            return
-        with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
+
+def _say(text: str, kind: Kind | None, folder: Path | None = None) -> None:
+    """Print, and add to the run's log as an event of this kind."""
+    with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
+        if text:
             note(text)
-        with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
-            if kind is not None:
-                note_end(text, kind, Path((self._folder / LOG_FILE).read_text(encoding="utf-8")))
-
-    # ------------------------------------------------------------------------------------------------- signals
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR2:  # save and go on
-            self._send(number)
-        elif not self._signal:
-            self._signal = number
-            self._send(number)
-            with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-                os.write(2, b"\nStopping after this step and a save. Ctrl-C again stops at once, without saving.\n")
-        elif number == signal.SIGINT:  # a second SIGTERM changes nothing, because schedulers repeat it and have SIGKILL
-            self._at_once = True  # not killed here, because the interrupted code may hold a lock that killing needs
-
-    def _send(self, number: int) -> None:
-        for process in self._processes.values():
-            process.send_signal(number)  # none if it has ended
+    with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
+        if text and folder and kind:
+            note_end(text, kind, Path((folder / LOG_FILE).read_text(encoding="utf-8")))

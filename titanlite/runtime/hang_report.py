@@ -24,11 +24,6 @@ from torch._C import _distributed_c10d
 SHARE = 0.8  # of the time-out, so that the file exists before the first rank gives up
 
 
-def record_collectives() -> None:
-    """Let torch's flight recorder keep the last collectives of this process. Call it before process groups exist."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-
-
 def all_hosts() -> list[str]:
     """Name of every rank's machine. All ranks call it together."""
     hosts = [""] * dist.get_world_size()
@@ -49,13 +44,12 @@ class HangWatch:
     """
 
     def __init__(self, folder: str | None, rank: int, timeout: float, hosts: list[str]) -> None:
-        self._file, self._rank = Path(folder or ".") / f"{rank}.hang.json", rank
-        self._hosts = hosts
-        self._main = threading.get_ident()
+        self._rank, self._hosts, self._main = rank, hosts, threading.get_ident()
         self._ended = threading.Event()
         self.passed(0, timeout)
         if folder is not None:
-            threading.Thread(target=self._run, daemon=True, name="hang-watch").start()
+            file = Path(folder, f"{rank}.hang.json")
+            threading.Thread(target=self._run, args=(file,), daemon=True, name="hang-watch").start()
 
     def passed(self, step: int, timeout: float) -> None:
         """Note that a step has ended. The next one may take `timeout` seconds."""
@@ -65,27 +59,21 @@ class HangWatch:
         """End the thread."""
         self._ended.set()
 
-    def _run(self) -> None:
-        reported = None
+    def _run(self, file: Path) -> None:
         while not self._ended.wait(min(1.0, self._limit / 10)):
-            late = time.monotonic() - self._since > self._limit
-            if late and reported != self._since:
-                reported = self._since
-                self._file.write_text(json.dumps(self._describe()), encoding="utf-8")
-            elif reported is not None and reported != self._since:  # the step has ended after the report
-                self._file.unlink(missing_ok=True)
-                reported = None
+            if time.monotonic() - self._since < self._limit:
+                file.unlink(missing_ok=True)  # of a step that has ended after all
+            elif not file.exists():
+                file.write_text(json.dumps(self._describe()), encoding="utf-8")
 
     def _describe(self) -> dict[str, Any]:
         frames = traceback.extract_stack(sys._current_frames()[self._main])
-        own = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename] or frames
-        line = own[-1]
+        line = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename][-1:] or frames
         return {
             "rank": self._rank,
-            "host": self._hosts[self._rank],
             "hosts": self._hosts,
             "step": self._step + 1,
-            "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
+            "line": f"{line[0].filename}:{line[0].lineno} in {line[0].name}: {line[0].line}",
             "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
             "collectives": last_collectives() if dist.is_initialized() else {},
         }
@@ -97,10 +85,8 @@ def last_collectives() -> dict[str, tuple[int, str, bool]]:
     The group of the latest collective comes last. torch's flight recorder has gloo's in one table, NCCL's in another.
     """
     recorder: Any = _distributed_c10d
-    tables = [recorder._dump_fr_trace_json(True, False)]
-    if dist.is_nccl_available():
-        tables.append(recorder._dump_nccl_trace_json(True, False))
-    entries = [entry for table in tables for entry in json.loads(table).get("entries", [])]
+    dumps = [recorder._dump_fr_trace_json] + [recorder._dump_nccl_trace_json] * dist.is_nccl_available()
+    entries = [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", [])]
     last: dict[str, tuple[int, str, bool]] = {}
     for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         group = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"

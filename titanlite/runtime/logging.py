@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast
 
 from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 
@@ -55,9 +54,6 @@ class Event(str):
         event.kind, event.step, event.details = kind, step, details
         return event
 
-    def __getnewargs__(self) -> tuple[str, Kind]:
-        return str(self), self.kind  # what pickle calls __new__ with; it restores the other attributes itself
-
 
 # --------------------------------------------------------------------------------------------------- terminal
 
@@ -82,8 +78,7 @@ class _Terminal:
 
 @cache
 def terminal_console() -> Console:
-    """The one rich console of the process. Log lines and the live view share it, so that lines are printed above the
-    view."""
+    """The one rich console of the process, for views. rich prints log lines above a view that is shown."""
     from rich.console import Console
 
     return Console(file=cast(IO[str], _Terminal(sys.stdout)))
@@ -102,48 +97,39 @@ def note(line: str) -> None:
 # ----------------------------------------------------------------------------------------------------- set-up
 
 
-def logged_ranks(world_size: int | None = None) -> tuple[int, ...]:
+def logged_ranks(world_size: int = 10**9) -> list[int]:
     """The ranks that the environment variable LOG_RANK names (comma-separated, default "0").
 
     Raises:
         UserError: LOG_RANK is not a list of ranks, or names one that a world of `world_size` does not have.
     """
     text = os.environ.get("LOG_RANK") or "0"
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    shown = f'LOG_RANK = "{one_line(text[:40])}"'
-    if not words or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        raise UserError(f"{shown}: ranks are allowed, separated by commas, for example LOG_RANK=0,1.")
-    ranks = tuple(int(word) for word in words)
-    if world_size is not None and max(ranks) >= world_size:
-        raise UserError(f"{shown}: there is no rank {max(ranks)}. The last of {world_size} is {world_size - 1}.")
+    words = text.split(",") if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) else ()
+    ranks = [int(word) for word in words if int(word) < world_size]
+    if not ranks or len(ranks) < len(words):
+        raise UserError(
+            f'LOG_RANK = "{one_line(text[:40])}": ranks from 0 to {world_size - 1} are allowed, as in LOG_RANK=0,1.'
+        )
     return ranks
 
 
 def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     """Set up the logger "titanlite" and Python's warnings for this rank, and return the logger.
 
-    A rank that LOG_RANK names writes to standard output: with rich on a terminal, as plain text otherwise. Any other
-    rank writes only its errors, to standard error. Rank 0 appends every line to `log_file`, whose folder is created,
-    and every `Event` to events.jsonl beside it. A second call replaces what the first one set up.
+    A rank that LOG_RANK names writes to standard output. Any other rank writes only its errors, to standard error. Rank
+    0 appends every line to `log_file`, whose folder is created, and every `Event` to events.jsonl beside it. A second
+    call replaces what the first one set up.
 
     Raises:
         UserError: LOG_RANK is not a list of ranks.
     """
     ranks = logged_ranks()
     prefix = f"[rank {rank}] " if len(ranks) > 1 or rank not in ranks else ""
-    if rank not in ranks:
-        terminal = _plain(_LossyHandler(sys.stderr), prefix)
-        terminal.setLevel(logging.ERROR)
-    elif is_live_terminal():
-        from rich.logging import RichHandler
-
-        terminal = RichHandler(
-            console=terminal_console(), show_path=False, show_level=False, omit_repeated_times=False,
-            log_time_format="[%H:%M:%S]",
-        )  # fmt: skip
-        terminal.setFormatter(_LevelFormatter(f"{prefix}%(message)s"))
-    else:
-        terminal = _plain(_LossyHandler(sys.stdout), prefix)
+    terminal = LogHandler(None, _Line(prefix, "%H:%M:%S"))
+    # Other libraries warn on standard error: torch through its own handlers, others through Python's last resort.
+    for handler in (terminal, logging.lastResort, *logging.getLogger("torch").handlers):
+        if handler is not None and rank not in ranks:
+            handler.setLevel(logging.ERROR)
     handlers = [terminal]
     if rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,17 +138,9 @@ def setup_logging(rank: int, log_file: Path | None) -> logging.Logger:
     logging.captureWarnings(True)  # otherwise each rank prints its warnings on the terminal
     logger = logging.getLogger(LOGGER_NAME)
     for target in (logger, logging.getLogger("py.warnings")):
-        for old in list(target.handlers):
-            target.removeHandler(old)
-            old.close()
-        for handler in handlers:
-            target.addHandler(handler)
+        target.handlers[:] = handlers
         target.propagate = False
     logger.setLevel(logging.INFO)
-    # Other libraries warn on standard error: torch through its own handlers, others through Python's last resort.
-    for theirs in (logging.lastResort, *logging.getLogger("torch").handlers):
-        if theirs is not None and rank not in ranks:
-            theirs.setLevel(logging.ERROR)
     return logger
 
 
@@ -174,125 +152,100 @@ def failed_writes() -> int:
 # -------------------------------------------------------------------------------------------- the end of a process
 
 
-def say_end(message: str, closing: str, kind: Kind) -> None:
-    """Report why this process ends: to the launcher or on standard error, and in train.log if it is open here.
-
-    The launcher prints equal messages of many ranks once.
+def say_end(text: str, kind: Kind) -> None:
+    """Report why this process ends: to the launcher, which says it once for all ranks, or on standard error. And in
+    train.log, if it is open here.
 
     Args:
-        message: The reason, or a traceback, which may end with `closing`.
-        closing: How to continue the run. It comes last.
+        text: The reason, or a traceback, and how to continue the run.
         kind: What the end is called in events.jsonl.
     """
-    message, closing = printable(message), printable(closing)  # because they quote the content of files
-    message = message.rstrip().removesuffix(closing).rstrip()  # a traceback ends with the notes
-    text = "\n".join(filter(None, (message, closing)))
+    text = printable(text).rstrip()  # because it quotes the content of files
     note_end(text, kind)
-    folder = os.environ.get(ERROR_FOLDER)
-    record = {"message": message, "closing": closing, "time": time.time()}
     with contextlib.suppress(OSError):  # the folder may be gone, or its disk full
-        if folder is not None:
-            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record), encoding="utf-8")
+        if folder := os.environ.get(ERROR_FOLDER):
+            record = json.dumps({"message": text, "time": time.time()})
+            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(record, encoding="utf-8")
             return
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(text, file=sys.stderr)
+        note(text)
 
 
-def note_end(message: str, kind: Kind, log_file: Path | None = None) -> None:
+def note_end(text: str, kind: Kind, log_file: Path | None = None) -> None:
     """Write to train.log and events.jsonl only why a run ended. Another process prints it on the terminal.
 
     Args:
         log_file: None: the file of this process's `setup_logging`, if there is one.
     """
-    found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, logging.FileHandler)]
+    found = [h for h in logging.getLogger(LOGGER_NAME).handlers if isinstance(h, LogHandler) and h.file is not None]
     for handler in found if log_file is None else _file_handlers(log_file, ""):
-        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, Event(message, kind), None, None))
+        handler.handle(logging.LogRecord(LOGGER_NAME, logging.ERROR, "", 0, Event(text, kind), None, None))
 
 
 # --------------------------------------------------------------------------------------------------- handlers
 
 
-class _LossyHandler(logging.StreamHandler):
-    """Counts the lines that cannot be written, in `failed_writes`."""
+class LogHandler(logging.Handler):
+    """Appends lines to a file, or prints them. It counts those that cannot be written.
+
+    Attributes:
+        file: None is the terminal: standard output, or standard error if only errors are printed. A file is opened
+            anew for each line, because a run that begins anew renames it.
+    """
 
     failed_writes = 0
 
+    def __init__(self, file: Path | None, form: logging.Formatter) -> None:
+        super().__init__()
+        self.file = file
+        self.setFormatter(form)
+
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the line of a record."""
+        line = f"{self.format(record)}\n"
         try:
-            super().emit(record)
-        except OSError:  # a file that was renamed cannot be opened again
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            return super().handleError(record)
-        self.failed_writes += 1
-        if self.failed_writes == 1:
-            name = getattr(self, "baseFilename", None) or getattr(self.stream, "name", "the terminal")
-            logging.getLogger(record.name).warning(f"The run goes on, but its log cannot be written: {name}: {error}")
-        return None
-
-
-class _RunFileHandler(_LossyHandler, logging.handlers.WatchedFileHandler):
-    """Appends to a file of a run, and continues in a new one if it is renamed."""
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError:  # the lines that it still holds were counted
-            logging.Handler.close(self)
+            if self.file is not None:
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(line)
+                return
+            terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
+            terminal.write(line)
+            terminal.flush()
+        except (OSError, ValueError) as error:  # a full disk, a terminal that is gone, a stream that is closed
+            self.failed_writes += 1
+            if self.failed_writes == 1:
+                where = self.file or "the terminal"
+                logging.getLogger(record.name).warning(f"The run goes on, but cannot write to {where}: {error}")
 
 
-class _EventsHandler(_RunFileHandler):
-    """Appends to events.jsonl those log records whose message is an `Event`.
-
-    A line: {"time": Unix time, "event": kind, "step": int or null, "text": the log's line, ...details}.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return isinstance(record.msg, Event)
-
-    def format(self, record: logging.LogRecord) -> str:
-        event: Any = record.msg
-        text = printable(event[-LONGEST_EVENT:])
-        return json.dumps(
-            {"time": record.created, "event": event.kind, "step": event.step, "text": text, **event.details}
-        )
-
-    def _open(self) -> Any:
-        """Open the file at a new line, because the line before may have been cut by a full disk."""
-        file: TextIO = super()._open()
-        with open(self.baseFilename, "rb") as written:
-            if file.tell():
-                written.seek(-1, os.SEEK_END)
-                if written.read(1) != b"\n":
-                    file.write("\n")
-        return file
-
-
-class _LevelFormatter(logging.Formatter):
-    """Shows the level of warnings and errors only.
+class _Line(logging.Formatter):
+    """A line of the log: time, rank, the level of warnings and errors only, message.
 
     A message can quote a file, so its control characters are escaped, and its further lines are indented. So none of
     them looks like a line of the log.
     """
 
+    def __init__(self, prefix: str, time_format: str) -> None:
+        super().__init__(f"[%(asctime)s] {prefix}%(shown_level)s%(message)s", time_format)
+
     def format(self, record: logging.LogRecord) -> str:
+        record.shown_level = f"{record.levelname}: " if record.levelno > logging.INFO else ""
         return printable(super().format(record)).replace("\n", "\n    ")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        if record.levelno > logging.INFO:
-            record.message = f"{record.levelname}: {record.message}"
-        return super().formatMessage(record)
+
+class _EventLine(logging.Formatter):
+    """A line of events.jsonl: {"time": Unix time, "event": kind, "step": int or null, "text": the log's line,
+    ...details}."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = cast(Event, record.msg)
+        text = printable(event[-LONGEST_EVENT:])
+        values = {"time": record.created, "event": event.kind, "step": event.step, "text": text, **event.details}
+        return json.dumps(values)
 
 
-def _file_handlers(log_file: Path, prefix: str) -> list[logging.Handler]:
+def _file_handlers(log_file: Path, prefix: str) -> list[LogHandler]:
     """Handlers for the log and the events."""
-    log = _plain(_RunFileHandler(log_file, encoding="utf-8"), prefix, "%Y-%m-%d %H:%M:%S")
-    return [log, _EventsHandler(log_file.with_name(EVENTS_FILE), encoding="utf-8")]
-
-
-def _plain(handler: logging.Handler, prefix: str, time_format: str = "%H:%M:%S") -> logging.Handler:
-    handler.setFormatter(_LevelFormatter(f"[%(asctime)s] {prefix}%(message)s", time_format))
-    return handler
+    events = LogHandler(log_file.with_name(EVENTS_FILE), _EventLine())
+    events.addFilter(lambda record: isinstance(record.msg, Event))
+    return [LogHandler(log_file, _Line(prefix, "%Y-%m-%d %H:%M:%S")), events]

@@ -12,7 +12,6 @@ import os
 import signal
 import stat
 import sys
-from types import FrameType
 
 TYPE_CHECKING = False  # as in typing, which is not imported because that would take half of the time until `begin`
 if TYPE_CHECKING:
@@ -66,14 +65,14 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def begin() -> None:
     """Install the signal handlers, and bind this process to the one that started it. Call it first."""
-    signal.signal(signal.SIGINT, _interrupted)  # otherwise a background job of a shell would ignore it
+    # Otherwise a background job of a shell would ignore it.
+    signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it means "save and go on", and there is nothing to save yet
     with contextlib.suppress(OSError):  # the folder was removed
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # python -m titanlite
             del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"  # for what libraries start, such as processes of multiprocessing
     _end_with_parent(signal.SIGTERM)  # it saves and stops
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
 def serve_parent() -> None:
@@ -84,23 +83,22 @@ def serve_parent() -> None:
     for number in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
-def use_expandable_segments() -> None:
-    """Let torch's allocator for GPUs extend its blocks, unless the user has set it up: fragmentation takes less memory.
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a run: all of STOP_SIGNALS, but without SIGHUP under nohup."""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
-    torch reads this when it is imported.
+
+def set_up_torch() -> None:
+    """Set the variables that torch reads when it is imported, unless the user has set them.
+
+    Its compilers keep what they made in a folder of this user's own. Otherwise they would use one in /tmp that another
+    user can guess and make first, and run code from it. Its allocator for GPUs extends its blocks, so that
+    fragmentation takes less memory.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def use_own_caches() -> None:
-    """Let torch's compilers keep what they made in a folder of this user's own, unless the user has named one.
-
-    Otherwise they use one in /tmp that another user can guess and make first, and run code from it.
-    """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     if all(name in os.environ for name in names):
         return
@@ -132,17 +130,13 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_with_parent(number: signal.Signals) -> None:
-    """Let Linux send the signal `number` to a child when the thread that started it ends, even by SIGKILL."""
-    parent = os.environ.pop(_PARENT, None)  # it is not the parent of the processes that this one starts
-    if parent is None:
-        return
-    if sys.platform == "linux":
-        import ctypes
+    """Let Linux send the signal `number` to this process when the thread that started it ends, even by SIGKILL. Then
+    take signals: they were blocked since the start."""
+    if parent := os.environ.pop(_PARENT, None):  # it is not the parent of the processes that this one starts
+        if sys.platform == "linux":
+            import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-    if os.getppid() != int(parent):  # the parent died before the call, so no signal will come
-        os._exit(128 + number)
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+        if os.getppid() != int(parent):  # the parent died before the call, so no signal will come
+            os._exit(128 + number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())

@@ -23,7 +23,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
-from titanlite.runtime.hang_report import record_collectives
 from titanlite.runtime.process import STORE
 
 
@@ -59,21 +58,19 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         store = FileStore(file)
         store.set_timeout(timeout)
         return store
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise UserError(
-            f"WORLD_SIZE={world_size}, but no {' and no '.join(missing)}: `NGPU={world_size} titanlite launch` or "
-            "torchrun starts a world of several ranks. Unset WORLD_SIZE to train on one."
-        )
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return store
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        why = f"WORLD_SIZE={world_size}, but MASTER_ADDR or MASTER_PORT is not set"
+        raise UserError(f"{why}. `NGPU={world_size} titanlite launch` or torchrun starts a world of several ranks.")
+    return next(rendezvous("env://", timeout=timeout))[0]
 
 
 @contextmanager
 def process_group(job: JobConfig) -> Iterator[torch.device]:
     """Start the world of ranks, which has size one without a launcher. Gives this rank's device."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
-    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ.setdefault(name, str(number))) for name, number in alone.items()
+    )
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"  # gloo is for offloaded gradients
         torch.cuda.set_device(device)
@@ -87,9 +84,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
     if job.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    record_collectives()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder keeps the last collectives
     timeout = timedelta(seconds=job.comm.init_timeout_seconds)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The keys of an earlier world of this process stay in the store, so each world has a prefix of its own.
     store = PrefixStore(f"world-{next(_worlds)}", _rendezvous(world_size, timeout, os.environ.get(STORE)))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

@@ -35,8 +35,7 @@ from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.hang_report import all_hosts
-from titanlite.runtime.logging import Event, say_end
-from titanlite.runtime.signals import end_at_once
+from titanlite.runtime.logging import Event
 from titanlite.runtime.world import process_group
 from titanlite.score import Score
 from titanlite.train.build import describe, standard_hooks
@@ -53,12 +52,7 @@ def train(run: Run, argv: Sequence[str] = ()) -> None:
     Raises:
         UserError: Something that the user can correct. Its `exit_code` is that of the program.
     """
-
-    def stopped(name: str) -> None:
-        say_end(f"Stopped by {name} before there was anything to save.", resume_hint(run, argv), "stop")
-
     with process_group(run.job) as device:
-        end_at_once(stopped)
         trainer = None
         try:
             trainer = Trainer(run, device)
