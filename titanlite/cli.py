@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
     "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
     "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training maps into memory."),
-    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from your text."),
+    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
     "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
     "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
     "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
