@@ -68,12 +68,12 @@ class HangWatch:
 
     def _describe(self) -> dict[str, Any]:
         frames = traceback.extract_stack(sys._current_frames()[self._main])
-        line = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename][-1:] or frames
+        line = ([frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename] or frames)[-1]
         return {
             "rank": self._rank,
             "hosts": self._hosts,
             "step": self._step + 1,
-            "line": f"{line[0].filename}:{line[0].lineno} in {line[0].name}: {line[0].line}",
+            "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
             "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
             "collectives": last_collectives() if dist.is_initialized() else {},
         }
@@ -85,8 +85,10 @@ def last_collectives() -> dict[str, tuple[int, str, bool]]:
     The group of the latest collective comes last. torch's flight recorder has gloo's in one table, NCCL's in another.
     """
     recorder: Any = _distributed_c10d
-    dumps = [recorder._dump_fr_trace_json] + [recorder._dump_nccl_trace_json] * dist.is_nccl_available()
-    entries = [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", [])]
+    tables = [recorder._dump_fr_trace_json(True, False)]
+    if dist.is_nccl_available():
+        tables.append(recorder._dump_nccl_trace_json(True, False))
+    entries = [entry for table in tables for entry in json.loads(table).get("entries", [])]
     last: dict[str, tuple[int, str, bool]] = {}
     for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         group = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"
