@@ -118,7 +118,7 @@ def test_a_mix_goes_to_a_folder_for_each_source(tmp_path: Path) -> None:
     here, there = (Ranks(Dataset(sources=s, num_workers=0), 1).batch() for s in (mix, sources))
     # Those of the first source: the order of a sequential one is not that of its shards.
     assert sum(torch.equal(a, b) for a, b in zip(here, there, strict=True)) >= 5
-    for other, message in ((sources[0], "holds prepared shards already"), (mix[0], "no_such_file")):
+    for other, message in ((sources[0], "is prepared already"), (mix[0], "no_such_file")):
         other = other.model_copy(update={"path": "no_such_file"}) if other is mix[0] else other
         with pytest.raises(UserError, match=message):  # before the first one is prepared
             prepare(run_of(Dataset(sources=(mix[0], other))), tmp_path / "new", 1)

@@ -205,7 +205,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(
 def test_a_hub_that_is_not_there_is_said_with_what_was_tried(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"'nobody/nothing'.*Hugging Face hub, because there is no such local folder"):
+    with pytest.raises(UserError, match=r"'nobody/nothing'.*Hugging Face hub, as there is no such local folder"):
         texts("huggingface", "nobody/nothing", streaming=streaming)
 
 

@@ -12,7 +12,6 @@ from titanlite.config.errors import UserError, printable
 from titanlite.config.load import load_job, resolve_path
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
-from titanlite.config.schema import DataSource, TextSource
 from titanlite.config.schema import Tokenizer as TokenizerKeys
 from titanlite.load_run import load_run
 
@@ -80,10 +79,12 @@ def tokenizer(argv: Sequence[str]) -> None:
     if options.data and words:
         raise UserError(f"{' '.join(words)}: either --data or keys of a job say where the text is, not both.")
     from titanlite.data.sources import source_of_file
+    from titanlite.data.stream import source_specs
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    sources = [source_of_file(file, options.text_column) for file in options.data] or _of_job(words)
+    sources = [source_of_file(file, options.text_column) for file in options.data]
+    sources = sources or source_specs(load_job(words).dataset)
     limits = {"max_bytes": options.max_bytes, "holdout": options.holdout}
     made = train_tokenizer(sources, options.out, options.vocab_size, **limits)
     read = f"{made.documents:,} documents ({made.num_bytes:,} bytes)"
@@ -100,9 +101,3 @@ def tokenizer(argv: Sequence[str]) -> None:
     rows = -(-options.vocab_size // 128) * 128  # a multiple that suits the matrix units
     job = ["[tokenizer]", f"path = {shown(str(made.json))}", "", "[model]", f"vocab_size = {rows}"]
     print(printable("\n".join([*lines, "A job that uses it needs\n", *job])))
-
-
-def _of_job(words: Sequence[str]) -> list[DataSource]:
-    """The data of the job."""
-    dataset = load_job(words).dataset
-    return list(dataset.sources) or [DataSource(**{key: getattr(dataset, key) for key in TextSource.model_fields})]

@@ -55,9 +55,8 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
     """
     dataset, skip_bad = run.job.dataset, run.job.dataset.on_bad_record == "skip"
     specs, documents = source_specs(dataset), DocumentTokenizer(load_tokenizer(run.tokenizer_path), skip_bad=skip_bad)
-    for spec in specs:
-        if spec.source == "shards":
-            raise UserError(f"dataset.path = {spec.path!r} holds prepared shards already")
+    if any(spec.source == "shards" for spec in specs):
+        raise UserError("dataset.source is shards: its text is prepared already")
     folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
     sources = open_sources(dataset, documents, 0)  # all of them, before hours of work on one
     for source, folder in zip(sources, folders, strict=True):
@@ -73,19 +72,15 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
     tokenizer, begun, tokens = documents.tokenizer, time.monotonic(), 0
     header = {
         "format": FORMAT,
-        "source": source.name,
         "source_fingerprint": source.fingerprint,
         "tokenizer": tokenizer.fingerprint,
         "tokenizer_path": tokenizer.path.name,
-        "vocab_size": tokenizer.vocab_size,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         "on_bad_record": "skip" if documents.skip_bad else "error",
     }
     if (shards := _resume(folder, header)) is None:
         print(f"{folder}: complete already")
         return
-    if shards:
-        print(f"{folder}: going on after {len(shards)} shards of an interrupted run")
     units = _units(source.documents(sum(shard["documents"] for shard in shards)))
     with ThreadPoolExecutor(workers) as pool:
         tokenize = partial(_tokenize, documents, np.dtype(header["dtype"]).newbyteorder("<"))

@@ -11,15 +11,7 @@ from titanlite.data.mixture import stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import Shards
-from titanlite.data.stream import (
-    BatchReader,
-    DocumentTokenizer,
-    OutOfData,
-    PackedDataset,
-    sample,
-    sample_numbers,
-    training_data,
-)
+from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, sample, sample_numbers, training_data
 from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
@@ -49,8 +41,8 @@ def _estimate_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
     if not isinstance(source, RandomAccess):
         return None
     # Tokens per byte vary less than tokens per document.
-    sizes = source.sizes() if isinstance(source, FileSpans) else np.ones(len(source), dtype=int)
-    tokens = sum(map(len, map(DocumentTokenizer(tokenizer, skip_bad=True).encode, sample(source))))
+    sizes = source.sizes() if isinstance(source, FileSpans) else np.ones(source.num_units, dtype=int)
+    tokens = sum(len(tokenizer.encode_array(text)) + 2 for text in sample(source) if isinstance(text, str))
     return tokens * int(sizes.sum()) // int(sizes[sample_numbers(source)].sum())
 
 
@@ -73,11 +65,6 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     Raises:
         UserError: there is no such step or row, or the data cannot be read.
     """
-    training, size = run.job.training, run.global_batch_size
-    if not 1 <= step <= training.steps:
-        raise UserError(f"--step {step}: the run has the steps 1 to {training.steps:,} (training.steps)")
-    if row is not None and not 0 <= row < size:
-        raise UserError(f"--row {row}: a global batch has the rows 0 to {size - 1}")
     data = training_data(run, load_tokenizer(run.tokenizer_path))
     for _ in range(step - 1):
         data.mixture.next_batch()
@@ -98,4 +85,6 @@ def show_step(run: Run, step: int, row: int | None) -> str:
             start += length
         if start < len(found.tokens):
             lines.append(f"--- {len(found.tokens) - start} tokens of padding")
+    if not lines:
+        raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
     return printable("\n".join(lines))

@@ -440,7 +440,7 @@ def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> No
 
 def sample_numbers(source: RandomAccess) -> list[int]:
     """Numbers of a few documents, spread over the whole source."""
-    count = len(source)
+    count = source.num_units
     return permuted(np.arange(min(count, _SAMPLE_DOCUMENTS)), count, "sample").tolist()
 
 

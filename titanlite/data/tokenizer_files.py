@@ -20,7 +20,7 @@ import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, write_whole
-from titanlite.config.schema import DataSource
+from titanlite.config.schema import TextSource
 from titanlite.data import tokenizer as formats
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources import open_source
@@ -51,7 +51,7 @@ class Trained:
 
 
 def train_tokenizer(
-    sources: Sequence[DataSource], out: Path, vocab_size: int, *, max_bytes: int = 1_000_000_000, holdout: int = 50
+    sources: Sequence[TextSource], out: Path, vocab_size: int, *, max_bytes: int = 1_000_000_000, holdout: int = 50
 ) -> Trained:
     """Make a byte-level BPE with Llama 3's split pattern and special tokens, in both file formats.
 
@@ -70,9 +70,10 @@ def train_tokenizer(
         if os.path.lexists(file):
             raise UserError(f"{file} exists already. Choose another folder, or remove it.")
     make_folder(out)
-    total = sum(source.weight for source in sources)
-    shares = [(open_source(spec), int(max_bytes * spec.weight / total)) for spec in sources if spec.weight]
-    tokens = _train(chain.from_iterable(_sample(made, source, share, holdout) for source, share in shares), vocab_size)
+    weights = [getattr(spec, "weight", 1.0) for spec in sources]  # the only source of a job has none
+    most_bytes = [int(max_bytes * weight / max(sum(weights), 1e-9)) for weight in weights]
+    shares = [(open_source(spec), most) for spec, most in zip(sources, most_bytes, strict=True) if most]
+    tokens = _train(chain.from_iterable(_sample(made, source, most, holdout) for source, most in shares), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:
         left_out = f" {len(made.skipped):,} records were left out: {made.skipped[0]}" if made.skipped else ""
         raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.{left_out}")
@@ -85,7 +86,7 @@ def _sample(made: Trained, source: Source, most_bytes: int, holdout: int) -> Ite
     """Documents of a source up to a number of bytes, in random order where it can be read so; counts them in `made`."""
     end, records = made.num_bytes + most_bytes, iter(source)
     if isinstance(source, RandomAccess):
-        total = len(source)
+        total = source.num_units
         records = (source.record(int(permuted(np.array([i]), total, "tokenizer")[0])) for i in range(total))
     count = 0
     for record in records:

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import DataSource, TextSource
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.files import COMPRESSED, CompressedLines, FileSpans, stdlib_files
+from titanlite.data.sources.files import COMPRESSED, CompressedLines, FileSpans, Parquet, open_datasets, stdlib_files
 from titanlite.data.sources.shards import Shards
-from titanlite.data.sources.tables import Parquet, open_datasets
 
 _KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSED), "jsonl"), ".parquet": "parquet"}
 # What is in a folder that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
@@ -66,17 +66,12 @@ def find_files(spec: TextSource) -> list[Path]:
     if spec.source == "huggingface":
         return []
     path = Path(spec.path)
-    if spec.source in _FOLDERS:
-        if not (files := [path / name for name in _FOLDERS[spec.source] if (path / name).is_file()]):
-            missing = " or ".join(_FOLDERS[spec.source])
-            raise UserError(f"dataset.path = {spec.path!r} is not a folder of {spec.source}: no {missing} in it")
-        return files
-    # A name that holds glob characters is still a name.
-    files = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(spec.path, recursive=True))]
-    files = [file for file in files if file.is_file()]
-    if not files:
-        here = f"current folder: {Path.cwd()}; a folder's files need a glob such as folder/*.jsonl"
-        raise UserError(f"dataset.path = {spec.path!r} matches no file ({here})")
+    # Files of a folder that is read as a whole. Otherwise, a name that holds glob characters is still a name.
+    names = [str(path / name) for name in _FOLDERS.get(spec.source, ())]
+    names = names or ([spec.path] if path.is_file() else sorted(glob.glob(spec.path, recursive=True)))
+    if not (files := [Path(name) for name in names if os.path.isfile(name)]):
+        wanted = f"{' or '.join(names)} is not there" if spec.source in _FOLDERS else "a folder's files need a glob"
+        raise UserError(f"dataset.path = {spec.path!r} matches no file ({wanted}; current folder: {Path.cwd()})")
     if spec.source == "text" and any(file.suffix in COMPRESSED for file in files):
         raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
     return files

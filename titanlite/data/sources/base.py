@@ -124,11 +124,8 @@ class RandomAccess(Source):
     def record(self, index: int) -> Record:
         """Document `index`."""
 
-    def __len__(self) -> int:
-        return self.num_units
-
     def documents(self, start: int = 0) -> Iterator[Record]:
-        return map(self.record, range(start, len(self)))
+        return map(self.record, range(start, self.num_units))
 
 
 class Sequential(Source):

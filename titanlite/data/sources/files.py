@@ -1,30 +1,36 @@
-"""Local files: the standard library's sources, text, JSON lines, and compressed JSON lines.
+"""Local files: the standard library's sources, text, JSON lines, parquet; and what Hugging Face's `datasets` loads.
 
 Invariant: as in base. Plain files are read at random access; compressed ones cannot be sought in, so that a part of
-them is a file.
+them is a file. Libraries are imported where they are used, because that takes up to a second.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
+from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import BadRecord, RandomAccess, Sequential, text_of, with_column
+from titanlite.data.sources import base
+from titanlite.data.sources.base import BadRecord, RandomAccess, Record, Sequential, check_column, text_of
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 COMPRESSED = (".gz", ".zst")
 _SCAN_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18  # of text, in memory for each compressed file that is open
 _BLANK = bytes(range(0x21))  # a line of these alone is no document
+_SAMPLE_DOCUMENTS = 64
+_BATCH_ROWS = 256
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -49,7 +55,7 @@ class FileSpans(RandomAccess):
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
         self._first = np.cumsum([0, *map(len, self._ends)])  # number of the first document of each file
         self.num_documents = self.num_units = int(self._first[-1])
-        self.fingerprint = with_column(digest.hexdigest(), self.column if self._is_json else "text")
+        self.fingerprint = base.with_column(digest.hexdigest(), self.column if self._is_json else "text")
 
     def sizes(self) -> np.ndarray:
         """Bytes of each document."""
@@ -65,7 +71,7 @@ class FileSpans(RandomAccess):
         ends, local = self._ends[number], index - int(self._first[number])
         return number, (int(ends[local - 1]) if local else 0), int(ends[local])
 
-    def record(self, index: int) -> str | BadRecord:
+    def record(self, index: int) -> Record:
         number, start, end = self._span(index)
         with self.files.open(number) as stream:
             stream.seek(start)
@@ -107,6 +113,99 @@ class CompressedLines(Sequential):
         for line_number, line in enumerate(io.BufferedReader(packed, _BLOCK_BYTES), 1):
             if line.strip():
                 yield f"{path}, line {line_number}", line
+
+
+class Parquet(Sequential):
+    """Parquet files. A part is a row group: after a restart one row group is read up to its place."""
+
+    def __init__(self, spec: TextSource, files: list[Path]) -> None:
+        super().__init__(spec, files)
+        self.parts, self.num_documents = [], 0
+        for file, path in enumerate(files):
+            try:
+                parquet = self._open(file)
+                check_column(self.column, parquet.schema_arrow.names)
+            except (OSError, ValueError, RuntimeError) as error:  # pyarrow's errors are of these
+                raise UserError(f"cannot read {path} as parquet: {error}") from None
+            rows = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+            self.parts += [(file, group) for group, count in enumerate(rows) if count]
+            self.num_documents += sum(rows)
+        self.fingerprint = self.files.sampled_fingerprint(self.column)
+
+    def _open(self, file: int) -> Any:
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(self.files.open(file))
+
+    def raw(self, file: int, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        batches = self._open(file).iter_batches(_BATCH_ROWS, row_groups=[number], columns=[self.column])
+        for row, record in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+            yield f"{self.files.paths[file]}, row group {number}, row {row}", record
+
+
+class MappedDataset(RandomAccess):
+    """A dataset on disk, memory-mapped by `datasets`. The fingerprint covers its length and a sample of its texts."""
+
+    def __init__(self, spec: TextSource, dataset: Any) -> None:
+        super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
+        self.files.check()
+        column = spec.text_column
+        self._dataset = dataset.select_columns([column]).with_format(None)
+        self.num_documents = self.num_units = count = len(dataset)
+        digest = xxhash.xxh3_128(f"{count}".encode())
+        for i in range(0, count, max(1, -(-count // _SAMPLE_DOCUMENTS))):
+            digest.update(repr(self._dataset[i][column]).encode("utf-8", "surrogatepass"))
+        self.fingerprint = digest.hexdigest()
+
+    def record(self, index: int) -> Record:
+        if self.files.paths:  # to read behind the end of a mapped file that became shorter ends the process
+            self.files.check(index % len(self.files.paths))
+        return base.record_of(self._dataset[index], self.column, f"{self.name}, row {index}")
+
+
+class StreamedDataset(Sequential):
+    """A dataset that is read while it is downloaded; a part is a shard of it (on the hub: a file)."""
+
+    def __init__(self, spec: TextSource, dataset: Any, files: list[Path]) -> None:
+        super().__init__(spec, files)
+        self._dataset, column = dataset, spec.text_column
+        self.parts = [(None, number) for number in range(dataset.num_shards)]
+        first: dict[str, Any] = next(iter(dataset), {column: ""})
+        check_column(column, first)
+        content = f"{self.num_units} {first[column]!r}".encode("utf-8", "surrogatepass")
+        self.fingerprint = xxhash.xxh3_128(content).hexdigest()
+
+    def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.files.check()
+        for row, record in enumerate(self._dataset.shard(self.num_units, number)):
+            yield f"{self.name}, part {number}, document {row}", record
+
+
+def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | StreamedDataset:
+    """Load by `datasets`, which finds the files.
+
+    Raises:
+        UserError: it cannot; the message says what was tried.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
+    streaming = spec.streaming or spec.source == "c4"
+    try:
+        if spec.source == "arrow":
+            loaded: Any = datasets.load_from_disk(path)
+            loaded = loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            loaded = datasets.load_dataset(path, name=config, split=spec.split, streaming=streaming)
+        if not streaming or spec.source == "arrow":
+            return MappedDataset(spec, loaded)
+        return StreamedDataset(spec, loaded, [file for file in Path(path).rglob("*") if file.is_file()])
+    except Exception as error:  # each part of the library raises errors of its own
+        place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
+        what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
+        raise UserError(f"cannot load {what} from {place}: {error.__cause__ or error!r}") from None
 
 
 def stdlib_files() -> list[Path]:

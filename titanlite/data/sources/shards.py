@@ -21,7 +21,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import parse_json, read_file
@@ -37,10 +37,8 @@ _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
 _MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
-class ShardEntry(BaseModel):
+class ShardEntry(BaseModel, strict=True, frozen=True):
     """A shard in the manifest."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     name: Annotated[str, Field(pattern=r"^shard-\d{5,9}$")]
     documents: NonNegativeInt
@@ -49,10 +47,8 @@ class ShardEntry(BaseModel):
     hash_checksum: str | None = None
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, strict=True, frozen=True):
     """What manifest.json must hold. `titanlite prepare` also writes what the shards were made of."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     format: Literal[1, 2]
     tokenizer: str
