@@ -23,16 +23,11 @@ MORE = """
 class Locked(Writer):
     def __init__(self, start):
         raise PermissionError("no permission")
-
-
-class Plain:
-    pass
 """
 ENTRY_POINTS = """[titanlite.writers]
 loss_table = loss_table:LossTable
 locked = loss_table:Locked
-plain = loss_table:Plain
-misnamed = loss_table:Missing
+plain = loss_table:csv
 uninstalled = missing_module:Writer
 twice = loss_table:LossTable
 """
@@ -149,9 +144,8 @@ def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tm
 @pytest.mark.parametrize(
     ("named", "problem"),
     [
-        ("los_table", "There are: loss_table, locked, plain,"),
+        ("los_table", "There are: loss_table, locked, plain"),
         ("plain", "titanlite.observe.writers.Writer"),
-        ("misnamed", "Missing"),
         ("uninstalled", "missing_module"),
         ("twice", "loss_table:LossTable, other_table:LossTable"),
     ],

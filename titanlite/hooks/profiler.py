@@ -66,26 +66,21 @@ class Profiler(Hook):
 
     def started(self, step: int) -> None:
         settings, self._first, on_gpu = self._settings, step, self._device == "cuda"
-        cycle = settings.profiler_warmup + settings.profiler_active
-        self._schedule = torch.profiler.schedule(
-            skip_first=-step % settings.profile_freq,  # cycles end at the multiples of profile_freq
-            wait=settings.profile_freq - cycle,
-            warmup=settings.profiler_warmup,
-            active=settings.profiler_active,
+        freq, warmup, active = settings.profile_freq, settings.profiler_warmup, settings.profiler_active
+        self._schedule = torch.profiler.schedule(  # cycles end at the multiples of profile_freq
+            skip_first=-step % freq, wait=freq - warmup - active, warmup=warmup, active=active,
             repeat=settings.profiler_repeat,
-        )
+        )  # fmt: skip
         with _going_on():
             if self._snapshots:  # on all ranks, because any can run out of memory
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            if self._chosen and (settings.enable_profiling or (settings.enable_memory_snapshot and not on_gpu)):
+            allocations = settings.enable_memory_snapshot and not on_gpu
+            if self._chosen and (settings.enable_profiling or allocations):
                 warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # as it should
                 self._tracer = profile(
-                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)],
-                    schedule=self._schedule,
-                    on_trace_ready=self._write,
-                    record_shapes=True,
-                    profile_memory=settings.enable_memory_snapshot and not on_gpu,
-                )
+                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)], schedule=self._schedule,
+                    on_trace_ready=self._write, record_shapes=True, profile_memory=allocations,
+                )  # fmt: skip
                 self._tracer.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
@@ -117,8 +112,8 @@ class Profiler(Hook):
         operators = {event.key: getattr(event, time) / 1e6 for event in averages}
         self.profiles.append(StepProfile(self._rank, step, str(path), table, operators))
         line = f"Profiled to step {step} on rank {self._rank}: trace in {path}"
-        _LOGGER.info(Event(line, "profile", step) if self._rank == 0 else line)
-        _LOGGER.info(table)
+        for text in (Event(line, "profile", step) if self._rank == 0 else line, table):
+            _LOGGER.info(text)
 
     def _write_snapshot(self, stem: str) -> None:
         with _going_on():

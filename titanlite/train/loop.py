@@ -168,16 +168,17 @@ class Trainer(Training):
                 why = f"the run has come to step {first}" if first else "checkpoint.enable is false"
                 raise UserError(f"checkpoint.create_seed_checkpoint: {why}, so there is no step 0 to save.")
             steps = 0
-        finished = first >= steps
-        if finished and not seed:
+        elif first >= steps:
             self.log(f"Nothing to do: step {first} is done. Set a larger training.steps to go on.")
         for hook in self.hooks:
             hook.train_begins(first)
         if first == 0 and not seed:
             self.validate()
-        exchange, asked = Exchange(self.mesh.world_group), Request()
-        failure = None if finished else self._data_failure()
-        while not finished and not asked.stop and failure is None:
+        exchange, failure = Exchange(self.mesh.world_group), None
+        asked = Request(data_fails=True)  # before its first step a start looks at its data
+        while self.steps_done < steps and not asked.stop:
+            if asked.data_fails and (failure := self._data_failure()) is not None:
+                break
             exchange.send(self._wants())
             try:
                 self.step()
@@ -187,17 +188,16 @@ class Trainer(Training):
                     raise UserError(f"The data is smaller than one global batch: {end}. {remedy}") from None
                 self.log(f"The data ends after step {self.steps_done}: {end}")
                 exchange.receive()
+                steps = self.steps_done
                 break
             asked = exchange.receive()
-            failure = self._data_failure() if asked.data_fails and not asked.stop else None
-            finished = self.steps_done == steps
-            if not finished:
+            if self.steps_done < steps:
                 self._act(asked)
-        trained, validated = self.steps_done > first, asked.validate and not finished
-        finished = finished or (not asked.stop and failure is None)
-        save = failure is None or trained
-        validate = trained and not validated and not asked.stop and failure is None
-        self._act(Request(save=save, validate=validate, last=finished and not seed))
+            else:
+                asked = asked._replace(validate=False)  # it comes below
+        finished, trained = self.steps_done >= steps, self.steps_done > first
+        validate = trained and not asked.validate and not asked.stop and failure is None
+        self._act(Request(save=failure is None or trained, validate=validate, last=finished and not seed))
         self._finish(asked.stop, finished, failure)
 
     def step(self) -> LoggedStep | None:

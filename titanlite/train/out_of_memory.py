@@ -35,25 +35,17 @@ def explained(error: BaseException, run: Run, argv: Sequence[str], device: torch
         when: The part of the run in which it happened.
     """
     torch_says = (str(error).strip() or type(error).__name__).splitlines()[0]
-    measured = ""
+    measured, options = "", ["--gpu", "cpu"]
     if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
         measured = f" Tensors took {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB at the most."
+        name = getattr(gpu_of_device(properties.name), "name", properties.name).replace(" ", "-")
+        options = ["--gpu", name, f"--memory={properties.total_memory / GIB}"]
     try:
         plan = handed_down()
         if plan is None or not plan.changes:
-            plan = plan_in_child(argv, run.world_size, "--remedies", *_device_options(device))
+            plan = plan_in_child(argv, run.world_size, "--remedies", *options)
         planned = plan.explain_memory()
-    except UserError as failure:
+    except UserError as failure:  # for example because the table has no such GPU
         planned = str(failure)
     return OutOfMemory(f"Out of memory {when}: {torch_says}{measured} {planned}")
-
-
-def _device_options(device: torch.device) -> list[str]:
-    """The options of `titanlite plan` for the device of this process."""
-    if device.type != "cuda":
-        return ["--gpu", "cpu"]
-    properties = torch.cuda.get_device_properties(device)
-    known = gpu_of_device(properties.name)
-    if known is None:
-        raise UserError(f"No plan: this machine's GPU, {properties.name}, is not in the table; see docs/planning.md.")
-    return ["--gpu", known.name.replace(" ", "-"), f"--memory={properties.total_memory / GIB}"]
