@@ -230,7 +230,7 @@ def test_two_ranks_read_the_same_rows_and_resume_what_one_saved(job_file: Path, 
     run(job_file, tmp_path / "one", *steady)
     run(job_file, tmp_path / "two", *steady, ranks=2)
     run(job_file, tmp_path / "mixed", *steady, "--training.steps", "5")
-    assert "machine: ranks 1 -> 2" in run(job_file, tmp_path / "mixed", *steady, ranks=2)
+    assert "world_size: 1 -> 2" in run(job_file, tmp_path / "mixed", *steady, ranks=2)
     for name in ("two", "mixed"):
         for step, entry in logged(tmp_path / "one").items():
             other = logged(tmp_path / name)[step]

@@ -36,27 +36,26 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> N
     said = starts(3)
     assert "Training starts after step 2\n" in said
     assert said.count("training.steps") == 1  # by the comparison with the checkpoint
-    assert start_event(out)["changed"] == ["job: training.steps 2 -> 3"]
+    assert start_event(out)["changed"] == ["job.training.steps: 2 -> 3"]
 
-    events = (out / "events.jsonl").read_text().splitlines()
-    last = start_event(out)
-    last["record"]["packages"] |= {"torch": "2.0"}
-    last["record"]["hosts"] = ["node1"]
-    last["record"]["machine"]["ranks"] = 64
-    last["record"]["data"]["tokenizer"] = "another"
-    last["record"]["code"]["files"] = "f" * 16
-    (out / "events.jsonl").write_text("\n".join([*events, json.dumps(last), '{"event": "start", "rec']))
+    before = json.loads((out / "environment.json").read_text())
+    assert before == start_event(out)["record"]
+    before |= {"hosts": ["node1"], "world_size": 64}
+    before["packages"] |= {"torch": "2.0"}
+    before["data"]["tokenizer"] = "another"
+    before["code"]["files"] = "f" * 16
+    (out / "environment.json").write_text(json.dumps(before))
     with (tmp_path / "text.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more words"}) + "\n")
-    said = starts(3)
+    starts(3)
     changed = start_event(out)["changed"]
     for beginning in (
-        *("code: files ffffffffffffffff -> ", "packages: torch 2.0 -> ", "machine: ranks 64 -> 1"),
-        *("hosts: node1 ", f"data: jsonl {tmp_path}/text.jsonl ", "data: tokenizer another -> "),
+        *("code.files: ffffffffffffffff -> ", "packages.torch: 2.0 -> ", "world_size: 64 -> 1", "hosts: ['node1'] -> "),
+        *(f"data.jsonl {tmp_path}/text.jsonl: ", "data.tokenizer: another -> "),
     ):
         assert any(line.startswith(beginning) for line in changed)
-    assert "    machine: ranks 64 -> 1" in (out / "train.log").read_text()
-    (out / "events.jsonl").write_text('{"event": "start", "host": "of version 0.1"}\n')
+    assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
+    (out / "environment.json").write_text('{"python": "of version 0.1"}')
     assert "Training starts after step 3\n" in starts(3)
 
 

@@ -20,11 +20,11 @@ from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.folder import LOCK_PATIENCE, Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
-from titanlite.hooks.starts import differences, environment_of, record_of, start_before
+from titanlite.hooks.starts import differences, environment_of
 from titanlite.observe.logged_step import LoggedStep, StepLine
 from titanlite.observe.outputs import OutputFolder
 from titanlite.observe.writers import RunStart, Writer, open_writers
-from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
+from titanlite.runtime.logging import LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
 
 
 class Records(Hook):
@@ -59,19 +59,18 @@ class Records(Hook):
         training, run = self._training, self._training.run
         if training.rank != 0:
             return
-        environment = environment_of(training)
-        if aside := self._outputs.begin(run.job, environment, step if training.resumed else None):
+        before, now = self._outputs.environment(), environment_of(training)
+        if aside := self._outputs.begin(run.job, now, step if training.resumed else None):
             training.log(aside)
-        self._writers = open_writers(RunStart(run, step, environment))
+        self._writers = open_writers(RunStart(run, step, now))
         training.opened.callback(self._tell, lambda writer: writer.close())
         # After the writers, because one that cannot begin ends this start.
-        record, before = record_of(training, environment), start_before(run.dump_folder / EVENTS_FILE)
-        details = {"host": socket.gethostname(), "process": os.getpid(), "record": record}
+        details: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "record": now}
         lines = [f"Training starts {f'after step {step}' if step else 'anew'}"]
-        if before is not None:
-            details["changed"] = changed = differences(before, record)
-            told = ("job: ", "data: ") if training.resumed else ()  # by the resume, which knows what each one means
-            lines += [line for line in changed if not line.startswith(told)]
+        if before.get("run") == training.identity:
+            details["changed"] = changed = differences(before, now)
+            # What a resume compares with its checkpoint has been said, with what it means.
+            lines += [line for line in changed if not line.startswith(("job.", "data."))]
             lines[0] += "; changed since the start before:" if len(lines) > 1 else ""
         training.log(Event("\n".join(lines), "start", step, **details))
 

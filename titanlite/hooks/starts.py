@@ -1,12 +1,11 @@
 """What each start of a run runs with, and what of it differs from the start before: code, packages, machine, data, job.
 
-Invariant: the record of each start stays in events.jsonl. To make it costs no collective and reads no data, and git has
-a limit of time: without its answer, the hash of the package's files tells whether the code has changed.
+Invariant: it stays in events.jsonl. To make it costs no collective and reads no data, and git has a limit of time:
+without its answer, the hash of the package's files tells whether the code has changed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -28,8 +27,12 @@ _GIT_SECONDS = 5.0
 
 
 def environment_of(training: Training) -> dict[str, Any]:
-    """The content of environment.json: with what, where, and on how many ranks a run trains."""
+    """The content of environment.json: with what a run trains and where, the fingerprint of each source and of the
+    tokenizer, and the keys of the job that are not at their default."""
     cpu = platform.processor() or platform.machine()
+    data = {"tokenizer": training.tokenizer.fingerprint}
+    for source in training.loader.sources:  # two sources can have one name
+        data[source.name] = data.get(source.name, "") + source.fingerprint
     return {
         "run": training.identity,
         "code": describe_code(),
@@ -40,20 +43,6 @@ def environment_of(training: Training) -> dict[str, Any]:
         "layout": asdict(training.run.degrees),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
-    }
-
-
-def record_of(training: Training, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What a start runs with, as a line of events.jsonl keeps it: a table for each part. "hosts" lists machines, "data"
-    has fingerprints, and "job" the keys that are not at their default."""
-    data = {"tokenizer": training.tokenizer.fingerprint}
-    for source in training.loader.sources:  # two sources can have one name
-        data[source.name] = data.get(source.name, "") + source.fingerprint
-    machine = {key: environment[key] for key in ("device", "platform", "threads")}
-    return {
-        "code": environment["code"],
-        "packages": {"Python": environment["python"], **environment["packages"]},
-        "machine": {"ranks": environment["world_size"], **machine},
         "hosts": sorted(set(training.hosts)),
         "data": data,
         "job": training.run.job.model_dump(mode="json", exclude_defaults=True),
@@ -61,28 +50,17 @@ def record_of(training: Training, environment: Mapping[str, Any]) -> dict[str, A
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the records of two starts, a line each, such as "machine: ranks 1 -> 2"."""
-    old, new = _lines(before), _lines(now)
+    """What differs between two environments, a line each, such as "packages.torch: 2.12.0 -> 2.13.0". Parts that the
+    one before does not have (of an older version) are left out."""
+    old, new = _flat(before), _flat({part: value for part, value in now.items() if part in before})
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in changed]
+    return [f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in changed]
 
 
-def _lines(record: Mapping[str, Any]) -> dict[str, Any]:
-    job = {f"{section}.{key}": value for section, table in record["job"].items() for key, value in table.items()}
-    parts = {**record, "hosts": dict.fromkeys(record["hosts"], "there"), "job": job}
-    return {f"{part}: {key}": value for part, table in parts.items() for key, value in table.items()}
-
-
-def start_before(events: Path) -> dict[str, Any] | None:
-    """The record of the last start in events.jsonl; None if there is none, as in those of version 0.1."""
-    found = None
-    for line in events.read_bytes().splitlines() if events.exists() else ():
-        try:
-            event = json.loads(line)
-            if event["event"] == "start":
-                found = event.get("record")
-        except (ValueError, KeyError, TypeError):  # a crash can cut a line
-            continue
+def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
     return found
 
 

@@ -51,7 +51,8 @@ class OutputFolder:
         Raises:
             UserError: The folder cannot be written to.
         """
-        folder, anew = self._folder, resumed_step is None or self._run() not in (None, environment["run"])
+        folder, run = self._folder, environment["run"]
+        anew = resumed_step is None or self.environment().get("run", run) != run  # version 0.1 named none
         now = {"config.toml": dump_config(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         suffixes = (".superseded", *(f".superseded-{number}" for number in range(2, 10_000)))
         suffix = next(suffix for suffix in suffixes if not any(folder.glob(f"*{suffix}")))
@@ -100,12 +101,12 @@ class OutputFolder:
         if kept != content:
             put(path, kept)
 
-    def _run(self) -> str | None:
-        """The identity in environment.json; None where there is none, as in those of version 0.1."""
+    def environment(self) -> dict[str, Any]:
+        """environment.json of the start before; empty where there is none."""
         try:
-            return json.loads((self._folder / "environment.json").read_bytes())["run"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            return dict(json.loads((self._folder / "environment.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
 
 
 def _size(path: Path) -> int:
