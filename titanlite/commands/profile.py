@@ -44,10 +44,7 @@ def main(argv: Sequence[str]) -> int:
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
 
     profiles = profile_steps(run, options.steps, options.warmup, options.out)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if options.as_json:
-        print(json.dumps({"profiles": [asdict(profile) for profile in profiles]}))
-    for profile in [] if options.as_json else profiles:
-        print(f"rank {profile.rank}\n{profile.table}\nOpen in https://ui.perfetto.dev: {profile.trace}")
+    if os.environ.get("RANK", "0") == "0":
+        text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
+        print(json.dumps({"profiles": list(map(asdict, profiles))}) if options.as_json else "\n".join(text))
     return 0

@@ -17,20 +17,17 @@ class HangReport(Hook):
 
     def __init__(self, training: Training) -> None:
         comm = training.run.job.comm
-        self._mesh, self._timeout = training.mesh, comm.train_timeout_seconds
+        self._groups, self._timeout = training.mesh.groups, comm.train_timeout_seconds
         self._limit = min(comm.train_timeout_seconds, training.run.job.checkpoint.timeout_seconds)
-        set_timeout(self._mesh.groups, comm.init_timeout_seconds)
+        set_timeout(self._groups, comm.init_timeout_seconds)
         folder = os.environ.get(ERROR_FOLDER)
         self._watch = HangWatch(folder, training.rank, comm.init_timeout_seconds, training.hosts)
         training.opened.callback(self._watch.close)
-        self._step, self._steps = 0, 0
-
-    def before_step(self, step: int) -> None:
-        if self._steps == 1:
-            set_timeout(self._mesh.groups, self._timeout)
-        self._steps += 1
+        self._step = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
+        if self._step == 0:
+            set_timeout(self._groups, self._timeout)
         self._step = step
         self.alive()
 

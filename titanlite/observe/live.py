@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from titanlite.config.errors import one_line
-from titanlite.observe.logged_step import TIME_PARTS
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -73,14 +72,8 @@ class RunStatus:
         return f"step {self.step:,}{of}" + (f"  {timedelta(seconds=round(left))} left" if left < 1e9 else "")
 
     def items(self) -> list[str]:
-        """The numbers as short texts, the most important ones first. Of the parts of a step, those with 1% or more."""
-        shown = [text.format(self.numbers[name]) for name, text in _NUMBERS.items() if name in self.numbers]
-        parts = {name: self.numbers.get(name, 0.0) for name in TIME_PARTS}
-        whole = sum(parts.values())
-        for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
-            if 0 < whole < math.inf and seconds >= whole / 100:
-                shown.append(f"{name.removesuffix('_time').replace('_', ' ')} {seconds / whole:.0%}")
-        return shown
+        """The numbers as short texts, the most important ones first."""
+        return [text.format(self.numbers[name]) for name, text in _NUMBERS.items() if name in self.numbers]
 
 
 def plain_line(status: RunStatus) -> str:

@@ -61,8 +61,7 @@ class OutputFolder:
             for name in FILES if not anew or any(_size(folder / name) for name in CURVES) else ():
                 path, target = folder / name, folder / f"{name}{suffix}"
                 if path.is_file():
-                    step = None if anew else resumed_step
-                    self._split(path, target, step, now.get(name, ""))
+                    self._split(path, target, None if anew else resumed_step, now.get(name, ""))
                 elif anew and _size(path):
                     path.rename(target)
                 elif name == "tb" and went_back and _size(path):
@@ -88,9 +87,7 @@ class OutputFolder:
             rest, kept = content[:cut], content[cut:]
         elif path.name in CURVES and step is not None:
             lines: tuple[list[bytes], list[bytes]] = [], []
-            last = (
-                step if path.name == "metrics.jsonl" else step or -1
-            )  # a run that resumes from step 0 validates again
+            last = step if path.name == "metrics.jsonl" else step or -1  # after step 0 a resume validates again
             for line in content.splitlines():
                 lines[_is_until(line, last)].append(line + b"\n")
             rest, kept = map(b"".join, lines)

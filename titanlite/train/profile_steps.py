@@ -12,13 +12,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import not_writable
+from titanlite.config.files import make_folder
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
-from titanlite.runtime.world import process_group
 from titanlite.train.loop import Trainer
 
 
@@ -41,22 +40,18 @@ def profile_steps(
         UserError: the job breaks a rule, its data cannot be read or is too short, or the files cannot be written.
     """
     run = job if isinstance(job, Run) else check_run(job, world_size())
-    folder = run.dump_folder if out is None else Path(out)
-    if problem := not_writable(folder.absolute()):
-        raise UserError(f"{folder}: {problem}")
+    folder = make_folder(run.dump_folder if out is None else Path(out))
     own = {"profile_freq": warmup + steps, "profiler_warmup": warmup, "profiler_active": steps, "profiler_repeat": 1}
     settings = run.job.profiling.model_copy(update={"enable_profiling": True, **own})
-    with process_group(run.job) as device:
-        profiler = Profiler(settings, folder)
+    profiler = Profiler(settings, folder)
+    found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
+    with Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
-            with Trainer(run, device, [profiler], standard=False) as trainer:
-                for _ in range(warmup + steps):
-                    trainer.step()
+            for _ in range(warmup + steps):
+                trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
-        found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
         dist.all_gather_object(found, profiler.profiles)
-    for rank in settings.profiler_ranks or range(run.world_size):
-        if not found[rank]:
-            raise UserError(f"There is no profile of rank {rank}; it has said why.")
+    if missing := [rank for rank in settings.profiler_ranks or range(run.world_size) if not found[rank]]:
+        raise UserError(f"There is no profile of rank {missing[0]}; it has said why.")
     return [profile for of_rank in found for profile in of_rank]
