@@ -5,8 +5,7 @@ any number of ranks, so results are comparable across world sizes.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,11 +77,8 @@ def all_weights(model: Llama) -> dict[str, torch.Tensor]:
 
 
 def weights_hash(weights: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in weights.items():
-        digest.update(name.encode())
-        digest.update(weight.numpy().tobytes())
-    return digest.hexdigest()
+    content = b"".join(name.encode() + weight.numpy().tobytes() for name, weight in weights.items())
+    return hashlib.sha256(content).hexdigest()
 
 
 def merge(*tables: dict[str, Any]) -> dict[str, Any]:
@@ -202,8 +198,7 @@ def follow(trainer: loop.Trainer, notes: list[str]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def planted(mistake: str | None) -> Iterator[None]:
+def planted(mistake: str | None) -> AbstractContextManager[Any]:
     """A layout that computes something else, each in a way that is easy to commit: to see that it is caught."""
 
     def gather_without_gradient(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -225,20 +220,14 @@ def planted(mistake: str | None) -> Iterator[None]:
         return x
 
     set_factor = FSDPModule.set_gradient_divide_factor
-    with ExitStack() as stack:
-        if mistake == "missing_reduction":
-            stack.enter_context(
-                patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient)
-            )
-        elif mistake == "doubled_shard":
-            stack.enter_context(patch("titanlite.parallel.init_weights.keep_shard", first_shard))
-        elif mistake == "averaged_gradients":
-            stack.enter_context(patch.object(FSDPModule, "set_gradient_divide_factor", averaged))
-        elif mistake == "local_softmax":
-            stack.enter_context(patch("titanlite.optim.loss._reduced", own_only))
-        else:
-            assert mistake in (None, "doubled_data")
-        yield
+    if mistake in (None, "doubled_data"):
+        return nullcontext()
+    return {
+        "missing_reduction": patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient),
+        "doubled_shard": patch("titanlite.parallel.init_weights.keep_shard", first_shard),
+        "averaged_gradients": patch.object(FSDPModule, "set_gradient_divide_factor", averaged),
+        "local_softmax": patch("titanlite.optim.loss._reduced", own_only),
+    }[mistake]
 
 
 def train_variants(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
