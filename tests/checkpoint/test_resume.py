@@ -62,22 +62,7 @@ def test_the_random_state_comes_back(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_load_step_goes_back_and_puts_the_later_ones_aside(two_saved):
-    folder, _ = two_saved
-    lines: list[str] = []
-    run = TinyRun(seed=99)
-    manager = run.manager(folder, lines=lines, load_step=2)
-    state = manager.load()
-    assert state is not None
-    assert state["step"] == 2
-    assert names(folder) == ["step-00000002", "step-00000004.superseded"]
-    run.step = 2
-    run.train(2)
-    manager.save(4, run.train_state(4))
-    assert "step-00000004" in names(folder)
-
-
-def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
+def test_load_step_goes_back_once_and_puts_the_later_ones_aside(two_saved):
     folder, run = two_saved
     keys: dict[str, Any] = {"load_step": 2, "exclude_from_loading": ("optimizer", "data"), "keep_latest_k": 1}
     job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
@@ -91,28 +76,21 @@ def test_a_restart_goes_on_where_the_start_that_went_back_has_come(two_saved):
     manager.save(6, saved)
     manager.close()
     assert names(folder) == ["step-00000004.superseded", "step-00000006"]  # step 2 is not needed any more
-    lines: list[str] = []
-    restarted = TinyRun(seed=99)
-    assert restarted.manager(folder, lines=lines, job=job, **keys).load() == saved
-    assert lines[0] == "step-00000006 was saved after data, optimizer had been started afresh: loaded this time"
+    restarted = TinyRun(seed=99)  # goes on where the start that went back has come
+    assert restarted.manager(folder, job=job, **keys).load() == saved
     assert_equal(restarted.everything(), run.everything())
     keys |= {"load_step": 6, "keep_latest_k": 2}
     run.manager(folder, job=job, **keys).save(8, saved | {"step": 8})
-    lines.clear()
     job = JobConfig.model_validate({"checkpoint": keys}).model_dump(mode="json")
-    TinyRun().manager(folder, lines=lines, job=job, **keys).load()  # another value goes back again
-    assert lines[-1] == "going back to step 6: step-00000008 renamed to step-00000008.superseded"
+    TinyRun().manager(folder, job=job, **keys).load()  # another value goes back again
+    assert names(folder) == ["step-00000004.superseded", "step-00000006", "step-00000008.superseded"]
 
 
-def test_other_optimizer_groups_are_refused_in_words(two_saved):
+def test_another_model_or_other_optimizer_groups_are_refused_with_the_list(two_saved):
     folder, _ = two_saved
     with pytest.raises(UserError, match=r"tok_embeddings\.weight: saved in group 0, now in group 1"):
         TinyRun(optimizer={"decay_embeddings": False}).manager(folder).load()
-
-
-def test_another_model_is_refused_with_the_list(two_saved):
-    folder, _ = two_saved
-    with pytest.raises(UserError, match=r"model.output.weight: only in it"):
+    with pytest.raises(UserError, match=r"model\.output\.weight: not part"):
         TinyRun(**TIED).manager(folder).load()
 
 
@@ -138,8 +116,9 @@ def test_a_resume_says_what_changed_and_refuses_another_shape(tmp_path):
     run.manager(tmp_path, job=job, lines=lines).load()
     assert lines[0] == "changed since step-00000001: optimizer.lr: 0.0003 -> 1.0 (changes the curve)"
     job["model"]["n_layers"] = 7
-    with pytest.raises(UserError, match=r"model\.n_layers: 6 -> 7(?s:.*)start a new run in another job") as caught:
+    with pytest.raises(UserError, match=r"model\.n_layers: 6 -> 7") as caught:
         run.manager(tmp_path, job=job).load()
+    assert "initial_load_path" not in str(caught.value)
     assert caught.value.exit_code == 2  # the job is wrong, not the checkpoint
 
 
@@ -166,38 +145,29 @@ def test_another_tokenizer_is_refused_even_if_the_data_starts_afresh(tmp_path):
     for excluded in ((), ("data",)):
         with pytest.raises(UserError, match=r"tokenizer\.path: .* whose ids mean other text"):
             run.manager(tmp_path, job=job, tokenizer="another", exclude_from_loading=excluded).load()
-    lines: list[str] = []
     job["tokenizer"]["path"] = "elsewhere/tokenizer.model"
-    assert run.manager(tmp_path, job=job, tokenizer="fingerprint", lines=lines).load() == train_state
-    assert lines[0].endswith("tokenizer.path: assets/tokenizer/tokenizer.model -> elsewhere/tokenizer.model (harmless)")
+    assert run.manager(tmp_path, job=job, tokenizer="fingerprint").load() == train_state
 
 
 def test_the_contents_of_the_data_decide_about_its_keys_and_one_remedy_is_named(tmp_path):
-    run = TinyRun()
+    run, step = TinyRun(), tmp_path / "step-00000001"
     job = JobConfig().model_dump(mode="json")
-    saved = run.train_state(1) | {"data": {"version": 1, "tokenizer": "fingerprint"}}
-    run.manager(tmp_path, job=job).save(1, saved)
+    run.manager(tmp_path, job=job).save(1, run.train_state(1) | {"data": {"tokenizer": "fingerprint"}})
     job["dataset"]["path"] = "elsewhere"
 
-    def resume(place: list[str], refused: list[str], accepted: list[str]) -> list[str]:
+    def resume(*found: list[str]) -> list[str]:
         lines: list[str] = []
-        manager = run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: (place, refused, accepted))
-        assert manager.load() is not None
+        assert run.manager(tmp_path, job=job, lines=lines, compare_data=lambda data: found).load() is not None
         return lines
 
     assert resume([], [], [])[0] == "changed since step-00000001: dataset.path: None -> elsewhere (harmless)"
-    changed = "the source a has changed since"
-    with pytest.raises(UserError, match=f"{changed}(?s:.*)Restore the data, or go on .* dataset.on_change = .warn."):
-        resume([], [changed], [])
-    job["dataset"]["on_change"] = "warn"
-    lines = resume([], [], [changed])
-    assert f"changed since step-00000001: {changed} (changes the curve)" in lines
+    with pytest.raises(UserError, match=r"a has changed(?s:.*)dataset\.on_change = .warn."):
+        resume([], ["a has changed"], [])
+    lines = resume([], [], ["a has changed"])
+    assert "changed since step-00000001: a has changed (changes the curve)" in lines
     assert not any("dataset.path" in line for line in lines)  # said once, by what it means
-    step = tmp_path / "step-00000001"
-    with pytest.raises(
-        UserError, match=f'training.seq_len was(?s:.*)checkpoint.initial_load_path = "{step}"'
-    ) as caught:
-        resume(["training.seq_len was 32, it is now 64"], [], [changed])
+    with pytest.raises(UserError, match=f'seq_len was(?s:.*)checkpoint.initial_load_path = "{step}"') as caught:
+        resume(["training.seq_len was 32, it is now 64"], [], ["a has changed"])
     assert caught.value.exit_code == 2
     fresh = TinyRun(seed=5)
     manager = fresh.manager(tmp_path / "new", job=job, initial_load_path=str(step))
@@ -210,7 +180,7 @@ def test_a_run_moves_between_layouts(tmp_path):
     expected = TinyRun(seed=1).train(8)
     assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
     moved = [
-        *train_ranks(2, tmp_path, 2, 4),
+        *train_ranks(2, tmp_path, 2, 4, async_mode="async"),
         *train_ranks(2, tmp_path, 4, 6, {"data_parallel_replicate_degree": 2}),
         *train_ranks(1, tmp_path, 6, 8),
     ]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.huggingface import CheckpointTensors
+from titanlite.checkpoint.published import CheckpointTensors
 from titanlite.cli import main
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import parameter_shapes

@@ -19,20 +19,9 @@ for _ in range(400):
     _DEEP = [_DEEP]
 _VALUES = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**40, 10**400, 0.5, 1e308, 1e-320, -0.0),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "0",
-        "\x1b[2J\u202e",
-        "\ud800",
-        "a" * 10**5,
-        "../../etc/passwd",
-        "/dev/zero",
-    ),
+    *(float("nan"), float("inf"), "", "x", "0", "\x1b[2J\u202e", "\ud800", "a" * 10**5, "../../etc/passwd"),
     *("(a+)+$", "*", "(?<n", "llama3", "default", "Split", "BPE", [], {}, [[]], [None], {"": {}}, _DEEP),
-)
+)  # fmt: skip
 
 
 def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:

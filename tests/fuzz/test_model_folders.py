@@ -1,7 +1,10 @@
 """A damaged folder of Hugging Face's or Meta's is refused in words, or computes what its origin computes."""
 
 import dataclasses
+import functools
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,7 @@ import pytest
 import torch
 from mutants import ALL, SAMPLE, ends_well, mutant
 
-from titanlite.checkpoint.huggingface import HuggingFaceReader, export_hf, load_hf_weights
-from titanlite.checkpoint.meta_llama import MetaReader
+from titanlite.checkpoint.published import HuggingFaceReader, MetaReader, export_hf, load_hf_weights
 from titanlite.config.flavors import Architecture
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
@@ -98,30 +100,23 @@ def test_mutants_of_metas_folder(tmp_path, good, count):
 
 
 def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good):
-    import os
-
     secret = tmp_path / "secret.safetensors"
     shutil.copy(next((good / "hf").glob("*.safetensors")), secret)
-    for number, name in enumerate(
-        ("../secret.safetensors", str(secret), "", ".", "..", "a/../../secret.safetensors", "\0", "a" * 10**5)
-    ):
+    names = ("../secret.safetensors", str(secret), "", ".", "..", "a/../../secret.safetensors", "\0", "a" * 10**5)
+    for number, name in enumerate(names):
         folder = tmp_path / f"name{number}"
         shutil.copytree(good / "hf", folder)
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         index["weight_map"]["model.norm.weight"] = name
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         assert not ends_well(number, lambda folder=folder: HuggingFaceReader(folder))
-    for kind in ("hf", "meta"):
-        for file in sorted(path.name for path in (good / kind).iterdir() if path.name != "generation_config.json"):
-            for trap in ("pipe", "link", "loop", "folder"):
-                folder = tmp_path / f"{kind}-{file}-{trap}"
-                shutil.copytree(good / kind, folder)
-                (folder / file).rename(tmp_path / "moved")
-                if trap == "pipe":
-                    os.mkfifo(folder / file)
-                elif trap == "folder":
-                    (folder / file).mkdir()
-                else:
-                    (folder / file).symlink_to("../moved" if trap == "link" else file)
-                open_it = (lambda f=folder: HuggingFaceReader(f)) if kind == "hf" else (lambda f=folder: MetaReader(f))
-                assert not ends_well(0, open_it), folder
+    traps = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to("../moved")}
+    traps["loop"] = lambda path: path.symlink_to(path.name)
+    for kind, reader in (("hf", HuggingFaceReader), ("meta", MetaReader)):
+        files = sorted(path.name for path in (good / kind).iterdir() if path.name != "generation_config.json")
+        for file, (trap, set_trap) in itertools.product(files, traps.items()):
+            folder = tmp_path / f"{kind}-{file}-{trap}"
+            shutil.copytree(good / kind, folder)
+            (folder / file).rename(tmp_path / "moved")
+            set_trap(folder / file)
+            assert not ends_well(0, functools.partial(reader, folder)), folder

@@ -6,6 +6,7 @@ gathered and no second copy is made.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -55,15 +56,11 @@ class LiveState:
         """Weight decay and parameter names of each group, over all ranks; empty without an optimizer or its state."""
         if self.optimizer is None or not self.optimizer.state:
             return []
-        names = self._names()
-        own = [
-            {"weight_decay": group.get("weight_decay"), "params": [names[parameter] for parameter in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
-        merged = []  # with pipeline stages, the parameters of a group are spread over ranks
-        for of_ranks in zip(*ranks.distinct(own), strict=True):
-            merged.append({**of_ranks[0], "params": sorted({name for group in of_ranks for name in group["params"]})})
-        return merged
+        names, groups = self._names(), self.optimizer.param_groups
+        own = [[names[parameter] for parameter in group["params"]] for group in groups]
+        of_ranks = zip(*ranks.distinct(own), strict=True)  # with pipeline stages, each rank knows some names only
+        params = [sorted(set(itertools.chain(*names))) for names in of_ranks]
+        return [{"weight_decay": g.get("weight_decay"), "params": p} for g, p in zip(groups, params, strict=True)]
 
     def estimated_size(self, ranks: Ranks) -> int:
         """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
@@ -128,9 +125,9 @@ def plain(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.detach()
     own = local(tensor)
-    inner = unwrapped(own)
-    if inner is own:
+    if not is_traceable_wrapper_subclass(own) or "_tensor" not in own.__tensor_flatten__()[0]:
         return tensor
+    inner = getattr(own, "_tensor")  # noqa: B009 - torchao's WeightWith*Float8CastTensor
     # DTensor.from_local would move a tensor that is offloaded to the device of the mesh.
     return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
 
@@ -143,10 +140,3 @@ def local(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no number of it is NaN or infinite. A sum shows nearly always that, and takes no memory."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor within torchao's wrapper of weights that are gathered in FP8; other tensors as they are."""
-    if is_traceable_wrapper_subclass(tensor) and "_tensor" in tensor.__tensor_flatten__()[0]:
-        return getattr(tensor, "_tensor")  # noqa: B009 - torchao's WeightWith*Float8CastTensor
-    return tensor

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,20 @@ from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
-from titanlite.checkpoint.huggingface import load_hf_weights
 from titanlite.checkpoint.job_diff import CURVE, REMEDIES, DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.model.formats import differences
 
-_OTHER_SCHEDULE = (
-    "lr_scheduler: the saved run had the schedule of titanlite 0.2 and before, whose decay began a step earlier and "
-    "ended higher; from here on the learning rate is torchtitan's"
-)
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
+_OTHER_SCHEDULE = "lr_scheduler: titanlite 0.2 and before decayed a step earlier; now the rate is torchtitan's"
 
 
 class Resumer:
     """All ranks create one, and call `load` together.
-
-    Attributes:
-        changes: what the log has been told of the differences between this job and that of the checkpoint.
 
     Args:
         job: the resolved job file as a JSON value, compared with the one that was saved.
@@ -55,7 +53,6 @@ class Resumer:
         self._config, self._ranks = folder.config, folder.ranks
         self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
         self._excluded = set(self._config.exclude_from_loading)
-        self.changes: list[str] = []
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
@@ -137,7 +134,8 @@ class Resumer:
             self._compare(path, manifest, self._job)
         reader = self._ranks.together(lambda: SafeReader(path))
         tensors = self._tensors_to_load(path, info, reader.index)
-        _load_finite(reader, tensors, self._ranks)
+        load_tensors(reader, tensors, self._ranks.group)
+        _check_finite(path, tensors, self._ranks)
         for name in (name for name in tensors if name.startswith("rng.")):
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
             restore(tensors[name])
@@ -153,7 +151,6 @@ class Resumer:
         changes = compare_jobs(info["job"], job, same_tokenizer=same_tokenizer, data=compare(data) if compare else None)
         if manifest["format"] == 1:
             changes.append((CURVE, _OTHER_SCHEDULE))
-        self.changes = [line for _, line in changes]
         for verdict, line in changes:
             self._folder.say(f"changed since {path.name}: {line} ({verdict})")
         if refused := [(verdict, line) for verdict, line in changes if verdict in REMEDIES]:
@@ -170,9 +167,8 @@ class Resumer:
         rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
         wanted = self._live.tensors(optimizer=optimizer is not None, rng=rng)
         # A hook that the checkpoint does not know begins anew.
-        wanted = {
-            name: t for name, t in wanted.items() if name in saved or not name.startswith(("rng.cuda.", "hooks."))
-        }
+        for name in [name for name in wanted if name not in saved and name.startswith(("rng.cuda.", "hooks."))]:
+            del wanted[name]
         check_fit(path, wanted, saved, self._ranks)
         now = self._live.optimizer_groups(self._ranks)
         if optimizer is not None and (moved := live_tensors.group_differences(info["optimizer_groups"], now)):
@@ -212,39 +208,23 @@ def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = Non
         CheckpointError: weights that are not finite, or it cannot be read.
     """
     tensors = LiveState(model).tensors()
-
-    def read() -> tuple[SafeReader, dict[str, Any]]:
-        return SafeReader(path), step_folders.read_manifest(path)["info"]
-
-    reader, info = read() if ranks is None else ranks.together(read)
+    reader = SafeReader(path) if ranks is None else ranks.together(lambda: SafeReader(path))
     check_fit(path, tensors, reader.index, ranks)
-    _load_finite(reader, tensors, ranks)
-    return info
-
-
-def _load_finite(reader: SafeReader, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
     load_tensors(reader, tensors, None if ranks is None else ranks.group)
-    _check_finite(Path(reader.path), tensors, ranks)
+    _check_finite(path, tensors, ranks)
+    return step_folders.read_manifest(path)["info"]
 
 
 def _check_finite(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
     """Raises CheckpointError, on all ranks, that names the weights which are not finite."""
-    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    bad = [n for n, t in weights.items() if not live_tensors.is_finite(live_tensors.local(t))]
+    weights = [(name[6:], live_tensors.local(t)) for name, t in tensors.items() if name.startswith("model.")]
+    bad = [name for name, tensor in weights if not live_tensors.is_finite(tensor)]
     of_ranks = [bad] if ranks is None else ranks.distinct(bad)
     if lines := sorted({name for names in of_ranks for name in names}):
         raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(lines)}")
 
 
-class Ids(Protocol):
-    """What a tokenizer is to a checkpoint."""
-
-    vocab_size: int
-
-    def is_known_as(self, fingerprint: str) -> bool: ...
-
-
-def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Ids, name: object, rows: int) -> None:
+def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Tokenizer, name: object, rows: int) -> None:
     """Refuse a tokenizer with other ids than the one that the checkpoint at `path` was trained with.
 
     Args:
@@ -257,7 +237,7 @@ def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Ids, name: obje
     """
     known = (info["train_state"].get("data") or {}).get("tokenizer")
     if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
-        problem = f"{path} was trained with another tokenizer than {name} is now: its tokens would stand for other text"
+        problem = f"{path} was trained with another tokenizer than {name} is now"
         raise CheckpointError(f"{problem}. Put the original file back.")
 
 
@@ -267,13 +247,9 @@ def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks 
     Raises:
         UserError: on all ranks: they differ; with the differences.
     """
-    there = {name: tuple(entry.size) for name, entry in saved.items()}
     here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     if ranks is not None:  # with pipeline stages a rank knows some names only
         here = {name: shape for of_rank in ranks.distinct(here) for name, shape in of_rank.items()}
-    lines = [f"{name}: not in the checkpoint" for name in here.keys() - there.keys()]
-    lines += [f"{n}: only in it" for n in there.keys() - here.keys() if n.startswith("model.")]
-    shared = here.keys() & there.keys()
-    lines += [f"{n}: shape {there[n]} saved, {here[n]} now" for n in shared if there[n] != here[n]]
-    if lines:
-        raise UserError(f"{path} does not fit this model:\n  {abridged(sorted(lines))}\nSet [model] as it was.")
+    there = {name: tuple(saved[name].size) for name in saved if name in here or name.startswith("model.")}
+    if lines := differences(here, there):
+        raise UserError(f"{path} does not fit this model:\n  {abridged(lines)}\nSet [model] as it was.")

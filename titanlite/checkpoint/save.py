@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
 from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.published import CheckpointTensors, export_hf
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import MANIFEST
 from titanlite.model.llama import Llama
@@ -69,7 +69,6 @@ class Saver:
         self._last_step: int | None = None  # of the newest save that is known to be complete
         self._failed_step: int | None = None  # of the newest save, if it failed
         self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
-        self._losses: dict[Path, float | None] = {}  # of manifests that were read, because none ever changes
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training, and removes
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
@@ -190,8 +189,7 @@ class Saver:
                 save = self._thread.submit(self._save, writer, staged, started, time.perf_counter() - started)
             except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
                 self._thread = ThreadPoolExecutor(1, "checkpoint")  # in the one before, the call may still wait
-                text = f"step {step} is saved while training waits ({reason(error)})"
-                self._log(Event(text, "foreground", step))
+                self._log(Event(f"step {step} is saved while training waits ({reason(error)})", "foreground", step))
         if save is None:
             save = Future()
             save.set_result(self._save(writer, tensors, started))
@@ -215,9 +213,9 @@ class Saver:
                 shutil.rmtree(writer.unfinished, ignore_errors=True)
             return False
         if self._ranks.rank == 0:
-            took = f"{time.perf_counter() - started:.1f} s"
-            took += "" if blocked is None else f", of which training waited {blocked:.2f} s"
-            self._log(Event(f"saved step {writer.step} to {writer.target} in {took}", "save", writer.step))
+            waited = "" if blocked is None else f", of which training waited {blocked:.2f} s"
+            text = f"saved step {writer.step} to {writer.target} in {time.perf_counter() - started:.1f} s{waited}"
+            self._log(Event(text, "save", writer.step))
             if writer.target.parent == self._folder.path:
                 self.purge()
         return True
@@ -247,16 +245,15 @@ class Saver:
     def _find_best(self) -> tuple[float, Path | None]:
         """The lowest validation loss of the run, and the checkpoint that has it, the earlier one of two that are equal.
         The loss is in the manifest, so that the files alone say which one it is."""
-        there = step_folders.list_checkpoints(self._folder.path, self._final)
-        for path in (path for path in there if path not in self._losses):
-            loss = None
+        lowest, best = math.inf, None
+        for path in step_folders.list_checkpoints(self._folder.path, self._final):
             with contextlib.suppress(CheckpointError):  # a damaged one is no candidate
                 info = step_folders.read_manifest(path)["info"]
-                if info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job):
-                    loss = info["train_state"].get("validation_loss")
-            self._losses[path] = loss  # at last, because the thread that removes reads it, too
-        known = [(cast(float, self._losses[path]), path) for path in there if self._losses[path] is not None]
-        return min(known, key=lambda entry: entry[0], default=(math.inf, None))
+                loss = info["train_state"].get("validation_loss", math.inf)
+                ours = info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job)
+                if ours and loss < lowest:
+                    lowest, best = loss, path
+        return lowest, best
 
     def _link_best(self) -> Path | None:
         """The best checkpoint; the link `best` leads to it then, by one rename. Without one there is no link."""
@@ -275,14 +272,12 @@ class Saver:
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
-        if not path.exists():
-            return False
-        if step == self.loaded_step:
+        keep = path.exists() and step == self.loaded_step
+        if keep:
             self._log(f"{path} exists already and is kept")
-            return True
-        superseded = step_folders.set_aside(path, "superseded")
-        self._log(f"{path} is of an earlier run: renamed to {superseded.name}")
-        return False
+        elif path.exists():
+            self._log(f"{path} is of an earlier run: renamed to {step_folders.set_aside(path, 'superseded').name}")
+        return keep
 
     def _export(self, path: Path, step: int) -> bool:
         """On rank 0: write the last checkpoint for transformers, from the disk, so that no rank has to gather. False if

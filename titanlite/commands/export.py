@@ -57,7 +57,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
         CheckpointError: there is no good checkpoint.
     """
     from titanlite.checkpoint.find import job_of, use_newest
-    from titanlite.checkpoint.huggingface import CheckpointTensors, export_hf
+    from titanlite.checkpoint.published import CheckpointTensors, export_hf
     from titanlite.data.tokenizer_files import write_tokenizer
 
     def use(step_folder: Path) -> Path:

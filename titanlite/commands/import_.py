@@ -65,8 +65,7 @@ def main(argv: Sequence[str]) -> None:
     given = [key for key in ("torchtitan_version", *_SAID) if getattr(options, key) is not None]
     if given and options.torchtitan is None:
         raise UserError(f"--{given[0].replace('_', '-')} is for --torchtitan; other formats say it themselves.")
-    from titanlite.checkpoint.huggingface import HuggingFaceReader, import_weights
-    from titanlite.checkpoint.meta_llama import MetaReader
+    from titanlite.checkpoint.published import HuggingFaceReader, MetaReader, import_weights
     from titanlite.model.formats import parameter_shapes
     from titanlite.torchtitan.weights import Said, TorchtitanReader
 

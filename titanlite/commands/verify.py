@@ -33,9 +33,8 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(report, indent=2) if options.as_json else as_text(report))
     bad = [row["name"] for row in report["checkpoints"] if row["state"] != "good"]
     if bad:
-        raise CheckpointError(
-            f"{len(bad)} of {len(report['checkpoints'])} checkpoints damaged or unreadable: {', '.join(bad)}"
-        )
+        share = f"{len(bad)} of {len(report['checkpoints'])} checkpoints"
+        raise CheckpointError(f"{share} damaged or unreadable: {', '.join(bad)}")
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from titanlite.checkpoint.folder import CheckpointFolder
@@ -33,11 +33,8 @@ class Checkpoints(Hook):
         training.opened.callback(folder.close)
         live = LiveState(training.model, training.optimizer, training.hook_tensors)
         job = run.job.model_dump(mode="json")
-
-        def write_tokenizer_files(out: Path) -> dict[str, int | None]:
-            return write_tokenizer(run.tokenizer_path, out, run.arch.max_seq_len)
-
-        self._saver = Saver(folder, live, job=job, write_tokenizer=write_tokenizer_files)
+        write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
+        self._saver = Saver(folder, live, job=job, write_tokenizer=write_files)
         training.opened.callback(self._saver.close)
         same_tokenizer, compare_data = training.tokenizer.is_known_as, training.loader.compare
         resumer = Resumer(folder, live, job=job, same_tokenizer=same_tokenizer, compare_data=compare_data)

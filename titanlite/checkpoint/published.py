@@ -1,7 +1,8 @@
-"""The weights of others: Hugging Face model folders are written and read, and any weights become a checkpoint.
+"""Published weights: Hugging Face folders are written and read, Meta's are read, and any weights become a checkpoint.
 
 Invariant: about one tensor is held in memory at a time, or one file that is written. A folder appears under its name
-only when it is whole, and nothing outside of a folder is opened that a file in it names.
+only when it is whole. Nothing in the files is executed, and nothing outside of a folder is opened that a file in it
+names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -38,6 +40,7 @@ from titanlite.model.llama import Llama
 
 _DTYPE_OF = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SINGLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+_EMBEDDING = "tok_embeddings.weight"
 _MOST_JSON = 1 << 24  # bytes; the index of Llama 405B has a tenth of a megabyte
 SHARD_BYTES = 1_000_000_000  # of a file, which is in memory twice while it is written
 
@@ -143,8 +146,6 @@ class HuggingFaceReader:
     def __init__(self, folder: Path) -> None:
         if exists(folder / _ADAPTER):
             raise UserError(f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it first.")
-        if not exists(folder / "config.json"):
-            raise UserError(f"{folder} has no config.json. Expected a Hugging Face model folder.")
         path = file_inside(folder, "config.json")
         try:
             config = parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root
@@ -157,8 +158,6 @@ class HuggingFaceReader:
                 file: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError, ValueError) as error:
                 raise UserError(f"{path} cannot be read: {short(str(error))}") from None
-            if twice := self._files.keys() & file.keys():
-                raise UserError(f"{path}: {short(min(twice))} is in another file of the folder, too.")
             self._files |= dict.fromkeys(file.keys(), file)
         parts = {name: file.get_slice(name) for name, file in self._files.items()}
         if lines := formats.tensor_differences(self.arch, {name: tuple(p.get_shape()) for name, p in parts.items()}):
@@ -183,8 +182,6 @@ def _safetensors(folder: Path) -> list[Path]:
     """The files that transformers would read: one, or those of the index."""
     if exists(folder / _SINGLE):
         return [file_inside(folder, _SINGLE)]
-    if not exists(folder / _INDEX):
-        raise UserError(f"{folder} has no {_SINGLE} and no {_INDEX}. Pickled .bin weights are not read.")
     index = file_inside(folder, _INDEX)
     names = parse_json(index, read_file(index, _MOST_JSON), _Index).weight_map.values()
     return [file_inside(folder, name) for name in sorted(set(names))]
@@ -217,6 +214,84 @@ def load_hf_weights(folder: Path, model: nn.Module) -> None:
         for chunk in tensor.__create_chunk_list__():  # DCP's protocol is exact for uneven and strided shards, too
             local = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
             local.copy_(reader.read(name, tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+class MetaReader:
+    """The weights of a folder with params.json and consolidated.00.pth, consolidated.01.pth ...
+
+    Raises:
+        UserError: files are missing, or their tensors are not a Llama's; with the list.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        names = sorted(path.name for path in folder.glob("consolidated.*.pth"))
+        if not names:
+            raise UserError(f"{folder} has no consolidated.*.pth. Expected Meta's files of a Llama.")
+        path = file_inside(folder, "params.json")
+        params = parse_json(path, read_file(path, _MOST_JSON), formats.MetaParams)
+        self._shards = [_load(file_inside(folder, name)) for name in names]
+        first = self._shards[0]
+        embedding, w1 = first.get(_EMBEDDING), first.get("layers.0.feed_forward.w1.weight")
+        if embedding is None or w1 is None or embedding.ndim != 2 or w1.ndim != 2:
+            raise UserError(f"{folder / names[0]} holds no Llama: no tok_embeddings.weight, or no feed-forward network")
+        by_rows = embedding.shape[1] == params.dim  # Llama 3 splits the vocabulary, Llama 2 the width
+        vocab_size = embedding.shape[0] * (len(names) if by_rows else 1)
+        if params.vocab_size not in (-1, vocab_size):
+            raise UserError(f"{path}: vocab_size is {params.vocab_size}; tok_embeddings.weight has {vocab_size} rows")
+        tied = all("output.weight" in s and torch.equal(s["output.weight"], s[_EMBEDDING]) for s in self._shards)
+        arch = formats.architecture_from_meta(params, vocab_size, w1.shape[0] * len(names))
+        self.arch = dataclasses.replace(arch, tied_embeddings=tied)
+        shapes = parameter_shapes(self.arch)
+        for name, shard in zip(names, self._shards, strict=True):
+            if odd := sorted(shard.keys() ^ (shapes.keys() | ({"output.weight"} if tied else set()))):
+                problem = "tensors that are missing or not part of this architecture"
+                raise UserError(f"{folder / name}: {problem}: {short(', '.join(odd))}")
+        self.dtypes = {name: first[name].dtype for name in shapes}
+        self._cuts = {name: self._cut(name, shape) for name, shape in shapes.items()}
+
+    def _cut(self, name: str, whole: tuple[int, ...]) -> int | None:
+        """The dimension along which a tensor is split; None if each file holds all of it.
+
+        Raises:
+            UserError: the parts do not make the tensor.
+        """
+        shapes, count = {tuple(shard[name].shape) for shard in self._shards}, len(self._shards)
+        part = min(shapes)
+        cut = [dim for dim, size in enumerate(whole) if part[dim : dim + 1] != (size,)]
+        if len(shapes) > 1 or len(cut) > 1 or any(part[dim] * count != whole[dim] for dim in cut):
+            raise UserError(f"{name}: parts of shapes {sorted(shapes)[:8]} do not make {whole}")
+        return cut[0] if cut else None
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor in this model's layout."""
+        dim = self._cuts[name]
+        whole = self._shards[0][name] if dim is None else torch.cat([shard[name] for shard in self._shards], dim)
+        if name.endswith(("attention.wq.weight", "attention.wk.weight")):
+            whole = formats.from_meta_rotary(whole, self.arch.head_dim)
+        return whole
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, mapped into memory.
+
+    Raises:
+        UserError: it is damaged or holds anything else than plain tensors.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its parts are compressed, so that they cannot be mapped")
+        loaded = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch's reader raises any kind of error for damaged bytes
+        raise UserError(f"{path} is damaged, or more than tensors: {short(reason(error))}") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds no table of tensors")
+    loaded.pop("rope.freqs", None)  # computed, not learned
+    for name, tensor in loaded.items():
+        # A strided view could claim to be larger than the file is, and would fill the memory when it is copied.
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPE_OF.values() or not tensor.is_contiguous():
+            raise UserError(f"{path}: {short(repr(name))} is no tensor of float32, bfloat16 or float16 numbers")
+    return loaded
 
 
 def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
