@@ -15,6 +15,7 @@ import pytest
 
 from titanlite import cli
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
+from titanlite.config.mistakes import table_within
 from titanlite.config.schema import KEYS, SECTIONS
 
 Output = pytest.CaptureFixture[str]
@@ -53,10 +54,10 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
     text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help")
     for key, field in KEYS.items():
-        assert re.search(rf"(--|\[\[){re.escape(key)}[ ,\]]", text)
-        assert " ".join((field.description or "").split()) in text
+        assert re.search(rf"--{re.escape(key)}[ ,.]", text)
+        assert table_within(field.annotation) or " ".join((field.description or "").split()) in text
     assert all(" ".join((section.__doc__ or "").split()) in text for section in SECTIONS.values())
-    assert "--training.steps INT (default: 12345) Number of optimizer steps." in text
+    assert "--training.steps INT Number of optimizer steps. (default: 12345)" in text
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,8 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["train", "--help", "training"], "--training.seq_len INT", "--checkpoint.interval"),
         (["help", "training.steps"], "--training.steps INT", "--training.seq_len"),
         (["help", "max-epochs"], "--dataset.max_epochs INT", "--training.steps"),
-        (["help", "training.steps", "job"], "--job.dump_folder TEXT", "--training.seq_len"),
-        (["help", "dataset.stages"], "[[dataset.stages]] Changes of the weights", "--dataset.path"),
+        (["help", "training.steps", "job"], "--job.dump_folder STR", "--training.seq_len"),
+        (["help", "dataset.stages"], "--dataset.stages.start_step INT The stage begins", "--dataset.path"),
         (["--help", "check"], "usage: titanlite check", "--training.steps"),
         (["help", "check"], "--world-size {None}|INT Number of ranks", "--training.steps"),
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands.test_generate import save_run
+from commands.test_eval import save_run
 
 from titanlite import cli
 from titanlite.config.load import PACKAGE
-from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = PACKAGE / "assets/tokenizer/tokenizer.model"
 JOB = "[training]\nsteps = 10\nseq_len = 64\n"
@@ -80,7 +79,6 @@ model.flavor = "7b" =>
 model.dim = 258 => model.n_heads
 model.n_heads = 7 =>
 model.n_kv_heads = 3 =>
-model.rope_scaling_factor = 8.0 ; model.rope_low_freq_factor = 4.0 => model.rope_low_freq_factor
 model.vocab_size = 4095 =>
 model.max_seq_len = 1024 => training.seq_len
 tokenizer.path = ".." =>
@@ -136,7 +134,6 @@ samples.freq = 5 =>
 samples.prompts = ["a"] =>
 samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 => samples.prompts
 profiling.enable_profiling = true ; profiling.profile_freq = 3 => profiling.profile_freq
-profiling.profiler_ranks = [1] =>
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 parallelism.enable_async_tensor_parallel = true =>
 @4 parallelism.data_parallel_replicate_degree = 3 => data_parallel_replicate_degree = 3
@@ -391,7 +388,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders that each case gets: `run`, the output of a training run, and `hurt`, one with a damaged checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run").mkdir()
-    save_run(folder / "run", load_tokenizer(TOKENIZER).fingerprint, (10, 20))
+    save_run(folder / "run", 10, 20)
     shutil.copytree(folder / "run", folder / "hurt")
     weights = next((folder / "hurt/checkpoint/step-00000020").glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-8] + b"\0" * 8)

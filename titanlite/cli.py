@@ -133,7 +133,7 @@ def train(argv: Sequence[str]) -> None:
 
     With --dry-run it does a step without data instead, and makes no folder.
     """
-    from titanlite.load_run import load_run, local_world_size, world_size
+    from titanlite.load_run import load_run, world_size
     from titanlite.plan.start import foresee, without_dry_run
     from titanlite.runtime.logging import logged_ranks
 
@@ -142,7 +142,7 @@ def train(argv: Sequence[str]) -> None:
     logged_ranks(ranks)
     run = load_run(words, ranks)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would do the same
-        foresee(run, words, local_world_size(ranks), is_dry)
+        foresee(run, words, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), is_dry)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
     if is_dry:
         from titanlite.plan.dry_run import dry_run as start

@@ -8,17 +8,17 @@ torch is imported or a folder is made.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import not_writable
-from titanlite.config.flavors import fit_vocabulary
+from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import COMMAND_LINE, Draft, read_job, with_folder
 from titanlite.config.mistakes import Mistake, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
@@ -27,8 +27,6 @@ from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
 from titanlite.observe.writers import load_writer
-
-_COMPILED = 'compile.enable = true with "model" in compile.components'
 
 Problems = Iterator[tuple[str, str]]
 """A key, such as "training.steps" or "dataset.sources.0.weight", and what is wrong with its value."""
@@ -60,12 +58,14 @@ def _checked(draft: Draft, world_size: int) -> Run:
     job, problems, rules = draft.job, [], []
     try:
         tokenizer = load_tokenizer(Run(job).tokenizer_path)
-        job = job.model_copy(update={"model": fit_vocabulary(job.model, tokenizer.vocab_size)})
+        if job.model.vocab_size is None and job.model.flavor in FITTED_TO_TOKENIZER:
+            rows = -(-tokenizer.vocab_size // 128) * 128  # suits matmuls, and tensor parallelism can divide it
+            job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": rows})})
         rules.append(_tokenizer(Run(job), tokenizer))
     except UserError as error:
         problems.append(("tokenizer.path", f"cannot be used: {error}"))
     run = Run(job, world_size)
-    rules += [*_of_keys(run, draft.origins), _dataset(run), _validation(run, draft.origins), _files(run)]
+    rules += [*_of_keys(run, draft.origins), _dataset(run, draft.origins), _validation(run, draft.origins), _files(run)]
     for mistake in draft.mistakes:  # a value that has been refused is not known: a rule that reads it ends there
         section, _, name = mistake.key.partition(".")
         if section in SECTIONS:
@@ -74,22 +74,18 @@ def _checked(draft: Draft, world_size: int) -> Run:
         with suppress(AttributeError) if draft.mistakes else nullcontext():
             problems.extend(rule)
     origins = dict.fromkeys(KEYS, "default") | draft.origins
-    draft._replace(origins=origins).refuse(wrong_values(run, problems))
+    draft._replace(origins=origins).refuse([_mistake(run, *problem) for problem in problems])
     return run
 
 
-def wrong_values(run: Run, problems: Iterable[tuple[str, str]]) -> list[Mistake]:
-    """Problems of a run, as the report has them: each with the value of its key, or the flavor's."""
-    mistakes = []
-    for key, remedy in problems:
-        section, name, *_ = parts = key.split(".")
-        value: Any = run.job
-        for part in parts:
-            value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
-        if value is None and section == "model":
-            value = getattr(run.arch, name)
-        mistakes.append(Mistake(f"{section}.{name}", f"{key} = {shown(value)}", remedy))
-    return mistakes
+def _mistake(run: Run, key: str, remedy: str) -> Mistake:
+    """A problem as the report has it: with the value of its key, or the flavor's."""
+    section, name, *_ = parts = key.split(".")
+    value: Any = run.job
+    for part in parts:
+        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+    value = getattr(run.arch, name) if value is None and section == "model" else value
+    return Mistake(f"{section}.{name}", f"{key} = {shown(value)}", remedy)
 
 
 def world_size() -> int:
@@ -100,13 +96,8 @@ def world_size() -> int:
     """
     size = _variable("WORLD_SIZE", 1, MOST_RANKS)
     _variable("RANK", 0, size - 1)
-    _variable("LOCAL_RANK", 0, local_world_size(size) - 1)
+    _variable("LOCAL_RANK", 0, _variable("LOCAL_WORLD_SIZE", 1, size) - 1)
     return size
-
-
-def local_world_size(world_size: int) -> int:
-    """Number of ranks on this machine, from the environment variable of a launcher. 1 without it. Raises UserError."""
-    return _variable("LOCAL_WORLD_SIZE", 1, world_size)
 
 
 def _variable(name: str, least: int, most: int) -> int:
@@ -123,7 +114,7 @@ def _variable(name: str, least: int, most: int) -> int:
 
 def broken_rules(run: Run) -> list[tuple[str, str]]:
     """What is wrong with a run, but for files. Each is a key, and what is wrong with its value."""
-    return [problem for rule in _of_keys(run, {}) for problem in rule]
+    return list(chain(*_of_keys(run, {})))
 
 
 def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
@@ -137,8 +128,6 @@ def _model(run: Run) -> Problems:
         yield "model.n_heads", f"must divide model.dim = {arch.dim} into heads of an even width."
     elif arch.n_heads % arch.n_kv_heads:
         yield "model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}."
-    if arch.rope_scaling_factor > 1 and arch.rope_low_freq_factor >= arch.rope_high_freq_factor:
-        yield "model.rope_low_freq_factor", "must be less than model.rope_high_freq_factor."
     if run.job.training.seq_len > arch.max_seq_len:
         yield "training.seq_len", f"must be at most model.max_seq_len = {arch.max_seq_len}. Change one of them."
 
@@ -150,9 +139,8 @@ def layout_rules(run: Run) -> Problems:
     if degree.world != run.world_size:
         names = [name for name in type(config).model_fields if name.endswith("_degree")]
         product = " x ".join(f"{name} = {getattr(config, name)}" for name in names if getattr(config, name) > 1)
-        text = f"leaves no layout for the world of {run.world_size} ranks (NGPU times NNODES): {product or 'it'} makes "
-        text += f"{degree.world}. Start a multiple of {degree.world // degree.shard} ranks, and set this to -1."
-        yield "parallelism.data_parallel_shard_degree", text
+        text = f"and {product or 'degrees of 1'} make {degree.world} ranks; the world has {run.world_size}"
+        yield "parallelism.data_parallel_shard_degree", f"{text} (NGPU times NNODES). -1 takes all that are left."
         return
     unit = training.local_batch_size * degree.data
     if run.global_batch_size % unit:
@@ -164,7 +152,7 @@ def layout_rules(run: Run) -> Problems:
         text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
         yield "parallelism.tensor_parallel_degree", text
     if config.enable_async_tensor_parallel and (degree.tensor == 1 or not run.compiles("model")):
-        yield "parallelism.enable_async_tensor_parallel", f"needs tensor_parallel_degree > 1, and {_COMPILED}."
+        yield "parallelism.enable_async_tensor_parallel", "needs tensor parallelism of a compiled model."
     if training.seq_len % (unit := sequence_divisor(degree)):
         text = f"must be a multiple of {unit}, because context and tensor ranks cut rows. Nearest: "
         yield "training.seq_len", f"{text}{_multiples(training.seq_len, unit)}."
@@ -226,17 +214,10 @@ def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if (profiling.enable_profiling or profiling.enable_memory_snapshot) and needed > profiling.profile_freq:
         yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
-    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
-        yield "profiling.profiler_ranks", f"must be below the number of ranks, {run.world_size}."
     if origins.get("training.steps") == COMMAND_LINE:
-        return  # a look at the first steps of the run, with the rates and the stages of the file
+        return  # a look at the first steps of the run, with the rates of the file
     if (schedule.warmup_steps or 0) > total:
         yield "lr_scheduler.warmup_steps", f"must be at most training.steps = {steps}: the peak rate is never reached."
-    starts = [stage.start_step for stage in run.job.dataset.stages]
-    for number, start in enumerate(starts):
-        if start >= steps or start in starts[:number]:
-            text = f"must be below training.steps = {steps}, and not that of another stage: it would never run."
-            yield f"dataset.stages.{number}.start_step", text
 
 
 def _what_has_no_effect(run: Run, origins: Mapping[str, str]) -> Problems:
@@ -248,7 +229,7 @@ def _what_has_no_effect(run: Run, origins: Mapping[str, str]) -> Problems:
     if samples.prompts and "samples.freq" not in origins:  # a 0 that the job file sets is intended
         yield "samples.prompts", "has no effect, because samples.freq is left out, which means 0: never. Set both."
     if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
-        yield "activation_checkpoint.mode", f"is decided by the compiler: it needs {_COMPILED}."
+        yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
 
 
 def _optimizer(run: Run) -> Problems:
@@ -304,13 +285,19 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
             yield "samples.prompts", f"has a text of {tokens} tokens; 1 to {length - 1} fit into training.seq_len."
 
 
-def _dataset(run: Run) -> Problems:
-    sources = run.job.dataset.sources
+def _dataset(run: Run, origins: Mapping[str, str]) -> Problems:
+    stages, sources, steps = run.job.dataset.stages, run.job.dataset.sources, run.job.training.steps
     yield from _sources("dataset", run.job.dataset)
-    for number, stage in enumerate(run.job.dataset.stages):
+    for number, stage in enumerate(stages):
         if len(stage.weights) != len(sources) or not any(stage.weights):
             text = f"must be {len(sources)} weights, one for each of dataset.sources, not all 0."
             yield f"dataset.stages.{number}.weights", text
+        is_second = stage.start_step in [earlier.start_step for earlier in stages[:number]]
+        if is_second or (stage.start_step >= steps and origins.get("training.steps") != COMMAND_LINE):
+            yield (
+                f"dataset.stages.{number}.start_step",
+                f"never runs: training.steps = {steps}, or another stage is there.",
+            )
 
 
 def _validation(run: Run, origins: Mapping[str, str]) -> Problems:

@@ -55,21 +55,9 @@ FLAVORS = {
     "405b": Architecture(16384, 126, 128, 8, 53248, rope_scaling_factor=8.0),
 }
 
-# These flavors are no published models, so they take the tokenizer's vocabulary. The size above holds for jobs that
-# were saved without one.
+# These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above
+# holds for jobs that were saved without one.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
-_VOCABULARY_MULTIPLE = 128  # a size that suits matmuls and that tensor parallelism can divide
-
-
-def fit_vocabulary(model: schema.Model, tokenizer_size: int) -> schema.Model:
-    """`model` with a vocabulary size, if the job leaves it out.
-
-    titanlite's own flavors get the tokenizer's size, rounded up to a multiple of 128. A published flavor keeps its own.
-    """
-    if model.vocab_size is not None or model.flavor not in FITTED_TO_TOKENIZER:
-        return model
-    rows = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    return model.model_copy(update={"vocab_size": rows})
 
 
 def architecture(model: schema.Model) -> Architecture:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import textwrap
-import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any
+
+import tyro
+from pydantic import Field, create_model
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import shown, table_within, types_in
+from titanlite.config.mistakes import table_within
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
-_INTRODUCTION = """usage: titanlite train [--section.key value ...]
-
-Train the model that a job file describes. Any key of the file can be given on the command line, too, which wins over
-the file. With --dry-run a step is done without data, and no folder is made. `--help training` explains one section.
-The defaults below are those of titanlite, or of the file that --job.config_file names. Without a file, debug_model.toml
-is trained."""
+_TEXT = """Train the model that a job file describes. Any key of the file can be given on the command line, too, which
+wins over the file; tables such as [[dataset.sources]] stand in the file only. With --dry-run a step is done without
+data, and no folder is made. `--help training` explains one section. The defaults below are those of titanlite, or of
+the file that --job.config_file names. Without a file, debug_model.toml is trained."""
 
 
-def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
+def print_help(job: JobConfig, topics: Sequence[str]) -> None:
     """Print each key with its text and its value in `job`, then exit 0.
 
     Args:
@@ -30,22 +29,18 @@ def print_help(job: JobConfig, topics: Sequence[str]) -> NoReturn:
         UserError: there is no such section or key.
     """
     keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
-    if not topics:
-        print(_INTRODUCTION)
+    sections: dict[str, Any] = {}
     for section, model in SECTIONS.items():
-        if any(key.startswith(f"{section}.") for key in keys):
-            print("\n" + textwrap.fill(f"[{section}] {' '.join((model.__doc__ or '').split())}", 110))
+        shown: dict[str, Any] = {}
         for name, field in model.model_fields.items():
-            if (key := f"{section}.{name}") in keys:
-                value = getattr(getattr(job, section), name)
-                default = "the flavor's" if value is None and section == "model" else shown(value)
-                table = table_within(field.annotation)
-                flag = f"[[{key}]]" if table else f"--{key}{_words(field.annotation)}  (default: {default})"
-                print(f"\n  {flag.replace(' NO', f', --{section}.no-{name}')}")
-                print(textwrap.indent(textwrap.fill(field.description or "", 104), " " * 6))
-                for inner, each in table.model_fields.items() if table else ():
-                    print(textwrap.indent(textwrap.fill(f"{inner}: {each.description}", 104), " " * 6))
-    raise SystemExit(0)
+            if f"{section}.{name}" in keys:
+                table, text = table_within(field.annotation), " ".join((field.description or "").split())
+                default = ... if table else Field(getattr(getattr(job, section), name), description=text)
+                shown[name] = table or field.annotation, default
+        if shown:
+            sections[section] = create_model(section, __doc__=model.__doc__, **shown), ...
+    keys_of_job = create_model("Keys", **sections)
+    tyro.cli(keys_of_job, args=["--help"], prog="titanlite train", description=_TEXT, use_underscores=True)
 
 
 def _keys_of(topic: str) -> list[str]:
@@ -55,13 +50,3 @@ def _keys_of(topic: str) -> list[str]:
     near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
     meant = f"Did you mean `titanlite help {near[0]}`?" if near else f"Sections are {', '.join(SECTIONS)}."
     raise UserError(f"{topic}: no section or key of a job has this name. {meant}")
-
-
-def _words(annotation: Any) -> str:
-    """What follows an option: its choices, or the kind of value."""
-    many = "..." if typing.get_origin(annotation) is tuple else ""
-    for part in (annotation, *typing.get_args(annotation)):
-        if typing.get_origin(part) is Literal:
-            return " {" + ",".join(map(str, typing.get_args(part))) + "}" + many
-    words = {bool: "NO", int: "INT", float: "FLOAT", str: "TEXT"}
-    return "".join(f" {words[kind]}" for kind in types_in(annotation) if kind in words) + many

@@ -18,8 +18,8 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import Mistake, WrongJob, report, shown, types_in, unknown, without
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.mistakes import Mistake, WrongJob, mistake, report, shown, types_in, without
+from titanlite.config.schema import KEYS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -83,7 +83,7 @@ def read_job(argv: Sequence[str]) -> Draft:
         if isinstance(table := raw.setdefault(section, {}), dict):  # otherwise it is a mistake, which is found below
             table[name] = value
     job, wrong = _validate(raw)
-    origins |= dict.fromkeys([*values, *(mistake.key for mistake in mistakes)], COMMAND_LINE)
+    origins |= dict.fromkeys([*values, *(each.key for each in mistakes)], COMMAND_LINE)
     return Draft(with_folder(job), [*mistakes, *wrong], origins, str(path))
 
 
@@ -150,6 +150,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[
             mistakes.append(Mistake(word, word, f"belongs to no option; a job file comes after --{CONFIG_FILE}."))
             continue
         name = flag[2:].replace("-", "_")
+        name = "config_file" if name == "config" else name
         key = name if name in KEYS else name.replace(".no_", ".", 1)
         field = KEYS.get(key)
         kinds = types_in(field.annotation) if field else set()
@@ -158,9 +159,8 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[
         while words and not words[0].startswith("--") and (field is None or is_list or not given):
             given.append(words.pop(0))
         if field is None or (key != name and bool not in kinds):
-            section, _, name = key.rpartition(".") if key != "config" else ("", "", "config_file")
-            gone = SECTIONS[section].dropped.get(name) if section in SECTIONS else None
-            mistakes.append(Mistake(flag, flag, gone[1] if gone else unknown(JobConfig, section, name)))
+            error = {"loc": (name if field else key).split("."), "input": None, "type": "", "msg": ""}
+            mistakes.append(mistake(JobConfig, error)._replace(key=flag, found=flag))
         elif bool in kinds and given:
             mistakes.append(Mistake(flag, word, "takes no value: alone it is true, with no- before the key false."))
         elif bool in kinds:

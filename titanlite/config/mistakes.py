@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from titanlite.config.errors import UserError
 
@@ -58,26 +58,34 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def mistakes(job: type[BaseModel], failure: ValidationError) -> list[Mistake]:
-    """Each wrong value of a job. `job` is the model of all sections."""
-    return [_mistake(job, error) for error in failure.errors(include_url=False)]
+def mistake(job: type[BaseModel], error: Any) -> Mistake:
+    """What a pydantic error says about a job. `job` is the model of all sections, or the options of a command."""
+    place, value, model = [*map(str, error["loc"])], error["input"], job
+    key, found = ".".join(place[:2]), f"{'.'.join(place)} = {shown(value)}" if place else shown(value)
+    text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text, about, gone = text.replace("valid tuple", "list").replace("valid dictionary", "table"), "", {}
+    for name in place:
+        if field := model.model_fields.get(name):
+            gone, about = getattr(model, "gone_values", {}).get(name, {}), field.description or ""
+            model = table_within(field.annotation) or model
+        elif answer := getattr(model, "dropped", {}).get(name):
+            return Mistake(key, found, answer[1], "gone")
+        elif not name.isdecimal():
+            found = f"[{key}]" if isinstance(value, dict) else found
+            return Mistake(key, found, _unknown(job, model, place[: place.index(name) + 1]), error["type"])
+    if isinstance(value, str) and value in gone:
+        return Mistake(key, found, gone[value], "gone")
+    return Mistake(key, found, f"{text}. {about}", error["type"])
 
 
-def _mistake(job: type[BaseModel], error: Any) -> Mistake:
-    place = [*map(str, error["loc"])]
-    key, found, kind = ".".join(place[:2]), f"{'.'.join(place)} = {shown(error['input'])}", error["type"]
-    if not place:
-        return Mistake("", shown(error["input"]), f"must be tables: {', '.join(job.model_fields)}.")
-    if place[0] not in job.model_fields:
-        found = f"[{key}]" if isinstance(error["input"], dict) else found
-        remedy = unknown(job, "", key)
-    elif len(place) == 1:
-        remedy = f"must be a table: write [{key}] on a line of its own, and its keys below."
-    else:
-        remedy, kind = explain(section_of(job, place[0]), {**error, "loc": error["loc"][1:]})
-        if len(place) == 2 and kind == "extra_forbidden":
-            remedy = unknown(job, *place)
-    return Mistake(key, found, remedy, kind)
+def _unknown(job: type[BaseModel], model: type[BaseModel], place: list[str]) -> str:
+    """The message about an unknown name in the table `model`. It says the most similar known one, of any section."""
+    sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in job.model_fields.items()}
+    keys = [f"{section}.{key}" for section, fields in sections.items() for key in fields]
+    near = [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], model.model_fields, n=1)]
+    near = near or [key for key in keys if key.endswith(f".{place[-1]}")]
+    known = ", ".join(model.model_fields)
+    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {known}."
 
 
 def without(job: Mapping[str, Any], wrong: Iterable[Mistake]) -> dict[str, Any]:
@@ -86,43 +94,6 @@ def without(job: Mapping[str, Any], wrong: Iterable[Mistake]) -> dict[str, Any]:
     for section in [name for name in job if name not in keys]:
         tables[section] = {key: value for key, value in job[section].items() if f"{section}.{key}" not in keys}
     return tables
-
-
-def unknown(job: type[BaseModel], section: str, key: str) -> str:
-    """The message about an unknown key, or about an unknown section. It names the most similar ones."""
-    keys = [f"{name}.{known}" for name in job.model_fields for known in section_of(job, name).model_fields]
-    known = section_of(job, section).model_fields if section in job.model_fields else job.model_fields
-    near = [name for name in keys if name.endswith(f".{key}")]
-    near = near or difflib.get_close_matches(f"{section}.{key}" if section else key, keys if section else known, n=1)
-    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; known are {', '.join(known)}."
-
-
-def section_of(job: type[BaseModel], name: str) -> type[BaseModel]:
-    """The model of a section."""
-    return typing.cast(type[BaseModel], job.model_fields[name].annotation)
-
-
-def explain(model: type[BaseModel], error: Any) -> tuple[str, str]:
-    """What is allowed at the place of a pydantic error, which may be in a table within `model`; and the kind of the
-    mistake."""
-    name, value = str(error["loc"][0]), error["input"]
-    for part in error["loc"][1:]:
-        inner = table_within(model.model_fields[name].annotation) if name in model.model_fields else None
-        if inner is not None and isinstance(part, str):
-            model, name = inner, part
-    if answer := gone(model, name, value):
-        return answer, "gone"
-    if name not in model.model_fields:
-        return f"unknown; known are {', '.join(model.model_fields)}.", error["type"]
-    text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{text.replace('valid tuple', 'list')}. {model.model_fields[name].description or ''}", error["type"]
-
-
-def gone(model: type[BaseModel], name: str, value: object = None) -> str | None:
-    """The answer about a key, or about one of its choices, that an earlier version had. None: there was none."""
-    if name in model.model_fields:
-        return getattr(model, "gone_values", {}).get(name, {}).get(str(value))
-    return getattr(model, "dropped", {}).get(name, (None, None))[1]
 
 
 def types_in(annotation: Any) -> set[type]:

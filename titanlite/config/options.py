@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, Validatio
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import explain, shown
+from titanlite.config.mistakes import mistake, shown
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import Section, usable_path
 
@@ -44,7 +44,8 @@ class Options(Section):
         try:
             return validate(values)
         except ValidationError as failure:
-            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {explain(cls, e)[0]}" for e in failure.errors()]
+            errors = failure.errors()
+            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {mistake(cls, e).remedy}" for e in errors]
             raise UserError("\n".join(lines)) from None
 
 

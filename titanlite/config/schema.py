@@ -15,7 +15,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import WrongJob, mistakes, without
+from titanlite.config.mistakes import WrongJob, mistake, without
 
 
 def _auto_or_positive(value: int) -> int:
@@ -586,7 +586,7 @@ class JobConfig(Section):
         try:
             return cls.model_validate(saved)
         except WrongJob as wrong:
-            if not all(mistake.kind == "gone" for mistake in wrong.mistakes):
+            if not all(each.kind == "gone" for each in wrong.mistakes):
                 raise
             return cls.model_validate(without(saved, wrong.mistakes))
 
@@ -596,7 +596,7 @@ class JobConfig(Section):
         try:
             return validate(values)
         except ValidationError as failure:
-            raise WrongJob(mistakes(cls, failure)) from None
+            raise WrongJob([mistake(cls, error) for error in failure.errors(include_url=False)]) from None
 
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
