@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.errors import UserError, one_line
+from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import COMMAND_LINE, Draft, read_job, with_folder
@@ -94,19 +94,14 @@ def world_size() -> int:
     Raises:
         UserError: WORLD_SIZE, or the rank of this process, is not a valid number.
     """
-    size = _variable("WORLD_SIZE", 1, MOST_RANKS)
-    _variable("RANK", 0, size - 1)
-    _variable("LOCAL_RANK", 0, _variable("LOCAL_WORLD_SIZE", 1, size) - 1)
-    return size
-
-
-def _variable(name: str, least: int, most: int) -> int:
-    """The number in an environment variable that launchers set. `least` if it is not set."""
-    text = os.environ.get(name, str(least))
-    if text.isascii() and text.isdecimal() and least <= int(text[:16]) <= most:
-        return int(text)
-    wrong = f'{name} "{one_line(text[:40])}"'
-    raise UserError(f"{wrong}: a whole number of at least {least} and at most {most} is needed. A launcher sets it.")
+    defaults = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    with suppress(ValueError):
+        size, rank, local_size, local_rank = map(int, found.values())
+        if rank in range(size) and local_rank in range(local_size) and local_size <= size <= MOST_RANKS:
+            return size
+    values = ", ".join(f"{name} = {value[:40]!r}" for name, value in found.items())
+    raise UserError(f"{values}: whole numbers are needed, and ranks below their sizes. A launcher sets them.")
 
 
 # ------------------------------------------------------------------------------------------------- rules that span keys
@@ -321,16 +316,6 @@ def _keys_set(source: TextSource) -> list[str]:
     return [key for key, field in fields if getattr(source, key, field.default) != field.default]
 
 
-# Key -> the sources that read it, for keys that some sources do not read. `shards` is among them, because a job file
-# often keeps its keys after its text was prepared.
-_HUB = ("huggingface", "c4", "shards")
-_USERS = {
-    "path": ("jsonl", "text", "parquet", "arrow", "shards", "huggingface"),
-    "split": (*_HUB, "arrow"),
-    **dict.fromkeys(("config", "streaming"), _HUB),
-}
-
-
 def _sources(section: str, dataset: Dataset | Validation) -> Problems:
     """What is wrong with the keys of sources, or about the places that their documents come from."""
     for key in _keys_set(dataset) if dataset.sources else ():
@@ -339,10 +324,9 @@ def _sources(section: str, dataset: Dataset | Validation) -> Problems:
         yield f"{section}.sources.0.weight", "is 0, as that of each source; at least one must be above 0."
     for number, source in enumerate(dataset.sources or (dataset,)):
         prefix = f"{section}.sources.{number}" if dataset.sources else section
-        unused = [key for key in _keys_set(source) if source.source not in _USERS.get(key, (source.source,))]
         try:
-            if unused:
-                raise UserError(f"does not use {unused[0]}: name another source, or leave it out")
+            if source.path is not None and source.source in ("python_stdlib", "c4"):
+                raise UserError("does not use path: name another source, or leave it out")
             find_files(source)
         except UserError as error:
             yield f"{prefix}.source", f"{error}.".replace("dataset.", f"{prefix}.", 1)

@@ -1,5 +1,7 @@
 """Errors that the user can correct. Each is printed as one message without a traceback, and has an exit code."""
 
+import re
+
 # Environment variable that the launcher sets to a folder. A worker that fails writes the reason there, to <rank>.json.
 # A worker that hangs writes there where it hangs, to <rank>.hang.json.
 ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
@@ -8,15 +10,9 @@ ERROR_FOLDER = "TITANLITE_ERROR_FOLDER"
 # Characters that control a terminal, end a line, change the direction of writing, or are invisible: the control
 # characters except tab and line feed, Unicode's line and paragraph separators, its bidirectional controls, its tags,
 # and surrogates, which are no text.
-_CONTROLS = (
-    (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2066, 0x2069),
-    (0xD800, 0xDFFF), (0xFFF9, 0xFFFB), (0xE0000, 0xE007F),
-)  # fmt: skip
-_ESCAPES = {
-    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-    for first, last in _CONTROLS
-    for code in range(first, last + 1)
-}
+_UNSAFE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str) -> str:
@@ -24,7 +20,7 @@ def printable(text: str) -> str:
 
     Line feeds and tabs stay. Text that is already escaped does not change.
     """
-    return text.translate(_ESCAPES)
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:

@@ -57,8 +57,6 @@ def load_job(argv: Sequence[str]) -> JobConfig:
     Raises:
         UserError: anything wrong, all mistakes in one message.
     """
-    if isinstance(argv, str):
-        raise UserError(f"{shown(argv)}: a list of words is needed, such as {shown(argv.split())}.")
     draft = read_job([str(word) for word in argv])  # a program may give numbers
     draft.refuse()
     return draft.job

@@ -25,7 +25,7 @@ class Mistake(NamedTuple):
         key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
         found: What was found, as it would be written in a job file.
         remedy: What is allowed instead.
-        kind: pydantic's name of the error, or "gone" for what an earlier version had.
+        kind: pydantic's name of the error, or "gone" for a key that an earlier version had.
     """
 
     key: str
@@ -63,18 +63,15 @@ def mistake(job: type[BaseModel], error: Any) -> Mistake:
     place, value, model = [*map(str, error["loc"])], error["input"], job
     key, found = ".".join(place[:2]), f"{'.'.join(place)} = {shown(value)}" if place else shown(value)
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text, about, gone = text.replace("valid tuple", "list").replace("valid dictionary", "table"), "", {}
+    text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
     for name in place:
         if field := model.model_fields.get(name):
-            gone, about = getattr(model, "gone_values", {}).get(name, {}), field.description or ""
-            model = table_within(field.annotation) or model
+            about, model = field.description or "", table_within(field.annotation) or model
         elif answer := getattr(model, "dropped", {}).get(name):
             return Mistake(key, found, answer[1], "gone")
         elif not name.isdecimal():
             found = f"[{key}]" if isinstance(value, dict) else found
             return Mistake(key, found, _unknown(job, model, place[: place.index(name) + 1]), error["type"])
-    if isinstance(value, str) and value in gone:
-        return Mistake(key, found, gone[value], "gone")
     return Mistake(key, found, f"{text}. {about}", error["type"])
 
 

@@ -58,8 +58,6 @@ class Section(FileModel):
     dropped: ClassVar[dict[str, tuple[object, str]]] = {}
     """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
     that these versions saved name each key, so one that has its default is read as if it were not there."""
-    gone_values: ClassVar[dict[str, dict[str, str]]] = {}
-    """Choices that earlier versions had: key -> value -> the answer: what to use instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -435,8 +433,6 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    gone_values: ClassVar = {"async_mode": {"process": 'is no longer a way to save. Use "async": a thread writes.'}}
-
     enable: bool = True
     """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
     folder: PathText = "checkpoint"
@@ -483,8 +479,6 @@ class Checkpoint(Section):
 
 class Metrics(Section):
     """What is measured and where it is written."""
-
-    gone_values: ClassVar = {"details": {"float8": "is no longer measured; compare the loss with one without float8."}}
 
     log_freq: PositiveInt = 10
     """Steps between two log lines. The host waits for the device once per line."""
@@ -582,11 +576,11 @@ class JobConfig(Section):
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> Self:
-        """The job in a checkpoint, without what only an earlier version had. Raises WrongJob: what no version had."""
+        """The job in a checkpoint, without keys and choices of earlier versions. Raises WrongJob: any other mistake."""
         try:
             return cls.model_validate(saved)
         except WrongJob as wrong:
-            if not all(each.kind == "gone" for each in wrong.mistakes):
+            if not all(each.kind in ("gone", "literal_error") for each in wrong.mistakes):
                 raise
             return cls.model_validate(without(saved, wrong.mistakes))
 
