@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,23 +19,18 @@ WHOLE = os.environ.get("TITANLITE_TUTORIALS") == "whole"
 pytestmark = pytest.mark.slow
 
 
-def blocks(page: str) -> Iterator[tuple[str, str, str]]:
-    """Language, title and text of each block, in the order of the page."""
-    found = re.findall(r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$', page, flags=re.DOTALL | re.MULTILINE)
-    yield from found
-
-
 def follow(name: str, folder: Path) -> str:
     """Write the files of a tutorial and run its commands. Returns what they said."""
-    page = (TUTORIALS / name).read_text()
+    block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'  # language, title and text
+    found = re.findall(block, (TUTORIALS / name).read_text(), flags=re.DOTALL | re.MULTILINE)
     (folder / "bin").mkdir()
     for program, words in (("titanlite", f"{sys.executable} -m titanlite"), ("python", sys.executable)):
         (folder / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (folder / "bin" / program).chmod(0o755)
-    for _, title, text in blocks(page):
+    for _, title, text in found:
         if title:
             (folder / title).write_text(text if WHOLE else shorter(text))
-    commands = "".join(text for language, _, text in blocks(page) if language == "bash")
+    commands = "".join(text for language, _, text in found if language == "bash")
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
@@ -52,7 +46,7 @@ def follow(name: str, folder: Path) -> str:
 
 def shorter(text: str) -> str:
     """A job with fewer steps."""
-    numbers = {"steps": 12, "warmup_steps": 2, "freq": 6}
+    numbers = {"steps": 4, "warmup_steps": 2, "freq": 2}
     return re.sub(rf"^({'|'.join(numbers)}) = \d+", lambda key: f"{key[1]} = {numbers[key[1]]}", text, flags=re.M)
 
 
@@ -69,7 +63,7 @@ def test_from_your_text_to_a_model_that_answers(tmp_path: Path) -> None:
 def test_two_machines(tmp_path: Path) -> None:
     said = follow("two_machines.md", tmp_path)
     assert "2 x cpu" in said
-    assert f"Resumed after step {20 if WHOLE else 12}" in said
+    assert f"Resumed after step {20 if WHOLE else 4}" in said
     assert "machine: ranks 2 -> 1" in said
 
 

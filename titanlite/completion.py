@@ -190,21 +190,12 @@ def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache
     kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with torch.inference_mode(), kernels:
         for chunk in tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1):
-            where = _positions_and_mask(filled, cache[0].length, chunk.shape[1]) if filled.any() else {}
-            logits = model(chunk, cache=cache, **where)  # (B, T, V)
+            index = torch.arange(cache[0].length + chunk.shape[1], device=filled.device)
+            own = index[cache[0].length :]
+            seen = (own[:, None] >= index) & (index >= filled[:, None, None])  # (B, T, S)
+            mask = seen | (own[:, None] == index)  # a filled position too, because a softmax over nothing would be NaN
+            logits = model(chunk, (own - filled[:, None]).clamp(min=0), mask[:, None], cache)  # (B, T, V)
     return logits[:, -1].float().cpu()
-
-
-def _positions_and_mask(filled: Tensor, start: int, length: int) -> dict[str, Tensor]:
-    """Positions (B, T) and mask (B, 1, T, S) of prompts with `filled` positions at their front.
-
-    A filled position sees itself, because a softmax over nothing would be NaN.
-    """
-    index = torch.arange(start + length, device=filled.device)
-    own = index[start:]
-    seen = (own[:, None] >= index) & (index >= filled[:, None, None])  # (B, T, S)
-    mask = seen | (own[:, None] == index)
-    return {"positions": (own - filled[:, None]).clamp(min=0), "mask": mask[:, None]}
 
 
 def choose(

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
-from titanlite.config.flavors import FLAVORS, Architecture
-from titanlite.model.attention import LayerCache, attention, backend_order, document_mask, flex_document_mask
+from titanlite.config.flavors import Architecture
+from titanlite.model.attention import LayerCache, attention, document_mask, flex_document_mask
 from titanlite.model.formats import hf_config, hf_name
-from titanlite.model.llama import INIT_STD, Llama, rope_frequencies
+from titanlite.model.llama import INIT_STD, Llama
 
 BASE = Architecture(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0)
 SCALED = {"rope_scaling_factor": 8.0, "rope_original_max_seq_len": 64, "rope_theta": 500000.0}
@@ -88,18 +87,6 @@ def test_logits_and_gradients_equal_transformers(case):
     }
     assert len(errors) == len(twin_gradients)
     assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.parametrize("flavor", ["1b", "8b"])
-def test_rotary_frequencies_of_llama_3_equal_transformers(flavor):
-    """On the real head size, base and factors; fp32 rounding of one division more or less."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    arch = FLAVORS[flavor]
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**hf_config(arch, "float32"))).inv_freq
-    assert isinstance(theirs, torch.Tensor)
-    torch.testing.assert_close(rope_frequencies(arch), theirs, rtol=1e-6, atol=0.0)
 
 
 def test_packed_documents_with_mask_and_positions_equal_each_alone():
@@ -197,16 +184,3 @@ def test_flex_attention_computes_the_same() -> None:
     expected = attention(q, k, v, document_mask(ids))
     # The sums of the softmax run in another order.
     torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids)), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("capability", "first"), [((8, 0), "FLASH_ATTENTION"), ((9, 0), "CUDNN_ATTENTION")])
-def test_the_order_of_kernels_follows_the_generation_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], first: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    before = torch._C._get_sdp_priority_order()
-    with backend_order(torch.device("cuda")):
-        order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-        assert order[0].name == first
-        assert order.index(SDPBackend.MATH) == 3
-    assert torch._C._get_sdp_priority_order() == before

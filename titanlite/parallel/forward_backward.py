@@ -110,8 +110,6 @@ class PipelineForwardBackward(ForwardBackward):
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
         super().__init__(model, mesh, run, device)
         self._microbatches = run.microbatches
-        self._has_first = model.whole.tok_embeddings is not None
-        self._has_last = model.whole.norm is not None
         self._schedule, self._stages = build_schedule(run, mesh, model.stages, device)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
@@ -136,8 +134,8 @@ class PipelineForwardBackward(ForwardBackward):
         if "positions" not in rest:  # a stage cannot count them, because its input may be cut along the sequence
             rest["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         losses: list[Tensor] = []
-        inputs = (tokens,) if self._has_first else ()
-        target = {"target": rest["labels"], "losses": losses} if self._has_last else {}
+        inputs = (tokens,) if self._model.tok_embeddings is not None else ()
+        target = {"target": rest["labels"], "losses": losses} if self._model.norm is not None else {}
         run(*inputs, **target, **rest, return_outputs=False)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=tokens.device)
 

@@ -85,8 +85,9 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
         UserError: the ranks do not run on GPUs.
     """
     if mesh.device_type != "cuda":
-        text = f"parallelism.enable_async_tensor_parallel = true: ranks run on {mesh.device_type}, which has no "
-        raise UserError(f"{text}symmetric memory. Use GPUs, or set it to false.")
+        raise UserError(
+            "parallelism.enable_async_tensor_parallel = true: needs GPUs, because only they have its memory."
+        )
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

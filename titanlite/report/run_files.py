@@ -8,7 +8,6 @@ the machine where it ran, whose locks tell; from elsewhere it is "stale" after a
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
@@ -167,11 +166,10 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{folder}: there is no run in this folder. Name one with the output folders of runs.")
     for path in runs.values():
         status = read_status(path)
-        numbers = {name: value for name, value in status.numbers.items() if math.isfinite(value)}
-        found = {name: getattr(status, name) for name in ("state", "reason", "step", "total_steps", "last_word")}
-        age = None if status.last_word is None else max(0.0, now - status.last_word)
-        found |= {"loss": numbers.get("loss"), "tps": numbers.get("tps"), "age": age, "problems": status.problems}
-        rows.append({"run": str(path), **found})
+        names = ("state", "reason", "step", "total_steps", "last_word", "problems")
+        found = {"run": str(path), **{name: getattr(status, name) for name in names}}
+        found |= {name: status.numbers.get(name) for name in ("loss", "tps")}
+        rows.append(found | {"age": None if status.last_word is None else max(0.0, now - status.last_word)})
     return sorted(rows, key=lambda row: -(row["last_word"] or 0.0))
 
 
