@@ -74,11 +74,11 @@ def _checked(draft: Draft, world_size: int) -> Run:
         with suppress(AttributeError) if draft.mistakes else nullcontext():
             problems.extend(rule)
     origins = dict.fromkeys(KEYS, "default") | draft.origins
-    draft._replace(origins=origins).refuse([_mistake(run, *problem) for problem in problems])
+    draft._replace(origins=origins).refuse([mistake_of(run, *problem) for problem in problems])
     return run
 
 
-def _mistake(run: Run, key: str, remedy: str) -> Mistake:
+def mistake_of(run: Run, key: str, remedy: str) -> Mistake:
     """A problem as the report has it: with the value of its key, or the flavor's."""
     section, name, *_ = parts = key.split(".")
     value: Any = run.job

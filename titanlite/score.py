@@ -21,12 +21,13 @@ from titanlite.checkpoint.find import known_job, use_newest
 from titanlite.checkpoint.folder import Ranks
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.mistakes import WrongJob
 from titanlite.config.options import Scoring
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import TextWindows, open_files, window_batches
-from titanlite.load_run import layout_rules, world_size
+from titanlite.load_run import layout_rules, mistake_of, world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
@@ -135,7 +136,7 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
     run = Run(JobConfig.model_validate(job), world_size())
     if problems := list(layout_rules(run)):
-        raise UserError("\n".join(f"{key}: {text}" for key, text in problems))
+        raise WrongJob([mistake_of(run, *problem) for problem in problems])
     return run
 
 
