@@ -36,29 +36,19 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def everything(folder: Path) -> str:
-    """All that is in the folder, whatever the names."""
-    return "\n".join(sorted(p.read_text() for p in folder.rglob("*") if p.is_file()))
-
-
-def names(folder: Path, ending: str) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith(ending))
-
-
-ALL = ["config.toml", "environment.json", "events.jsonl", "metrics.jsonl", "tb", "train.log", "validation.jsonl"]
+def everything(path: Path) -> str:
+    """All that is in a file or a folder, whatever the names in it."""
+    return path.read_text() if path.is_file() else "\n".join(sorted(map(everything, path.iterdir())))
 
 
 def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_path: Path) -> None:
     start(tmp_path, "first")
     assert start(tmp_path, "first") == ""  # nothing was measured
     measure(tmp_path, 5, 10, note="of the first")
-    before = {path.name: everything(path) if path.is_dir() else path.read_text() for path in tmp_path.iterdir()}
+    before = {f"{path.name}.superseded": everything(path) for path in tmp_path.iterdir()}
     said = start(tmp_path, "second", steps=2)
-    assert names(tmp_path, ".superseded") == [f"{name}.superseded" for name in ALL]
-    for name, content in before.items():
-        path = tmp_path / f"{name}.superseded"
-        assert (everything(path) if path.is_dir() else path.read_text()) == content
-        assert name in said
+    assert {path.name: everything(path) for path in tmp_path.glob("*.superseded")} == before
+    assert all(name.removesuffix(".superseded") in said for name in before)
     log = (tmp_path / "train.log").read_text()
     assert "second begins" in log
     assert "second trains" in log
@@ -71,7 +61,10 @@ def test_what_is_trained_again_is_kept_and_so_is_the_curve_of_a_run_that_goes_ba
     measure(tmp_path, 5, 10, 12)
     said = start(tmp_path, "one", resumed_step=10, steps=20)
     assert "validation.jsonl, metrics.jsonl" in said
-    assert names(tmp_path, ".superseded") == ["metrics.jsonl.superseded", "validation.jsonl.superseded"]
+    assert {path.name for path in tmp_path.glob("*.superseded")} == {
+        "metrics.jsonl.superseded",
+        "validation.jsonl.superseded",
+    }
     measure(tmp_path, 11)
     start(tmp_path, "one", resumed_step=5, load_step=5, steps=30)
     assert [steps_in(tmp_path / f"metrics.jsonl{end}") for end in ("", ".superseded", ".superseded-2")] == [

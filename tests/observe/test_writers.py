@@ -1,32 +1,25 @@
 """Writers: how one of a user's own is added, and what Weights & Biases gets from each start of a run."""
 
+import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ranks import run_process
-from small_runs import SMALL
+from ranks import run_process, start_titanlite
+from small_runs import SMALL, losses
 
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
 
 PAGE = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text()
 OWN_WRITER = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class LossTable" in block)
-MORE = """
-
-class Locked(Writer):
-    def __init__(self, start):
-        raise PermissionError("no permission")
-"""
 ENTRY_POINTS = """[titanlite.writers]
 loss_table = loss_table:LossTable
-locked = loss_table:Locked
 plain = loss_table:csv
 uninstalled = missing_module:Writer
 twice = loss_table:LossTable
@@ -34,44 +27,49 @@ twice = loss_table:LossTable
 
 
 @pytest.fixture
-def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages with one that offers a writer."""
+def own_package(tmp_path: Path) -> str:
+    """A folder of two installed packages that offer writers."""
     folder = tmp_path / "installed"
-    folder.mkdir()
-    (folder / "loss_table.py").write_text(OWN_WRITER + MORE)
-    offer(folder, "loss_table", ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    sys.modules.pop("loss_table", None)
-
-
-def offer(folder: Path, package: str, entry_points: str) -> None:
-    """Describe an installed package with these entry points."""
-    described = folder / f"{package}-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0")
-    (described / "entry_points.txt").write_text(entry_points)
-
-
-def train_with_it(folder: str, job_file: str, out: str) -> None:
-    from titanlite import cli
-
-    sys.path.insert(0, folder)
-    words = ["train", "--job.config_file", job_file, "--training.steps", "3", "--checkpoint.no-enable"]
-    assert cli.main([*words, "--job.dump_folder", out, "--metrics.writers", "loss_table"]) == 0
-    assert cli.main([*words, "--job.dump_folder", f"{out}-locked", "--metrics.writers", "locked"]) == 2
-    said = Path(f"{out}-locked", "train.log").read_text()
-    assert "no permission" in said
-    assert "Training starts" not in said
+    for name, offers in {"one": ENTRY_POINTS, "two": "[titanlite.writers]\ntwice = two:LossTable\n"}.items():
+        described = folder / f"{name}-1.0.dist-info"
+        described.mkdir(parents=True)
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0")
+        (described / "entry_points.txt").write_text(offers)
+    (folder / "loss_table.py").write_text(OWN_WRITER)
+    (tmp_path / "small.toml").write_text(SMALL)
+    return str(folder)
 
 
 @pytest.mark.slow
-def test_a_writer_of_an_installed_package_needs_no_change_elsewhere(own_package: Path, tmp_path: Path):
-    (tmp_path / "small.toml").write_text(SMALL)
-    run_process(train_with_it, str(own_package), str(tmp_path / "small.toml"), str(tmp_path / "out"))
-    expected = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+def test_a_writer_of_an_installed_package_needs_no_change_elsewhere(own_package: str, tmp_path: Path):
+    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", tmp_path / "out"]
+    words += ["--training.steps", 3, "--checkpoint.no-enable", "--metrics.writers", "loss_table"]
+    start_titanlite(*words, before=functools.partial(sys.path.insert, 0, own_package)).ends_with(0)
     table = [line.split(",") for line in (tmp_path / "out" / "loss.csv").read_text().splitlines()]
-    assert [(int(step), float(loss)) for step, loss in table] == [(line["step"], line["loss"]) for line in expected]
+    assert {int(step): float(loss) for step, loss in table} == losses(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        (["los_table"], "loss_table, plain"),
+        (["plain"], "titanlite.observe.writers.Writer"),
+        (["uninstalled"], "missing_module"),
+        (["twice"], "two:LossTable"),
+    ],
+)
+def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
+    own_package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[str], problem: str
+):
+    monkeypatch.syspath_prepend(own_package)
+    with pytest.raises(UserError, match=r"(?s)metrics\.writers.*" + problem):
+        load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.writers", *named], 1)
+
+
+def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titanlite.load_run.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"titanlite\[wandb\]"):
+        load_run(["--job.dump_folder", str(tmp_path / "out"), "--metrics.enable_wandb"], 1)
 
 
 def log_to_wandb(job_file: str, out: str) -> list[dict[int, dict]]:
@@ -106,10 +104,9 @@ def log_to_wandb(job_file: str, out: str) -> list[dict[int, dict]]:
 
 @pytest.mark.slow
 def test_wandb_has_the_steps_of_all_starts_and_a_run_of_its_own_for_one_that_went_back(tmp_path: Path):
-    pytest.importorskip("wandb")
     (tmp_path / "small.toml").write_text(SMALL)
     first, second = run_process(log_to_wandb, str(tmp_path / "small.toml"), str(tmp_path / "out"))
-    last = {line["step"]: line["loss"] for line in map(json.loads, (tmp_path / "out/metrics.jsonl").open())}
+    last = losses(tmp_path / "out")
     (aside,) = (tmp_path / "out").glob("metrics.jsonl.superseded*")
     left = {line["step"]: line["loss"] for line in map(json.loads, aside.open())}
     assert {step: values["loss/train"] for step, values in first.items()} == {**last, **left}
@@ -118,53 +115,15 @@ def test_wandb_has_the_steps_of_all_starts_and_a_run_of_its_own_for_one_that_wen
     assert first[1]["speed/tokens_per_second"] > 0
 
 
-def refused_by_wandb(job_file: str, folder: str) -> list[str]:
-    from titanlite import Trainer, load_job
-
-    said = []
-    for mode in ("sideways", "online"):  # an odd variable, and no key
-        os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": folder, "NETRC": f"{folder}/none"}
-        os.environ["WANDB_MODE"] = mode
-        words = ["--job.config_file", job_file, "--job.dump_folder", f"{folder}/out", "--metrics.enable_wandb"]
-        with pytest.raises(UserError) as refused:
-            Trainer(load_job(words))
-        said.append(str(refused.value))
-    return said
+def without_key() -> None:
+    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": "/none", "NETRC": "/none", "WANDB_MODE": "online"}
 
 
 @pytest.mark.slow
-def test_wandb_without_a_key_or_with_an_odd_variable_is_a_mistake_of_the_user(tmp_path: Path):
+def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path: Path):
     pytest.importorskip("wandb")
     (tmp_path / "small.toml").write_text(SMALL)
-    for said in run_process(refused_by_wandb, str(tmp_path / "small.toml"), str(tmp_path)):
-        assert "metrics.enable_wandb" in said
-        assert "WANDB_MODE" in said
-
-
-@pytest.mark.parametrize(
-    ("named", "problem"),
-    [
-        ("los_table", "There are: loss_table, locked, plain"),
-        ("plain", "titanlite.observe.writers.Writer"),
-        ("uninstalled", "missing_module"),
-        ("twice", "loss_table:LossTable, other_table:LossTable"),
-    ],
-)
-def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
-    own_package: Path, tmp_path: Path, named: str, problem: str
-):
-    offer(own_package, "other_table", "[titanlite.writers]\ntwice = other_table:LossTable\n")
-    said = refused(tmp_path, "--metrics.writers", *named.split())
-    assert "metrics.writers" in said
-    assert problem in said
-
-
-def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titanlite.load_run.find_spec", lambda name: None)
-    assert "titanlite[wandb]" in refused(tmp_path, "--metrics.enable_wandb")
-
-
-def refused(tmp_path: Path, *words: str) -> str:
-    with pytest.raises(UserError) as failure:
-        load_run(["--job.dump_folder", str(tmp_path / "out"), *words], 1)
-    return " ".join(str(failure.value).split())
+    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", tmp_path / "out"]
+    said = start_titanlite(*words, "--metrics.enable_wandb", before=without_key).ends_with(2)
+    assert "metrics.enable_wandb" in said
+    assert "WANDB_MODE=offline" in said

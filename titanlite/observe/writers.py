@@ -237,7 +237,8 @@ def load_writer(name: str) -> type[Writer]:
     (entry,) = found.values()
     try:
         kind = entry.load()
-        assert issubclass(kind, Writer), "it is not a class on titanlite.observe.writers.Writer"
+        if not (isinstance(kind, type) and issubclass(kind, Writer)):
+            raise TypeError("not a class on titanlite.observe.writers.Writer")
     except Exception as error:  # it runs code of the package
         raise UserError(f"the writer {shown(name)}, {entry.value}, cannot be used: {one_line(repr(error))}") from error
     return kind
