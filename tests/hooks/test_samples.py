@@ -24,8 +24,7 @@ temperature = 0
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("job") / "job.toml"
-    heads = SMALL.replace("n_kv_heads = 1", "n_kv_heads = 2")
-    path.write_text(heads + SAMPLES)
+    path.write_text(SMALL.replace("n_kv_heads = 1", "n_kv_heads = 2") + SAMPLES)
     return path
 
 
