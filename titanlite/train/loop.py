@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -174,12 +174,11 @@ class Trainer(Training):
             hook.train_begins(first)
         if first == 0 and not seed:
             self.validate()
-        exchange, failure = Exchange(self.mesh.world_group), None
-        asked = Request(data_fails=True)  # before its first step a start looks at its data
+        failure, asked = None, Request(data_fails=True)  # before its first step a start looks at its data
         while self.steps_done < steps and not asked.stop:
             if asked.data_fails and (failure := self._data_failure()) is not None:
                 break
-            exchange.send(self._wants())
+            receive = exchange(self._wants(), self.mesh.world_group)  # it overlaps with the step
             try:
                 self.step()
             except OutOfData as end:  # on all ranks at the same step
@@ -187,10 +186,10 @@ class Trainer(Training):
                     remedy = "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
                     raise UserError(f"The data is smaller than one global batch: {end}. {remedy}") from None
                 self.log(f"The data ends after step {self.steps_done}: {end}")
-                exchange.receive()
+                receive()
                 steps = self.steps_done
                 break
-            asked = exchange.receive()
+            asked = receive()
             if self.steps_done < steps:
                 self._act(asked)
             else:
@@ -307,23 +306,22 @@ class Trainer(Training):
         self.log(Event(f"Finished after step {self.steps_done}.", "finish", self.steps_done))
 
 
-class Exchange:
-    """What the ranks ask for, agreed by one all-reduce on the CPU that overlaps with the step between its two ends.
+def exchange(request: Request, group: dist.ProcessGroup) -> Callable[[], Request]:
+    """Begin to tell the other ranks what this one asks for, by one all-reduce on the CPU. All ranks call it together.
 
-    `group` must support CPU tensors.
+    Args:
+        group: It must support CPU tensors.
+
+    Returns:
+        A function that waits for the end, and returns what any rank asks for.
     """
+    flags = torch.tensor(request, dtype=torch.int32)
+    work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def receive() -> Request:
+        if work is not None:
+            work.wait()
+        stop, *others = flags.tolist()
+        return Request(stop, *map(bool, others))
 
-    def send(self, request: Request) -> None:
-        """Begin. All ranks call it together."""
-        self._flags = torch.tensor(request, dtype=torch.int32)
-        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
-
-    def receive(self) -> Request:
-        """What any rank has asked for."""
-        if self._work is not None:
-            self._work.wait()
-        stop, *flags = self._flags.tolist()
-        return Request(stop, *map(bool, flags))
+    return receive
