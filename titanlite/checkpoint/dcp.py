@@ -210,8 +210,4 @@ class _CheckpointFiles(FileSystem):
                 yield file
             except RuntimeError as error:
                 raise file.error or error from None
-            self.written[Path(path).name] = file.entry()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+            self.written[Path(path).name.removesuffix(".tmp")] = file.entry()  # as DCP will rename it

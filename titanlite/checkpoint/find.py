@@ -12,12 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli
-
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.files import read_file
-from titanlite.config.load import MOST_BYTES, load_job
+from titanlite.config.load import load_job
 from titanlite.config.mistakes import WrongJob
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
@@ -33,8 +30,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints that `path` stands for, by rising step.
 
     Args:
-        path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, with its
-            checkpoints and the weights in `final`. `~` is the home folder.
+        path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, which holds
+            that folder and the weights in `final`. `~` is the home folder.
 
     Raises:
         UserError: there is no such folder.
@@ -47,23 +44,10 @@ def checkpoints_at(path: Path) -> list[Path]:
     path = path.resolve()
     if step_folders.step_of(path) is not None:
         return [path]
-    found = step_folders.list_checkpoints(path) or step_folders.list_checkpoints(*_folders_of_run(path))
+    found = step_folders.list_checkpoints(path) or step_folders.list_checkpoints(*path.glob("*"))
     if not found:
         raise CheckpointError(f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps.")
     return found
-
-
-def _folders_of_run(path: Path) -> list[Path]:
-    """Where a run with this output folder keeps its checkpoints. Only that key of its config.toml is read, because
-    the others may be of another version."""
-    config = path / "config.toml"
-    if not config.is_file():
-        return []
-    try:
-        name = tomli.loads(read_file(config, MOST_BYTES).decode()).get("checkpoint", {}).get("folder", "checkpoint")
-        return [path / name, path / "final"]
-    except (UserError, ValueError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{config} cannot be read. Name the folder of checkpoints in {path}.") from None
 
 
 def use_newest(

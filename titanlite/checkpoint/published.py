@@ -35,7 +35,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
 from titanlite.config.flavors import Architecture
 from titanlite.model import formats
-from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, differences, hf_name, parameter_shapes
+from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, hf_name, parameter_shapes
 from titanlite.model.llama import Llama
 
 _DTYPE_OF = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -60,7 +60,7 @@ class CheckpointTensors:
     """The weights of a step folder that was checked, on one process.
 
     Raises:
-        CheckpointError: it does not say which model it holds, or holds another.
+        CheckpointError: it does not say which model it holds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,10 +68,7 @@ class CheckpointTensors:
         if arch is None:
             raise CheckpointError(f"{path} does not say of which architecture its weights are")
         self.arch, index = Architecture(**arch), self._reader.index
-        saved = {name[6:]: entry for name, entry in index.items() if name.startswith("model.")}
-        if lines := differences(parameter_shapes(self.arch), {name: tuple(saved[name].size) for name in saved}):
-            raise CheckpointError(f"{path} does not fit its architecture: {lines[0]}")
-        self.dtypes = {name: entry.properties.dtype for name, entry in saved.items()}
+        self.dtypes = {name: index[f"model.{name}"].properties.dtype for name in parameter_shapes(self.arch)}
 
     def read(self, name: str) -> Tensor:
         """A whole parameter in its saved dtype."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _OTHER_SCHEDULE = "lr_scheduler: titanlite 0.2 and before decayed a step earlier; now the rate is torchtitan's"
 
 
+@dataclass
 class Resumer:
     """All ranks create one, and call `load` together.
 
@@ -40,18 +42,14 @@ class Resumer:
         compare_data: `Loader.compare`: what differs from the data of a saved state.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        live: LiveState,
-        *,
-        job: dict[str, Any] | None = None,
-        same_tokenizer: Callable[[str], bool] = lambda fingerprint: True,
-        compare_data: Callable[[dict[str, Any]], DataChanges] | None = None,
-    ) -> None:
-        self._folder, self._live, self._job = folder, live, job
-        self._config, self._ranks = folder.config, folder.ranks
-        self._same_tokenizer, self._compare_data = same_tokenizer, compare_data
+    folder: CheckpointFolder
+    live: LiveState
+    job: dict[str, Any] | None = None
+    same_tokenizer: Callable[[str], bool] = lambda fingerprint: True
+    compare_data: Callable[[dict[str, Any]], DataChanges] | None = None
+
+    def __post_init__(self) -> None:
+        self._ranks, self._config = self.folder.ranks, self.folder.config
         self._excluded = set(self._config.exclude_from_loading)
 
     def load(self) -> dict[str, Any] | None:
@@ -70,7 +68,7 @@ class Resumer:
             UserError: the job does not fit the newest good one: another model, optimizer, tokenizer or data.
             CheckpointError: there are checkpoints but no good one.
         """
-        folder, step, ranks = self._folder.path, self._config.load_step, self._ranks
+        folder, step, ranks = self.folder.path, self._config.load_step, self._ranks
         candidates = ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
         found = [
             f"{path.name}: set aside earlier" for path in ranks.on_rank0(partial(step_folders.list_set_aside, folder))
@@ -93,7 +91,7 @@ class Resumer:
 
     def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
         aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
-        self._folder.say(f"{why} renamed to {aside.name}")
+        self.folder.say(f"{why} renamed to {aside.name}")
 
     def _went_back(self, candidates: list[Path]) -> bool:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
@@ -106,10 +104,10 @@ class Resumer:
 
     def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
         """The checkpoint of this step; later ones are renamed aside."""
-        path, asked = self._folder.path / step_folders.step_name(step), f"checkpoint.load_step = {step}"
+        path, asked = self.folder.path / step_folders.step_name(step), f"checkpoint.load_step = {step}"
         if path not in candidates:
             present = ", ".join(candidate.name for candidate in candidates) or "none"
-            raise CheckpointError(f"{asked}: {self._folder.path} has no such step (present: {present})")
+            raise CheckpointError(f"{asked}: {self.folder.path} has no such step (present: {present})")
         try:
             train_state = self._load(path)
         except Damage as damage:
@@ -129,9 +127,9 @@ class Resumer:
         if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
-            self._folder.say(f"{path.name} was saved after {words}")
-        if self._job is not None and info["job"] is not None:
-            self._compare(path, manifest, self._job)
+            self.folder.say(f"{path.name} was saved after {words}")
+        if self.job is not None and info["job"] is not None:
+            self._compare(path, manifest, self.job)
         reader = self._ranks.together(lambda: SafeReader(path))
         tensors = self._tensors_to_load(path, info, reader.index)
         load_tensors(reader, tensors, self._ranks.group)
@@ -139,38 +137,38 @@ class Resumer:
         for name in (name for name in tensors if name.startswith("rng.")):
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
             restore(tensors[name])
-        self._folder.say(f"resumed from step {manifest['step']} ({path})")
+        self.folder.say(f"resumed from step {manifest['step']} ({path})")
         return {key: value for key, value in info["train_state"].items() if key not in self._excluded}
 
     def _compare(self, path: Path, manifest: dict[str, Any], job: dict[str, Any]) -> None:
         """Say what has changed. Raises UserError: this job cannot go on from there."""
         info = manifest["info"]
         data = info["train_state"].get("data") or {}
-        compare = self._compare_data if data and "data" not in self._excluded else None
-        same_tokenizer = "tokenizer" not in data or self._same_tokenizer(data["tokenizer"])
+        compare = self.compare_data if data and "data" not in self._excluded else None
+        same_tokenizer = "tokenizer" not in data or self.same_tokenizer(data["tokenizer"])
         changes = compare_jobs(info["job"], job, same_tokenizer=same_tokenizer, data=compare(data) if compare else None)
         if manifest["format"] == 1:
             changes.append((CURVE, _OTHER_SCHEDULE))
         for verdict, line in changes:
-            self._folder.say(f"changed since {path.name}: {line} ({verdict})")
+            self.folder.say(f"changed since {path.name}: {line} ({verdict})")
         if refused := [(verdict, line) for verdict, line in changes if verdict in REMEDIES]:
             listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *(line for _, line in refused)])
             raise UserError(f"{listed}\n{REMEDIES[refused[0][0]].format(checkpoint=path)}")
 
     def _tensors_to_load(self, path: Path, info: dict[str, Any], saved: Index) -> dict[str, Tensor]:
         """The live tensors that the checkpoint fills. Raises UserError: they do not fit."""
-        optimizer = self._live.optimizer
+        optimizer = self.live.optimizer
         if not info["optimizer_groups"] or "optimizer" in self._excluded:
             optimizer = None
         if optimizer is not None:
             live_tensors.initialise_optimizer(optimizer)
         rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
-        wanted = self._live.tensors(optimizer=optimizer is not None, rng=rng)
+        wanted = self.live.tensors(optimizer=optimizer is not None, rng=rng)
         # A hook that the checkpoint does not know begins anew.
         for name in [name for name in wanted if name not in saved and name.startswith(("rng.cuda.", "hooks."))]:
             del wanted[name]
         check_fit(path, wanted, saved, self._ranks)
-        now = self._live.optimizer_groups(self._ranks)
+        now = self.live.optimizer_groups(self._ranks)
         if optimizer is not None and (moved := live_tensors.group_differences(info["optimizer_groups"], now)):
             remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
             raise UserError(f"{path}: the optimizer's groups are others:\n  {abridged(moved)}\n{remedy}")
@@ -179,10 +177,10 @@ class Resumer:
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
             return
-        path, model, ranks, say = Path(self._config.initial_load_path), self._live.model, self._ranks, self._folder.say
+        path, model, ranks, say = Path(self._config.initial_load_path), self.live.model, self._ranks, self.folder.say
         if self._config.initial_load_in_hf:
             load_hf_weights(path, model)
-            _check_finite(path, self._live.tensors(optimizer=False), ranks)
+            _check_finite(path, self.live.tensors(optimizer=False), ranks)
         else:
             load = partial(load_checked_weights, model=model, ranks=ranks)
             path = use_newest(path, lambda step: (load(step), step)[1], check=ranks.check, look=ranks.on_rank0, log=say)

@@ -72,15 +72,14 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training, and removes
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
         folder.check_room(live.estimated_size(self._ranks))
-        self._stager: DefaultStager | None = None
         self._copies: Future[Any] | None = None  # that are made beside the next step
-        if self._config.async_mode != "disabled":
-            pinned = self._config.async_mode == "async_with_pinned_mem"
-            if pinned and not torch.cuda.is_available():
-                raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
-            self._stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
-            if live.optimizer is not None:
-                live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
+        self._pinned = self._config.async_mode == "async_with_pinned_mem"
+        if self._pinned and not torch.cuda.is_available():
+            raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
+        staging = StagingOptions(self._pinned, False, self._pinned, self._pinned)
+        self._stager = None if self._config.async_mode == "disabled" else DefaultStager(staging)
+        if self._pinned and live.optimizer is not None:
+            live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
 
     def holds(self, step: int) -> bool:
         """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
@@ -182,7 +181,7 @@ class Saver:
         started, save = time.perf_counter(), None
         if self._stager is not None:
             try:
-                if self._config.async_mode == "async_with_pinned_mem":
+                if self._pinned:
                     torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
                 staged = self._stager.stage(tensors)
                 self._copies = staged if isinstance(staged, Future) else None
