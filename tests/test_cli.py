@@ -96,7 +96,7 @@ def test_the_versions(capsys: Output, monkeypatch: pytest.MonkeyPatch):
         (["help", "training.stps"], "Did you mean `titanlite help training.steps`?"),
         (["help", "xyz"], "Sections are job, model, tokenizer"),
         (["check", "--world-siz", "3"], "did you mean --world-size?"),
-        (["check", "--world-size", "0"], "--world-size"),
+        (["check", "--world-size", "0"], "world_size = 0"),
         (["check", "--world-size", ""], "--world-size"),
         (["check", "--training.global_batch_size", "8", "--world_size", "3"], "training.global_batch_size = 8"),
         (["prepare", "--out", "--workers", "1"], "--out"),
@@ -107,7 +107,7 @@ def test_a_wrong_command_is_answered_with_what_was_meant(words: list[str], said:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("size", "said"), [("3", "data-parallel degree = 3"), ("abc", 'WORLD_SIZE "abc"')])
+@pytest.mark.parametrize(("size", "said"), [("3", "data-parallel degree = 3"), ("abc", "WORLD_SIZE = 'abc'")])
 def test_the_job_is_checked_for_the_world_of_torchrun(
     size: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ):

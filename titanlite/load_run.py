@@ -132,10 +132,12 @@ def layout_rules(run: Run) -> Problems:
     alone."""
     training, config, degree, arch = run.job.training, run.job.parallelism, run.degrees, run.arch
     if degree.world != run.world_size:
-        names = [name for name in type(config).model_fields if name.endswith("_degree")]
-        product = " x ".join(f"{name} = {getattr(config, name)}" for name in names if getattr(config, name) > 1)
-        text = f"and {product or 'degrees of 1'} make {degree.world} ranks; the world has {run.world_size}"
-        yield "parallelism.data_parallel_shard_degree", f"{text} (NGPU times NNODES). -1 takes all that are left."
+        degrees = [name for name in type(config).model_fields if name.endswith("_degree")]
+        key = max(degrees, key=lambda name: getattr(config, name))
+        text = (
+            f"makes {degree.world} ranks, times the other degrees; the world has {run.world_size} (NGPU times NNODES)."
+        )
+        yield f"parallelism.{key}", text
         return
     unit = training.local_batch_size * degree.data
     if run.global_batch_size % unit:
@@ -285,13 +287,12 @@ def _dataset(run: Run, origins: Mapping[str, str]) -> Problems:
     yield from _sources("dataset", run.job.dataset)
     for number, stage in enumerate(stages):
         if len(stage.weights) != len(sources) or not any(stage.weights):
-            text = f"must be {len(sources)} weights, one for each of dataset.sources, not all 0."
-            yield f"dataset.stages.{number}.weights", text
+            yield f"dataset.stages.{number}.weights", f"must be {len(sources)} weights, one a source, not all 0."
         is_second = stage.start_step in [earlier.start_step for earlier in stages[:number]]
         if is_second or (stage.start_step >= steps and origins.get("training.steps") != COMMAND_LINE):
             yield (
                 f"dataset.stages.{number}.start_step",
-                f"never runs: training.steps = {steps}, or another stage is there.",
+                "never runs: training.steps end before, or there is another.",
             )
 
 

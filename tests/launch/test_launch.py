@@ -45,7 +45,7 @@ def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path: Path
         command = [REPOSITORY / "run_train.sh", "--job.config_file", "wrong.toml", "--optimizer.lr", "x"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert ended.returncode == 2
-        assert "3 mistakes in the job:" in ended.stderr
+        assert "3 mistakes:" in ended.stderr
         assert "Traceback" not in ended.stderr
 
     refused()  # the first one may install

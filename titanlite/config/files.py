@@ -133,12 +133,9 @@ def explain(failure: ValidationError) -> str:
     """The first ten wrong values of a file: the place of each, what is allowed, and the value."""
     lines, words = [], {"missing": "is missing", "extra_forbidden": "is unknown"}
     for error in failure.errors(include_url=False, include_context=False)[:10]:
-        where, allowed = (
-            ".".join(map(str, error["loc"])) or "the file",
-            error["msg"].replace("Input should be", "expected"),
-        )
-        found = f"is {short(repr(error['input']))}, {allowed.removeprefix('Value error, ')}"
-        lines.append(f"{short(where)} {words.get(error['type'], found)}")
+        where, text = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+        found = f"is {short(repr(error['input']))}, {text.replace('Input should be', 'expected')}"
+        lines.append(f"{short(where) or 'the file'} {words.get(error['type'], found)}")
     return "; ".join(lines)
 
 

@@ -35,20 +35,20 @@ class Mistake(NamedTuple):
 
 
 class WrongJob(UserError):
-    """The job has values that the schema refuses. `mistakes` lists them."""
+    """The job, or the options of a command, have values that the schema refuses. `mistakes` lists them."""
 
-    def __init__(self, mistakes: Sequence[Mistake]) -> None:
-        super().__init__(report(mistakes))
+    def __init__(self, mistakes: Sequence[Mistake], place: str) -> None:
+        super().__init__(report(mistakes, {}, place))
         self.mistakes = mistakes
 
 
-def report(mistakes: Sequence[Mistake], origins: Mapping[str, str] | None = None, file: str = "JobConfig") -> str:
+def report(mistakes: Sequence[Mistake], origins: Mapping[str, str], file: str) -> str:
     """All mistakes under one heading, each with the place where it is: that of its key in `origins`, or `file`."""
-    lines = ["1 mistake in the job:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes in the job:"]
+    lines = ["1 mistake:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes:"]
     for mistake in mistakes:
-        lines.append(f"  {(origins or {}).get(mistake.key, file)}: {mistake.found}")
+        lines.append(f"  {origins.get(mistake.key, file)}: {mistake.found}")
         lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join([*lines, "`titanlite train --help` explains every key."])
+    return "\n".join(lines)
 
 
 def shown(value: object) -> str:
@@ -81,6 +81,7 @@ def _unknown(job: type[BaseModel], model: type[BaseModel], place: list[str]) -> 
     keys = [f"{section}.{key}" for section, fields in sections.items() for key in fields]
     near = [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], model.model_fields, n=1)]
     near = near or [key for key in keys if key.endswith(f".{place[-1]}")]
+    near = near or difflib.get_close_matches(".".join(place), keys, n=1)
     known = ", ".join(model.model_fields)
     return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {known}."
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
-from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.mistakes import mistake, shown
 from titanlite.config.run import MOST_RANKS
-from titanlite.config.schema import Section, usable_path
+from titanlite.config.schema import Whole, usable_path
 
 JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` explains them."
 
@@ -31,22 +30,8 @@ OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 _STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
 
 
-class Options(Section):
-    """Base of the options of a command.
-
-    Raises:
-        UserError: wrong values, all of them in one message.
-    """
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return validate(values)
-        except ValidationError as failure:
-            errors = failure.errors()
-            lines = [f"{_flag(e['loc'][0])} {shown(e['input'])}: {mistake(cls, e).remedy}" for e in errors]
-            raise UserError("\n".join(lines)) from None
+class Options(Whole):
+    """Base of the options of a command."""
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -69,15 +54,12 @@ def parse_beside_job(
     other words."""
     prog, text = f"titanlite {command}", f"{options.__doc__}\n\n{keys}"
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
+    flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
     for word in words:  # a key of a job has a dot
-        near = difflib.get_close_matches(word.partition("=")[0], map(_flag, options.model_fields), n=1)
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
         if word.startswith("--") and "." not in word and near:
             raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
     return own, words
-
-
-def _flag(field: Any) -> str:
-    return f"--{str(field).replace('_', '-')}"
 
 
 class Generation(Options):

@@ -549,12 +549,25 @@ class Comm(Section):
     The default, an hour, is enough for the largest checkpoints. With a scheduler that kills by itself it can stay."""
 
 
-class JobConfig(Section):
-    """One training run.
+class Whole(Section):
+    """Base of what is read as a whole: a job, or the options of a command.
 
     Raises:
         WrongJob: values that are not allowed, all of them in one message.
     """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(values)
+        except ValidationError as failure:
+            errors = failure.errors(include_url=False)
+            raise WrongJob([mistake(cls, error) for error in errors], cls.__name__) from None
+
+
+class JobConfig(Whole):
+    """One training run."""
 
     job: Job = Job()
     model: Model = Model()
@@ -583,14 +596,6 @@ class JobConfig(Section):
             if not all(each.kind in ("gone", "literal_error") for each in wrong.mistakes):
                 raise
             return cls.model_validate(without(saved, wrong.mistakes))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return validate(values)
-        except ValidationError as failure:
-            raise WrongJob([mistake(cls, error) for error in failure.errors(include_url=False)]) from None
 
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
