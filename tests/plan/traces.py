@@ -17,26 +17,26 @@ def run(world_size: int = 8, **sections: dict[str, Any]) -> Run:
     return Run(JobConfig.model_validate(job), world_size)
 
 
-def matmul(m: int, k: int, n: int, phase: str = "forward", dtype: str = "bfloat16", count: int = 1) -> Work:
+def matmul(m: int, k: int, n: int, dtype: str = "bfloat16", count: int = 1) -> Work:
     size = 2 * (m * k + k * n + m * n)
-    return Work(phase, "aten.mm", dtype, (m, k, n), None, count, count * 2 * m * k * n, count * size)
+    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, count * 2 * m * k * n, count * size)
 
 
-def moving(size: int, phase: str = "forward", op: str = "aten.add", count: int = 1) -> Work:
-    return Work(phase, op, "bfloat16", (), None, count, 0, size)
+def moving(size: int, phase: str = "forward") -> Work:
+    return Work(phase, "aten.add", "bfloat16", (), None, 1, 0, size)
 
 
-def sent(op: str, size: int, group: str = "fsdp", ranks: int = 8, phase: str = "forward", **more: int) -> Work:
-    return Work(phase, op, "", (), (group, ranks, more.get("span", ranks)), more.get("count", 1), 0, size)
+def sent(op: str, size: int, group: str, ranks: int = 8, span: int = 8, count: int = 1) -> Work:
+    return Work("forward", op, "", (), (group, ranks, span), count, 0, size)
 
 
 def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
     """A rank whose peak is so many GiB."""
     kinds = {"weights": int(peak * GIB / 4), "activations": int(peak * GIB) - int(peak * GIB / 4), "loss": 0}
-    return RankTrace(rank, (rank,), int(peak * GIB), "backward of block 31", kinds, 0, int(peak * GIB), work)
+    return RankTrace(rank, int(peak * GIB), "backward of a block", kinds, 0, work)
 
 
-def trace_of_rows(run: Run, fp8: bool = False) -> tuple[RankTrace, ...]:
+def trace_of_rows(run: Run, *_: object) -> tuple[RankTrace, ...]:
     """10 GiB, 20 more for each row that is not recomputed and 2 for one that is; a second for each row of the step."""
     training = run.job.training
     again = run.job.activation_checkpoint.mode == "full"

@@ -20,6 +20,9 @@ from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import GIB, Forecast
 from titanlite.observe.gpus import MOST_GIB, Gpu, find_gpu, gpu_of_device
+from titanlite.plan.start import device_memory, with_keys
+from titanlite.plan.start import options as change_options
+from titanlite.runtime.logging import note
 
 
 class Plan(Options):
@@ -49,29 +52,44 @@ class Plan(Options):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
-    if options.write and not options.search:
-        raise UserError("--write FILE: writes what --search finds. Add --search.")
-    if options.write and os.path.lexists(options.write):
-        raise UserError(f"--write {options.write}: exists already. Name another file, or remove this one.")
-    if options.write and (problem := not_writable(options.write.absolute().parent)):
-        raise UserError(f"--write {options.write}: {problem}")
+    if options.write:
+        if not options.search:
+            raise UserError("--write FILE: writes what --search finds. Add --search.")
+        taken = (
+            "It exists already." if os.path.lexists(options.write) else not_writable(options.write.absolute().parent)
+        )
+        if taken:
+            raise UserError(f"--write {options.write}: {taken} Name another file.")
     run = load_run(words, options.world_size or world_size())
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
-        gpu, assumed = _chosen_gpu(options.gpu)
+        gpu = _chosen_gpu(options.gpu)
+        from titanlite.plan import advice
+
         if options.memory:
             gpu = gpu.model_copy(update={"memory_gib": options.memory})
-        from titanlite.plan.advice import make_plan
-
+        gpu = gpu.of_rank(run.world_size)
+        if gpu.cpu:  # device and host are one memory there
+            run = with_keys(run, {"training.enable_cpu_offload": False})
         if not options.search:
-            plan = make_plan(run, gpu, assumed, options.quick, options.remedies)
-    if options.search:
-        _search(run, gpu, options)
-    else:
-        print(plan.model_dump_json() if options.as_json else "\n".join(_described(run, plan)))
+            plan = advice.make_plan(run, gpu, options.quick, options.remedies)
+            text = plan.model_dump_json() if options.as_json else "\n".join(_described(run, plan))
+        else:
+            found, traced = advice.search(run, gpu)
+            if not found:
+                raise UserError(
+                    f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
+                    f"{run.world_size} x {gpu.name}, or a smaller model."
+                )
+            jobs = [(change_options(settings), plan) for settings, plan in found]
+            if options.write:
+                write_whole(options.write, dump_config(with_keys(run, found[0][0]).job).encode())
+            best = [{"options": words, **plan.model_dump()} for words, plan in jobs]
+            text = json.dumps({"traced": traced, "best": best}) if options.as_json else _table(jobs, traced)
+    print(text)
 
 
-def _chosen_gpu(name: str | None) -> tuple[Gpu, bool]:
-    """The device that --gpu names, or the one of this machine; and whether it is only assumed.
+def _chosen_gpu(name: str | None) -> Gpu:
+    """The device that --gpu names, or the one of this machine, or H100 if it has none.
 
     Raises:
         UserError: the name or the file is wrong, or this machine's GPU is not in the table.
@@ -79,27 +97,24 @@ def _chosen_gpu(name: str | None) -> tuple[Gpu, bool]:
     if name == "cpu":
         from titanlite.plan.roofline import this_cpu
 
-        return this_cpu(), False
+        return this_cpu()
     if name is not None:
-        return find_gpu(name), False
-    import torch
-
-    if not torch.cuda.is_available():
-        return find_gpu("H100"), True
-    properties = torch.cuda.get_device_properties(0)
-    gpu = gpu_of_device(properties.name)
-    if gpu is None:
+        return find_gpu(name)
+    device, memory = device_memory()
+    if device is None:
+        note("This machine has no GPU, so the plan is for H100. --gpu names another.")
+        return find_gpu("H100")
+    if (gpu := gpu_of_device(device)) is None:
         raise UserError(
-            f"This machine's GPU, {properties.name}, is not in the table. Name a GPU that is like it with --gpu, or a "
-            "TOML file with its numbers (docs/planning.md lists the keys)."
+            f"This machine's GPU, {device}, is not in the table. Name a GPU that is like it with --gpu, or a TOML file "
+            "with its numbers (docs/planning.md lists the keys)."
         )
-    return gpu.model_copy(update={"memory_gib": properties.total_memory / GIB}), False
+    return gpu.model_copy(update={"memory_gib": memory / GIB})
 
 
 def _described(run: Run, plan: Forecast) -> Iterator[str]:
     """The plan as text."""
-    assumed = " (assumed, because this machine has none: --gpu names another)" if plan.assumed else ""
-    yield f"{plan.job} on {plan.world_size} x {plan.gpu}{assumed}\n"
+    yield f"{plan.job} on {plan.world_size} x {plan.gpu}\n"
     alike = f", the worst of {len(plan.peaks)} kinds of ranks" if len(plan.peaks) > 1 else ", as on every rank"
     yield f"Memory of rank {plan.rank}{alike}, GiB"
     room = plan.memory - plan.needs
@@ -107,9 +122,8 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     sizes = {name: size for name, size in sorted(plan.kinds.items(), key=lambda kind: -kind[1]) if size}
     sizes |= {f"peak, in {plan.moment}": plan.peak, "allocator and libraries (allowance)": plan.allowance}
     sizes |= {verdict: abs(room)} | ({"in host memory, for each rank": plan.host} if plan.host else {})
+    sizes |= {f"peak of rank {rank}": peak for rank, peak in plan.peaks.items() if len(plan.peaks) > 1}
     yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items())
-    if len(plan.peaks) > 1:
-        yield "  peak of rank " + ", ".join(f"{rank}: {peak / GIB:.2f}" for rank, peak in plan.peaks.items())
     yield f"\nTime of a step, s ({plan.basis}; a roofline, right to a third)"
     for name, seconds in plan.parts.items():
         yield f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}"
@@ -117,10 +131,10 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
         yield f"  {'(communication behind other work)':<36}{plan.hidden_seconds:>10.4f}"
     speed = f"{plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}"
     yield f"  {'step':<36}{plan.step_seconds:>10.4f}  {speed}"
-    took = f"  {run.job.training.steps:,} steps take {plan.days:,.2f} days."
-    yield f"{took} What takes the most time: {plan.dominant}.\n"
+    steps = run.job.training.steps
+    yield f"  {steps:,} steps take {plan.step_seconds * steps / 86400:,.2f} days.\n"
     if plan.changes:
-        yield "\n  ".join(["What makes it fit, cheapest first:", *map(str, plan.changes)])
+        yield "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
     elif not plan.fits:
         yield plan.remedy()
     elif plan.largest_local_batch_size is not None:
@@ -128,27 +142,11 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
         yield f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
 
 
-def _search(run: Run, gpu: Gpu, options: Plan) -> None:
-    """Print the fastest jobs that fit, and write the first if it is asked for."""
-    from titanlite.plan.advice import search
-
-    found, traced = search(run, gpu)
-    if not found:
-        raise UserError(
-            f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
-            f"{run.world_size} x {gpu.name}, or a smaller model."
-        )
-    if options.write:
-        write_whole(options.write, dump_config(found[0].run.job).encode())
-    if options.as_json:
-        best = [{"options": each.options, **each.plan.model_dump()} for each in found]
-        print(json.dumps({"traced": traced, "best": best}))
-        return
-    print(f"The best of {traced} jobs that were traced, for {run.world_size} x {gpu.name} ({found[0].plan.basis})\n")
-    print(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
-    for each in found:
-        plan = each.plan
-        print(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {each.words}")
-    print(f"\nThe first: {' '.join(found[0].options)}")
-    if options.write:
-        print(f"Written to {options.write}.")
+def _table(jobs: Sequence[tuple[Sequence[str], Forecast]], traced: int) -> str:
+    """What a search has found, as text."""
+    first = jobs[0][1]
+    lines = [f"The best of {traced} jobs that were traced, for {first.world_size} x {first.gpu} ({first.basis})\n"]
+    lines.append(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
+    for words, plan in jobs:
+        lines.append(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {' '.join(words)}")
+    return "\n".join(lines)

@@ -70,6 +70,13 @@ class Section(FileModel):
 class Job(Section):
     """What this run is and where its outputs go."""
 
+    dropped = {
+        "plan": (
+            False,
+            "is gone: `titanlite plan` says it, and `titanlite train --dry-run` measures two steps beside it.",
+        )
+    }
+
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
     dump_folder: PathText = ""
@@ -77,9 +84,6 @@ class Job(Section):
     job that is made in Python gets outputs/python."""
     description: str = ""
     """Free text, shown in the first line of the log."""
-    plan: bool = False
-    """Log at the start what memory and speed `titanlite plan` foresees, and at the end what was measured beside it. The
-    start takes longer by the time that the plan takes, 5 to 20 seconds."""
 
 
 class Model(Section):

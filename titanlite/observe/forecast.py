@@ -22,23 +22,6 @@ PLAN = "TITANLITE_PLAN"  # environment variable with the forecast of this run, a
 MIB, GIB = 2**20, 2**30
 
 
-class Change(FileModel):
-    """A change of the job, with what it leads to."""
-
-    words: Annotated[tuple[str, ...], Field(strict=False)]
-    """The options that make it: ("--training.local_batch_size", "1")."""
-    needs: int
-    """Bytes of the device that it takes, allowance included."""
-    tokens_per_second: float
-    """Of one device."""
-    price: float
-    """Share of the speed that it costs: 0.1 is 10% slower; below 0 it is faster."""
-
-    def __str__(self) -> str:
-        speed = f"{abs(self.price):.0%} {'slower' if self.price > 0 else 'faster'}" if abs(self.price) > 0.005 else ""
-        return f"{' '.join(self.words)}: {self.needs / GIB:.1f} GiB, {speed or 'as fast'}"
-
-
 class Forecast(FileModel):
     """A plan of a run: the rank with the highest peak, and the time of the slowest rank."""
 
@@ -47,11 +30,8 @@ class Forecast(FileModel):
     world_size: int
     gpu: str
     """The device that the plan is for."""
-    assumed: bool
-    """No device was named and this machine has none, so `gpu` is an assumption."""
     rank: int
     """The rank with the highest peak. All ranks with the same pipeline stages have the same."""
-    stages: Annotated[tuple[int, ...], Field(strict=False)]
     peaks: dict[str, int]
     """Rank -> its peak in bytes, for one rank of each kind."""
     peak: int
@@ -69,32 +49,23 @@ class Forecast(FileModel):
     """Bytes that a rank has: of its device, or its share of the machine on a CPU."""
     step_seconds: float
     parts: dict[str, float]
-    """What takes the time of a step -> seconds."""
+    """What takes the time of a step -> seconds, the most first."""
     hidden_seconds: float
     """Seconds of communication behind other work."""
-    dominant: str
-    """The part that takes the most time."""
     tokens_per_second: float
     """Of one device."""
     mfu: float
-    days: float
-    """For all training.steps."""
     basis: str
     """Where the rates come from."""
     largest_local_batch_size: int | None = None
     """Rows per forward pass that still fit; None if it was not asked for, or if not even one fits."""
-    changes: Annotated[tuple[Change, ...], Field(strict=False)] = ()
-    """What makes the run fit, cheapest first."""
+    changes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """What makes the run fit, cheapest first: options, the memory that it takes then, and its price in speed."""
 
     @property
     def needs(self) -> int:
         """Bytes of a device that the run takes, allowance included."""
         return self.peak + self.allowance
-
-    def exceeds(self, memory: int) -> bool:
-        """Whether the tensors alone are more than `memory` bytes for each rank. Ranks that share a machine's memory
-        take it as they need it, so their mean counts."""
-        return (sum(self.peaks.values()) / len(self.peaks) if self.shared else self.peak) > memory
 
     @property
     def fits(self) -> bool:
@@ -107,17 +78,6 @@ class Forecast(FileModel):
             f"Plan: peak {self.peak / GIB:.2f} GiB ({self.moment}), {self.tokens_per_second:,.0f} tokens/s per device, "
             f"{self.step_seconds:.3g} s a step ({self.basis})"
         )
-
-    def numbers(self) -> dict[str, float]:
-        """The plan by the names that metrics.jsonl has for the same numbers."""
-        speed = self.tokens_per_second
-        return {
-            "tps": speed * self.world_size,
-            "tps_per_device": speed,
-            "step_time": self.step_seconds,
-            "mfu": self.mfu,
-            "memory_peak": (self.needs if self.shared else self.peak) / GIB,
-        }
 
     def explain_memory(self) -> str:
         """The peak, when it is, what it consists of, and the cheapest change that fits."""
@@ -143,15 +103,10 @@ class Forecast(FileModel):
             step_seconds: mean time of a step.
         """
         planned, what = (self.needs, "memory of a process") if self.shared else (self.peak, "peak")
-        speed = self.tokens_per_second * self.step_seconds / step_seconds
         return (
-            f"Measured: {what} {_beside(peak / GIB, planned / GIB, '.2f')} GiB, "
-            f"{_beside(speed, self.tokens_per_second, ',.0f')} tokens/s per device"
+            f"Measured: {what} {peak / GIB:.2f} (plan {planned / GIB:.2f}, {planned / peak - 1:+.1%}) GiB, a step in "
+            f"{step_seconds:.3g} s (plan {self.step_seconds:.3g}, {self.step_seconds / step_seconds - 1:+.1%})"
         )
-
-
-def _beside(measured: float, planned: float, form: str) -> str:
-    return f"{measured:{form}} (plan {planned:{form}}, {planned / measured - 1:+.1%})"
 
 
 def handed_down() -> Forecast | None:
@@ -172,15 +127,13 @@ def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Foreca
     """
     command = ["-m", "titanlite", "plan", "--json", "--quick", f"--world-size={world_size}", *options, *argv]
     # It needs no GPU, and this process may have filled it.
-    alone = {**dict.fromkeys(_OF_A_RANK), "CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    alone, pipe = {**dict.fromkeys(_OF_A_RANK), "CUDA_VISIBLE_DEVICES": ""}, subprocess.PIPE
     try:
-        with start_python(command, alone, text=True, **pipes) as child:
+        with start_python(command, alone, text=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as child:
             try:
                 out, err = child.communicate(timeout=PLAN_SECONDS)
-            except BaseException:
+            finally:
                 child.kill()
-                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"The plan could not be made: {error}") from None
     if child.returncode != 0:

@@ -6,7 +6,6 @@ the launcher reads it, too.
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import cache
 from pathlib import Path
@@ -58,6 +57,11 @@ class Gpu(FileModel):
         """Bytes of one device, or of the machine if `cpu`."""
         return int(self.memory_gib * 2**30)
 
+    def of_rank(self, ranks: int) -> Gpu:
+        """What each of `ranks` ranks has: a device, or its share of the machine if `cpu`."""
+        shared = ("memory_gib", "bf16", "fp32", "bandwidth") if self.cpu else ()
+        return self.model_copy(update={name: getattr(self, name) / ranks for name in shared})
+
 
 @cache
 def known_gpus() -> tuple[Gpu, ...]:
@@ -87,27 +91,18 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: there is no such name or file, or the file's content is wrong.
     """
-    if name.endswith(".toml"):
-        return _read_gpu(Path(name).expanduser())
-    for gpu in known_gpus():
-        if _words(gpu.name) == _words(name):
-            return gpu
-    names = [gpu.name.replace(" ", "-") for gpu in known_gpus()]
-    near = difflib.get_close_matches(name.upper(), [known.upper() for known in names], n=1)
-    hint = f" Did you mean {next(known for known in names if known.upper() == near[0])}?" if near else ""
-    raise UserError(
-        f"--gpu {name}: unknown.{hint} Known are {', '.join(sorted(names))}, cpu, and TOML files with the numbers of a "
-        "device (docs/planning.md lists the keys)."
-    )
-
-
-def _read_gpu(path: Path) -> Gpu:
+    if not name.endswith(".toml"):
+        if found := [gpu for gpu in known_gpus() if _words(gpu.name) == _words(name)]:
+            return found[0]
+        names = ", ".join(sorted(gpu.name.replace(" ", "-") for gpu in known_gpus()))
+        raise UserError(f"--gpu {name}: unknown. Known are {names}, cpu, and TOML files with the numbers of a device.")
     try:
-        return Gpu.model_validate(tomli.loads(read_file(path, _MOST_BYTES).decode("utf-8-sig")))
+        text = read_file(Path(name).expanduser(), _MOST_BYTES).decode("utf-8-sig")
+        return Gpu.model_validate(tomli.loads(text))
     except ValidationError as failure:
-        raise UserError(f"--gpu {path}: {explain(failure)}. docs/planning.md lists the keys.") from None
+        raise UserError(f"--gpu {name}: {explain(failure)}. docs/planning.md lists the keys.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--gpu {path}: not valid TOML: {error}") from None
+        raise UserError(f"--gpu {name}: not valid TOML: {error}") from None
 
 
 def _words(name: str) -> set[str]:

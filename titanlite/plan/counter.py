@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -43,48 +41,45 @@ _MARKS: Mapping[str, Sequence[tuple[str, int | str]]] = {
     "c10d::_reduce_scatter_base_": (("gradients", 0), ("gradients", 1)),
 }
 _MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
-# They read as many elements of their first argument as they return, and not all of them.
-_LOOK_UPS = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select"}
-_WRITE_ONLY = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
 _NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::set_", "aten::empty", "aten::new_empty", "c10d::recv_")
 _NO_KERNEL += ("c10d::barrier", "_c10d_functional::wait_tensor")
 
 
-@dataclass(frozen=True)
-class Place:
-    """A part of the step. All that happens in the same place of two models that differ in blocks only is alike.
+class Place(NamedTuple):
+    """A part of the step. What it takes grows by the same with each further block of the model.
 
     Attributes:
-        phase: "forward", "backward" or "optimizer".
+        phase: "forward", "backward" (with what is recomputed), or "optimizer" (with clipping).
         name: "block", "embedding", "loss", "gradient norm", ...
         stage: Number of the pipeline stage.
-        block: Number of the block within its stage; -1 outside of the blocks.
-        microbatch: Number of the microbatch.
     """
 
     phase: str
     name: str
     stage: int = 0
-    block: int = -1
-    microbatch: int = 0
 
 
-class Kernel(NamedTuple):
-    """What one call of an operator does.
+class Work(NamedTuple):
+    """Kernels or collectives that are alike.
 
     Attributes:
+        phase: As `Place` has it.
         op: "aten.mm", or the name of a collective: "all_gather".
-        dtype: Of the first floating-point input: "bfloat16".
+        dtype: Of the first floating-point input: "bfloat16". Empty for collectives.
         shape: (m, k, n) of a matmul; (batch, heads, queries, keys, head_dim) of attention; () of others.
-        group: Name of the process group of a collective; empty for others.
-        flops: Attention is counted with its causal half.
-        bytes: Read and written; of a collective the bytes of the whole tensor, gathered or to be reduced.
+        group: Of a collective: the dimension of the world ("fsdp", "tensor", ...), its number of ranks, and the
+            distance from its first to its last rank, plus 1: it lies within a machine that has so many. None of others.
+        count: How many.
+        flops: Of all of them. Attention is counted with its causal half.
+        bytes: Read and written; of collectives the bytes of the whole tensors, gathered or to be reduced.
     """
 
+    phase: str
     op: str
     dtype: str
     shape: tuple[int, ...]
-    group: str
+    group: tuple[str, int, int] | None
+    count: int
     flops: int
     bytes: int
 
@@ -92,50 +87,67 @@ class Kernel(NamedTuple):
 class Counter(TorchDispatchMode):
     """Within `watching`, every operator is counted in the current place.
 
+    Args:
+        groups: Name of a process group -> what `Work.group` says of it.
+
     Attributes:
-        places: The places in the order in which the step came to them; the last is the current one.
-        events: (number of the storage, its change in bytes, number of the place) in the order in which they happen. The
-            number of the place is -1 for what was alive before the step.
-        kinds: The kind of each storage, as a number in COUNTED.
-        kernels: (number of the place, kernel) -> how often.
+        place: What happens now happens there.
+        log: (place, number of a storage, its change in bytes) or (place, work, 0), in the order of the step. It begins
+            with what was alive before the step.
+        kinds: The kind of each storage.
+        begins: Where in the log the forward passes begin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Mapping[str, tuple[str, int, int]]) -> None:
         super().__init__()
-        self.places = [Place("forward", "start")]
-        self.events: list[tuple[int, int, int]] = []
-        self.kinds: list[int] = []
-        self.kernels: Tally[tuple[int, Kernel]] = Tally()
-        self._asked_for_shapes = False
+        self._groups, self._asked_for_shapes = groups, False
         self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
-        self._sizes: list[int] = []
-        self._microbatches: Tally[int] = Tally()
+        self.kinds, self._sizes = list[str](), list[int]()
+        self.begin()
 
     def begin(self) -> None:
         """A new step begins. What is alive stays; what was counted of earlier steps is forgotten."""
-        self.places = [Place("forward", "start")]
-        self.events = [(number, self._sizes[number], -1) for number, _ in self._known.values()]
-        self.kernels.clear()
-        self._microbatches.clear()
+        self.place = Place("forward", "start")
+        self.log: list[tuple[Place, int | Work, int]] = [
+            (self.place, number, self._sizes[number]) for number, _ in self._known.values()
+        ]
+        self.begins = list[int]()
+        self._actions: dict[Any, list[tuple[Place, int | Work, int]]] = {}
+        self._last: tuple[Any, int, int] | None = None  # an action: its name, and where it begins and ends in the log
+        self._allocated_before, self._born = len(self.kinds), set[int]()  # the numbers of what an action allocated
 
-    def next_microbatch(self, stage: int) -> int:
-        """The number of the forward pass of `stage` that begins."""
-        self._microbatches[stage] += 1
-        return self._microbatches[stage] - 1
-
-    def go_to(self, place: Place) -> None:
-        """What follows happens in `place`."""
-        if place != self.places[-1]:
-            self.places.append(place)
-
-    def mark(self, tensors: Iterable[Tensor | None], kind: str, over: Iterable[str] = COUNTED) -> None:
+    def mark(self, tensors: Iterable[Any], kind: str, over: Iterable[str] = COUNTED) -> None:
         """Say what kind of memory these tensors are, if they are of a kind of `over` so far."""
-        replaced = [COUNTED.index(name) for name in over]
         for tensor in tensors:
             for plain in _parts(tensor):
                 number = self._storage(plain)
-                if self.kinds[number] in replaced:
-                    self.kinds[number] = COUNTED.index(kind)
+                if self.kinds[number] in over:
+                    self.kinds[number] = kind
+
+    @contextmanager
+    def action(self, name: Any, place: Place) -> Iterator[None]:
+        """What happens within can be repeated by this name."""
+        self._end_action()
+        self.place, begin = place, len(self.log)
+        yield
+        self.place, self._last = place._replace(name="between stages"), (name, begin, len(self.log))
+
+    def repeat(self, name: Any) -> None:
+        """Count the last action of this name once more, with what it allocated and was freed after it."""
+        self._end_action()
+        self.log += self._actions.get(name, ())
+
+    def _end_action(self) -> None:
+        if self._last:
+            name, begin, end = self._last
+            numbers = {what for _, what, _ in self.log[begin:end] if isinstance(what, int)}
+            self._born |= {number for number in numbers if number >= self._allocated_before}
+            self._actions[name] = self.log[begin:end] + [each for each in self.log[end:] if self._belongs(each[1])]
+            self._last = None
+
+    def _belongs(self, what: int | Work) -> bool:
+        """Whether what happens between two actions belongs to one: it is sent, or was allocated in one."""
+        return what.op == "send" if isinstance(what, Work) else what in self._born
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -164,15 +176,13 @@ class Counter(TorchDispatchMode):
             yield
         self._known.clear()  # otherwise weights, which outlive the step, would keep this counter alive
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # more than half of all calls: do not pass it on
             return args[0].fake_device
-        kwargs = kwargs or {}
-        if _signature(func).is_view:
+        signature, kwargs = _signature(func), kwargs or {}
+        if signature.is_view:
             # Within a tensor subclass `to`, `contiguous` and `reshape` come here as they are: chains of other
             # operators that return their argument, a view of it, or a copy.
             with self:
@@ -180,41 +190,65 @@ class Counter(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        if not self._asked_for_shapes and _signature(func).counts:
-            self._count(func, args, kwargs, result)
+        if not self._asked_for_shapes and signature.counts:
+            for tensor in _tensors(result):
+                self._storage(tensor)
+            for kind, argument in _MARKS.get(signature.name, ()):
+                self.mark(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), kind, UNKNOWN)
+            if not signature.name.startswith(_NO_KERNEL):
+                self.log.append((self.place, self._work(signature, args, kwargs, result), 0))
         return result
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        for tensor in _tensors(result):
-            self._storage(tensor)
-        for kind, argument in _MARKS.get(_signature(func).name, ()):
-            self.mark(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), kind, UNKNOWN)
-        kernel = _kernel(func, args, kwargs, result)
-        if kernel is not None:
-            self.kernels[len(self.places) - 1, kernel] += 1
+    def _work(self, signature: _Signature, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
+        """What a call did."""
+        name, phase = signature.name, self.place.phase
+        if op := _collective(name):
+            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(_bytes, (*args, result))))
+        moved = _bytes(result) if signature.returns_new else 0
+        for i, (argument, times) in enumerate(signature.arguments):
+            moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
+        inputs, shape, flops = _tensors(args), (), 0
+        if name.removeprefix("aten::") in _MATMULS:
+            a, b = inputs[1:3] if "add" in name else inputs[:2]
+            shape = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
+            flops = 2 * math.prod(shape)
+        elif "_scaled_dot_product" in name:
+            backward = "backward" in name
+            query, key = inputs[1:3] if backward else inputs[:2]
+            shape = (*query.shape[:3], key.shape[2], query.shape[3])
+            causal = any(value is True for value in (*args, kwargs.get("is_causal")))
+            # Two matmuls forward, five backward, because the scores are computed again.
+            flops = math.prod(shape) * (10 if backward else 4) // (2 if causal else 1)
+        dtype = next((t.dtype for t in inputs if t.is_floating_point()), inputs[0].dtype if inputs else torch.float32)
+        return Work(phase, name.replace("::", "."), str(dtype).removeprefix("torch."), shape, None, 1, flops, moved)
+
+    def _group(self, args: Sequence[Any]) -> tuple[str, int, int] | None:
+        """The process group among the arguments of a collective."""
+        for value in args:
+            if isinstance(value, torch.ScriptObject) and (group := dist.ProcessGroup.unbox(value)) is not None:
+                return self._groups.get(group.group_name)
+        return self._groups.get(next(value for value in reversed(args) if isinstance(value, str)))
 
     def _storage(self, tensor: Tensor) -> int:
         """Number of the tensor's storage. A new one is counted as allocated now."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        known = self._known.get(address)
-        if known is not None:
+        if (known := self._known.get(address)) is not None:
             return known[0]
-        number, place = len(self.kinds), self.places[-1]
-        kind = "loss" if (place.phase, place.name) == ("forward", "loss") else "activations"
-        self.kinds.append(COUNTED.index("other" if place.phase == "optimizer" or place.name == "start" else kind))
+        number, (phase, name, _) = len(self.kinds), self.place
+        other = "other" if phase == "optimizer" or name == "start" else "activations"
+        self.kinds.append("loss" if (phase, name) == ("forward", "loss") else other)
         self._sizes.append(0)
         self._resized(number, storage.nbytes())
         self._known[address] = number, weakref.ref(storage, lambda _: self._freed(address))
         return number
 
     def _freed(self, address: int) -> None:
-        number, _ = self._known.pop(address)
-        self._resized(number, 0)
+        self._resized(self._known.pop(address)[0], 0)
 
     def _resized(self, number: int, size: int) -> None:
         if size != self._sizes[number]:
-            self.events.append((number, size - self._sizes[number], len(self.places) - 1))
+            self.log.append((self.place, number, size - self._sizes[number]))
             self._sizes[number] = size
 
 
@@ -238,31 +272,13 @@ class _Signature(NamedTuple):
 def _signature(func: Any) -> _Signature:
     schema, name = func._schema, func.name().split(".")[0]
     arguments = []
-    for argument in schema.arguments:
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
-        is_read = not (is_write and (argument.kwarg_only or name in _WRITE_ONLY))
-        arguments.append((argument.name, is_read + is_write))
-    returns_new = any(returned.alias_info is None for returned in schema.returns)
+    for each in schema.arguments:
+        is_write = each.alias_info is not None and each.alias_info.is_write
+        is_read = not (is_write and (each.kwarg_only or name.endswith("copy_")))  # `out` is only written, too
+        arguments.append((each.name, is_read + is_write))
     counts = not func.is_view and not name.startswith(("prim::", "profiler::"))
+    returns_new = any(returned.alias_info is None for returned in schema.returns)
     return _Signature(name, func.is_view, counts, returns_new, tuple(arguments))
-
-
-def _kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Kernel | None:
-    """What a call did; None if it neither computes nor moves anything."""
-    name, _, _, returns_new, arguments = _signature(func)
-    if op := _collective(name):
-        return Kernel(op, "", (), _group(args), 0, max(map(_bytes, (*args, result))))
-    if name.startswith(_NO_KERNEL):
-        return None
-    moved = _bytes(result) if returns_new else 0
-    for i, (argument, times) in enumerate(arguments):
-        moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
-    if name in _LOOK_UPS:
-        moved = 2 * _bytes(result)
-    inputs = _tensors(args)
-    dtype = next((t.dtype for t in inputs if t.is_floating_point()), inputs[0].dtype if inputs else torch.float32)
-    shape, flops = _arithmetic(name.removeprefix("aten::"), inputs, args, kwargs)
-    return Kernel(name.replace("::", "."), str(dtype).removeprefix("torch."), shape, "", flops, moved)
 
 
 @cache
@@ -273,33 +289,13 @@ def _collective(name: str) -> str | None:
     return next((op for op in _COLLECTIVES if op.replace("_", "") in name.replace("_", "")), None)
 
 
-def _arithmetic(
-    name: str, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, ...], int]:
-    """The shape as `Kernel` has it, and the FLOPs."""
-    if name in _MATMULS:
-        a, b = inputs[1:3] if "add" in name else inputs[:2]
-        m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
-        return (m, k, n), 2 * m * k * n
-    if "_scaled_dot_product" in name:
-        backward = "backward" in name
-        query, key = inputs[1:3] if backward else inputs[:2]
-        shape = (*query.shape[:3], key.shape[2], query.shape[3])
-        causal = any(value is True for value in (*args, kwargs.get("is_causal")))
-        # Two matmuls forward, five backward, because the scores are computed again.
-        return shape, math.prod(shape) * (10 if backward else 4) // (2 if causal else 1)
-    return (), 0
-
-
 def _parts(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: the shard of a DTensor, the data and scale of an FP8 weight."""
-    if not isinstance(tensor, Tensor):  # none, or the mesh of a DTensor
-        return
-    if not is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):  # and not the mesh of a DTensor
         yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -311,13 +307,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
-
-
-def _group(args: Sequence[Any]) -> str:
-    """Name of the process group among the arguments of a collective."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(value)
-            if group is not None:
-                return group.group_name
-    return next(value for value in reversed(args) if isinstance(value, str))

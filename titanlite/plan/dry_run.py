@@ -8,8 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,37 +38,30 @@ def dry_run(run: Run, argv: Sequence[str] = ()) -> None:
     with process_group(run.job) as device:
         log = setup_logging(dist.get_rank(), None).info
         try:
-            _steps(run, device, log)
+            check_memory(run, state_bytes(run), device)
+            mesh, training = build_mesh(run.degrees, device.type), run.job.training
+            update = TrainStep(run, mesh, build_model(run, mesh, device, log), device)
+            update.precompute_scales()
+            shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
+            rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
+            for _ in range(2):
+                began = time.perf_counter()
+                update(rows, len(rows) * shape[0] * shape[1], run.job.optimizer.lr).grad_norm.item()  # waits for it
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise UserError(str(explained(error, run, argv, device, "in the dry run"))) from None
-
-
-def _steps(run: Run, device: torch.device, log: Callable[[str], None]) -> None:
-    check_memory(run, state_bytes(run), device)
-    times, training = [time.perf_counter()], run.job.training
-    mesh = build_mesh(run.degrees, device.type)
-    update = TrainStep(run, mesh, build_model(run, mesh, device, log), device)
-    update.precompute_scales()
-    shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
-    rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
-    for _ in range(2):
-        times.append(time.perf_counter())
-        update(rows, len(rows) * shape[0] * shape[1], run.job.optimizer.lr).grad_norm.item()  # waits for it
-    times.append(time.perf_counter())
-    built, first, second = (after - before for before, after in pairwise(times))
-    if device.type == "cuda":
-        peak, what = torch.cuda.max_memory_allocated(device), "allocated to tensors"
-    else:  # the largest resident set of this process so far
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of the process"
-    worst = torch.tensor([float(peak), second], dtype=torch.float64, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    most, seconds = worst.tolist()
-    speed = run.global_batch_size * training.seq_len / seconds / run.world_size
-    log(f"Dry run: built in {built:.1f} s, step 1 in {first:.1f} s, step 2 in {seconds:.3g} s.")
-    log(f"On the rank with the most: {most / GIB:.2f} GiB {what}; {speed:,.0f} tokens/s per device.")
-    if plan := handed_down():
-        log(plan.line())
-        log(plan.compared(most, seconds))
+        if device.type == "cuda":
+            peak, what = torch.cuda.max_memory_allocated(device), "allocated to tensors"
+        else:  # the largest resident set of this process so far
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of the process"
+        worst = torch.tensor([float(peak), time.perf_counter() - began], dtype=torch.float64, device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        most, seconds = worst.tolist()
+        speed = run.global_batch_size * training.seq_len / seconds / run.world_size
+        log(f"Dry run: on the rank with the most {most / GIB:.2f} GiB {what}.")
+        log(f"The second step took {seconds:.3g} s: {speed:,.0f} tokens/s per device.")
+        if plan := handed_down():
+            log(plan.line())
+            log(plan.compared(most, seconds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +19,8 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import GIB, MIB, Forecast
 from titanlite.observe.gpus import Gpu
-from titanlite.plan.counter import HOST
-from titanlite.plan.trace import RankTrace, Work
-
-Tracer = Callable[[Run, bool], Sequence[RankTrace]]
-"""`trace_run`: a run and whether the device has FP8 -> its traces."""
+from titanlite.plan.counter import Work
+from titanlite.plan.trace import RankTrace
 
 # Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
 # that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
@@ -54,11 +51,9 @@ UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "at
 LAUNCH = 10e-6
 
 
-def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = False) -> Forecast:
-    """What the traces of a run mean on a device. `assumed`: nobody has named it, and this machine has none."""
-    peaks = {trace.rank: trace.together if gpu.cpu else trace.peak for trace in traces}
-    worst = max(traces, key=lambda trace: peaks[trace.rank])
-    peak, beside = peaks[worst.rank], peaks[worst.rank] - worst.peak
+def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
+    """What the traces of a run mean on a device, of which each rank has one (`Gpu.of_rank`)."""
+    worst = max(traces, key=lambda trace: trace.peak)
     times = {trace.rank: _parts(run, trace, gpu) for trace in traces}
     if share := _bubble(run):  # each rank waits for the first and the last microbatch of the others
         busy = {rank: sum(parts.values()) - parts["optimizer"] for rank, (parts, _) in times.items()}
@@ -66,39 +61,28 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu, assumed: bool = Fa
             others = [seconds for other, seconds in busy.items() if other != rank] or [busy[rank]]
             parts["pipeline bubble"] = share * sum(others) / len(others)
     parts, hidden = max(times.values(), key=lambda each: sum(each[0].values()))
-    parts = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
     seconds, training = sum(parts.values()), run.job.training
     speed = run.global_batch_size * training.seq_len / run.world_size / seconds
-    here = min(run.world_size, gpu.machine) if gpu.cpu else 1
     return Forecast(
         job=run.job.job.config_file or "a job made in Python",
         world_size=run.world_size,
         gpu=gpu.name,
-        assumed=assumed,
         rank=worst.rank,
-        stages=worst.stages,
-        peaks={str(rank): size for rank, size in peaks.items()},
-        peak=peak,
+        peaks={str(trace.rank): trace.peak for trace in traces},
+        peak=worst.peak,
         moment=worst.moment,
-        kinds={**worst.kinds, **({HOST: beside} if beside else {})},
-        host=0 if gpu.cpu else worst.host,
+        kinds=dict(worst.kinds),
+        host=worst.host,
         shared=gpu.cpu,
-        allowance=_allowance(run, peak, gpu),
-        memory=memory_of_rank(run, gpu),
+        allowance=_allowance(run, worst.peak, gpu),
+        memory=gpu.memory,
         step_seconds=seconds,
-        parts=parts,
+        parts={name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0},
         hidden_seconds=hidden,
-        dominant=next(iter(parts)),
         tokens_per_second=speed,
-        mfu=speed * flops_per_token(run.arch, training.seq_len) * here / (gpu.bf16 * 1e12),
-        days=seconds * training.steps / 86400,
+        mfu=speed * flops_per_token(run.arch, training.seq_len) / (gpu.bf16 * 1e12),
         basis="one matmul and one copy, timed now" if gpu.cpu else f"data sheet of {gpu.name}",
     )
-
-
-def memory_of_rank(run: Run, gpu: Gpu) -> int:
-    """Bytes that a rank may take. The ranks of a CPU run share one machine."""
-    return gpu.memory // run.world_size if gpu.cpu else gpu.memory
 
 
 def this_cpu() -> Gpu:
@@ -110,14 +94,13 @@ def this_cpu() -> Gpu:
         return min(timer.blocked_autorange(min_run_time=0.05).times)
 
     side, data = torch.randn(768, 768), torch.ones(32 << 20)
-    fp32, bf16 = (2 * 768**3 / seconds("a @ a", side.to(dtype)) / 1e12 for dtype in (torch.float32, torch.bfloat16))
     bandwidth = 2 * data.nbytes / seconds("a.clone()", data) / 1e9
     return Gpu(
         name=f"{cores} CPU core{'s' if cores > 1 else ''}",
         cpu=True,
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
-        bf16=bf16,
-        fp32=fp32,
+        bf16=2 * 768**3 / seconds("a @ a", side.bfloat16()) / 1e12,
+        fp32=2 * 768**3 / seconds("a @ a", side) / 1e12,
         bandwidth=bandwidth,
         link=bandwidth / 4,  # a collective of gloo copies each byte a few times
         network=1.0,
@@ -136,22 +119,19 @@ def _allowance(run: Run, peak: int, gpu: Gpu) -> int:
     return GPU_FIXED + groups * GPU_GROUP + int(GPU_LOST * peak)
 
 
-def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[dict[str, float], float]:
+def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float], float]:
     """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
     parts, hidden = defaultdict[str, float](float), 0.0
-    # A CPU's rates are those of the machine. Ranks share them, and more ranks than cores wait for each other.
-    sharing = run.world_size if gpu.cpu else 1
+    hides = () if gpu.cpu else ("fsdp", "replicate")
+    if run.job.parallelism.enable_async_tensor_parallel:
+        hides += ("tensor",)
     for phase in ("forward", "backward", "optimizer"):
         busy = launches = hideable = first = 0.0
         compiled = run.compiles("optimizer" if phase == "optimizer" else "model")
-        for work in trace.work:
-            if work.phase != phase:
-                continue
+        for work in (each for each in trace.work if each.phase == phase):
             if work.group is not None:
-                seconds = _collective(work, work.group, gpu) * max(1.0, sharing / gpu.machine)
-                asynchronous = run.job.parallelism.enable_async_tensor_parallel and work.group[0] == "tensor"
-                overlaps = work.group[0] in ("fsdp", "replicate") and phase != "optimizer" and not gpu.cpu
-                if overlaps or asynchronous:
+                seconds = _collective(work, work.group, gpu)
+                if work.group[0] in hides and phase != "optimizer":
                     hideable += seconds
                     first += seconds / work.count  # all wait for the first gather and the last reduction
                 else:
@@ -159,18 +139,17 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[dict[str, float], floa
                 continue
             fused = compiled and not work.shape and not work.op.startswith(UNFUSED)
             name, seconds = _kernels(work, gpu, FUSED_BYTES if fused else 1.0)
-            parts["optimizer" if phase == "optimizer" else name] += seconds * sharing
-            busy += seconds * sharing
+            parts["optimizer" if phase == "optimizer" else name] += seconds
+            busy += seconds
             launches += work.count * LAUNCH * (FUSED_KERNELS if fused else 1.0)
-        waits = launches * max(1.0, sharing / gpu.machine) if gpu.cpu else max(0.0, launches - busy)
+        waits = launches if gpu.cpu else max(0.0, launches - busy)
         parts["launching kernels"] += waits
         shown = min(hideable, max(hideable - busy - waits, first))
         parts["collectives (fsdp)"] += shown + OVERLAP_PRICE * (hideable - shown)
         hidden += hideable - shown
-    if run.job.training.enable_cpu_offload and not gpu.cpu:
-        # Weights to the device, twice, gradients to the host, and the update there at half of its rate. The host has
-        # weights, gradients and two moments, so the copies read or write three quarters of it.
-        parts["copies to and from host memory"] = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
+    # With CPU offload weights go to the device, twice, gradients to the host, and the update there at half of its rate.
+    # The host has weights, gradients and two moments, so the copies read or write three quarters of it.
+    parts["copies to and from host memory"] = 0.75 * trace.host / (gpu.host * 1e9 * LINK)
     return parts, hidden
 
 
@@ -198,16 +177,11 @@ def _collective(work: Work, group: tuple[str, int, int], gpu: Gpu) -> float:
     if ranks == 1:
         return 0.0
     machines = 1 if gpu.cpu else math.ceil(span / gpu.machine)
-    together = math.ceil(ranks / machines)
-    links, networks = (ranks - 1) / ranks, (machines - 1) / machines / together
-    if work.op in ("send", "broadcast"):
+    links, networks = (ranks - 1) / ranks, (machines - 1) / ranks
+    if work.op == "send":
         links, networks = float(machines == 1), float(machines > 1)
-    elif work.op == "all_to_all":
-        links, networks = (together - 1) / ranks**2, (ranks - together) / ranks**2
-    hops = (together - 1) * 1e-6 + (machines - 1) * 5e-6
-    latency = gpu.latency_us * 1e-6 * (ranks - 1) if gpu.cpu else gpu.latency_us * 1e-6 + hops
-    slowest = max(links / gpu.link, networks / gpu.network) / (LINK * 1e9)
-    return (2 if work.op == "all_reduce" else 1) * (work.bytes * slowest + work.count * latency)
+    seconds = work.bytes * max(links / gpu.link, networks / gpu.network) / (LINK * 1e9)
+    return (2 if work.op == "all_reduce" else 1) * (seconds + work.count * gpu.latency_us * 1e-6)
 
 
 def _bubble(run: Run) -> float:
@@ -218,10 +192,6 @@ def _bubble(run: Run) -> float:
     are 2 p microbatches.
     """
     ranks, per_rank = run.degrees.pipeline, len(run.stages) // run.degrees.pipeline
+    left = {"InterleavedZeroBubble": 1 / 3, "ZBVZeroBubble": 1 / 3 if run.microbatches < 2 * ranks else 0.0}
     share = (ranks - 1) / (per_rank * run.microbatches)
-    schedule = run.job.parallelism.pipeline_parallel_schedule
-    if schedule == "InterleavedZeroBubble":
-        return share / 3
-    if schedule == "ZBVZeroBubble":
-        return share / 3 if run.microbatches < 2 * ranks else 0.0
-    return (ranks - 1) / run.microbatches if schedule == "LoopedBFS" and per_rank == 1 else share
+    return share * left.get(run.job.parallelism.pipeline_parallel_schedule, 1.0)

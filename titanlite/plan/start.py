@@ -7,15 +7,16 @@ additions. A run is refused only if the tensors of its plan alone are more than 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
 from titanlite.load_run import broken_rules
 from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import GIB, MIB, PLAN, plan_in_child
@@ -39,7 +40,7 @@ def without_dry_run(argv: Sequence[str]) -> tuple[list[str], bool]:
 def foresee(run: Run, argv: Sequence[str], ranks: int, dry_run: bool = False) -> None:
     """Plan a run that is about to start on `ranks` processes of this machine, and hand the plan down to them.
 
-    The plan is made if `job.plan` or a dry run asks for it, or if a quick upper bound does not show that the run fits.
+    The plan is made for a dry run, or if a quick upper bound does not show that the run fits.
 
     Args:
         argv: The command line of `run`.
@@ -51,30 +52,30 @@ def foresee(run: Run, argv: Sequence[str], ranks: int, dry_run: bool = False) ->
         return
     name, memory = device_memory()
     device = None if name is None else gpu_of_device(name)
-    wanted = dry_run or run.job.job.plan
     total = memory if name else memory // ranks
     state = state_bytes(run)
     if state > total and not (name and run.job.training.enable_cpu_offload):  # no trace is needed to know
         raise UserError(
             f'model.flavor = "{run.job.model.flavor}", {num_params(run.arch):,} parameters: weights, gradients and '
             f"optimizer state take {state / GIB:.1f} GiB on each of {run.world_size} ranks, which has "
-            f"{total / GIB:.1f} GiB. {_room_for_state(run, total)}"
+            f"{total / GIB:.1f} GiB. Take {run.world_size * state // total + 1:,} such devices or more, "
+            'training.dtype = "bfloat16" (half of it), or a smaller model.'
         )
-    if not wanted and 1.1 * upper_bound(run) + _BESIDE < total:
+    if not dry_run and 1.1 * upper_bound(run) + _BESIDE < total:
         return
-    if name is not None and device is None:
-        if wanted:
-            _say(f"No plan: this machine's GPU, {name}, is not in the table; see docs/planning.md.")
-        return
-    options = ["--gpu", "cpu" if device is None else device.name.replace(" ", "-"), f"--memory={memory / GIB}"]
     try:
+        if name is not None and device is None:
+            raise UserError(f"No plan: this machine's GPU, {name}, is not in the table; see docs/planning.md.")
+        options = ["--gpu", "cpu" if device is None else device.name.replace(" ", "-"), f"--memory={memory / GIB}"]
         plan = plan_in_child(argv, run.world_size, *options)
     except UserError as error:
-        return _say(f"{error}")
-    if plan.exceeds(total):
+        print(error, file=sys.stderr)
+        return
+    # Ranks that share a machine's memory take it as they need it.
+    if (mean(plan.peaks.values()) if plan.shared else plan.peak) > total:
         raise UserError(f"This run cannot fit. {plan.explain_memory()}")
-    if wanted and not plan.fits:
-        _say(f"This run may not fit. {plan.explain_memory()}")
+    if dry_run and not plan.fits:
+        print(f"This run may not fit. {plan.explain_memory()}", file=sys.stderr)
     os.environ[PLAN] = plan.model_dump_json()
 
 
@@ -82,27 +83,24 @@ def device_memory() -> tuple[str | None, int]:
     """The name of this machine's first GPU and its bytes; without a GPU, None and the bytes of the machine."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1") and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-        listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-        if listed and "," in listed[0]:
-            name, size = listed[0].rsplit(",", 1)
-            if size.strip().isdecimal():
-                return name.strip(), int(size) * MIB
+        listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        if found := re.match(r"(.+), *(\d+)\s", listed):
+            return found[1], int(found[2]) * MIB
     return None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def upper_bound(run: Run) -> int:
     """More bytes than any rank of the run takes at its peak. It says no more than that a run fits without a trace."""
-    arch, degree, job = run.arch, run.degrees, run.job
-    parallel, pipelined = degree.pipeline * degree.tensor, degree.pipeline > 1
-    matrices = 2 * arch.vocab_size * arch.dim  # both lie on one rank without a pipeline
+    arch, degree, training = run.arch, run.degrees, run.job.training
+    pipelined, matrices = degree.pipeline > 1, 2 * arch.vocab_size * arch.dim  # both on one rank without a pipeline
     # Stages may be uneven, so one may have twice the mean of the state.
     state = state_bytes(run) * (1 + pipelined) + 16 * matrices * degree.replicate // run.world_size
     # Gathered at once at the most: all weights, and their gradients in fp32 with the copy that is reduced.
-    gathered = 12 * (num_params(run.arch) // parallel + matrices // degree.tensor)
-    tokens = job.training.local_batch_size * job.training.seq_len // degree.context
+    gathered = 12 * (num_params(arch) // (degree.pipeline * degree.tensor) + matrices // degree.tensor)
+    tokens = training.local_batch_size * training.seq_len // degree.context
     loss = min(4096, tokens) * arch.vocab_size * 12 + matrices * 4 + tokens * arch.dim * 12
     waiting = run.microbatches if pipelined else 1
-    mask = job.training.local_batch_size * job.training.seq_len**2 * 4 * waiting if job.dataset.document_mask else 0
+    mask = 4 * training.local_batch_size * training.seq_len**2 * waiting * run.job.dataset.document_mask
     # Twice what blocks keep, because beside it are copies in fp32, and what an allocator has not returned yet.
     kept = kept_by_blocks(run, waiting) * (1 + pipelined) + 3 * tokens * _kept_by_block(run)
     return int(state + gathered + 2 * (kept + loss) + mask)
@@ -111,33 +109,35 @@ def upper_bound(run: Run) -> int:
 def kept_by_blocks(run: Run, waiting: int) -> float:
     """About what the blocks of a rank keep for the backward passes of as many microbatches as are `waiting`, bytes."""
     training, recompute, arch = run.job.training, run.job.activation_checkpoint, run.arch
-    tokens = training.local_batch_size * training.seq_len / run.degrees.context
     of_token = _kept_by_block(run)
     if recompute.mode == "full":
         of_token = 4 * arch.dim / run.degrees.tensor  # its input
     elif recompute.mode == "selective" and recompute.selective_ac_option == "op":
         of_token *= 0.4  # of 8b: every second matmul and the attention
-    return tokens * of_token * arch.n_layers / run.degrees.pipeline * waiting
+    tokens = training.local_batch_size * training.seq_len / run.degrees.context * waiting
+    return tokens * of_token * arch.n_layers / run.degrees.pipeline
 
 
 def _kept_by_block(run: Run) -> float:
     """Bytes that one token of a block keeps on one rank if nothing is recomputed: see model/llama.py, line by line."""
     arch, size = run.arch, {"float32": 4, "bfloat16": 2}[run.job.training.mixed_precision_param]
-    kv = arch.n_kv_heads * arch.head_dim
-    # The residual stream and its norms, twice; queries, keys and values; SwiGLU; rotary embedding in fp32.
-    values = 7 * arch.dim + 2 * kv + 4 * arch.ffn_dim
-    fp8 = 3 * arch.dim + 2 * kv + 4 * arch.ffn_dim if run.job.float8.enable else 0
-    return (size * values + 4 * (arch.dim + kv) + fp8) / run.degrees.tensor + size * arch.dim
+    # The residual stream and its norms, twice; queries, keys and values; SwiGLU; a tenth for rotary embedding in fp32.
+    values = 7 * arch.dim + 2 * arch.n_kv_heads * arch.head_dim + 4 * arch.ffn_dim
+    return 1.1 * (size + run.job.float8.enable) * values / run.degrees.tensor + size * arch.dim
+
+
+def with_keys(run: Run, settings: Settings) -> Run:
+    """The run with other values of some keys. Whether they break a rule is not asked."""
+    job = run.job
+    for key, value in settings.items():
+        section, name = key.split(".")
+        job = job.model_copy(update={section: getattr(job, section).model_copy(update={name: value})})
+    return Run(job, run.world_size)
 
 
 def changed(run: Run, settings: Settings) -> Run | None:
     """The run with other values of some keys; None if it breaks a rule then."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    update = {name: getattr(run.job, name).model_copy(update=values) for name, values in sections.items()}
-    new = Run(JobConfig.model_validate(run.job.model_copy(update=update)), run.world_size)
+    new = with_keys(run, settings)
     return None if broken_rules(new) else new
 
 
@@ -146,22 +146,6 @@ def options(settings: Settings) -> tuple[str, ...]:
     listed: list[str] = []
     for key, value in settings.items():
         section, name = key.split(".")
-        if isinstance(value, bool):
-            listed.append(f"--{section}.{name}" if value else f"--{section}.no-{name}")
-        else:
-            listed += [f"--{key}", str(value)]
+        listed.append(f"--{section}.no-{name}" if value is False else f"--{key}")
+        listed += [] if isinstance(value, bool) else [str(value)]
     return tuple(listed)
-
-
-def _room_for_state(run: Run, memory: int) -> str:
-    """What makes room for weights, gradients and moments alone, which are more than the `memory` bytes of a rank."""
-    for settings in (HALF_STATE, BF16):
-        new = changed(run, settings)
-        if new is not None and state_bytes(new) < memory:
-            return f"Cheapest change that makes room for them: {' '.join(options(settings))}."
-    ranks = -(-state_bytes(run) * run.world_size // memory)
-    return f"At least {ranks:,} such devices hold them, without anything else; or take a smaller model."
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

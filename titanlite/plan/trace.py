@@ -1,16 +1,17 @@
 """A step of the trainer on fake tensors, in a world of ranks that does not exist.
 
 Invariant: what runs is the trainer's own code, from `build_mesh` to the optimizer. Blocks are alike, and so are
-microbatches, so a few of them run, and the counts are extended: the result is that of all, to the byte.
+microbatches, so a few of them run, and the counts are extended to those of all.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,54 +30,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from titanlite.config.errors import UserError
 from titanlite.config.run import V_SHAPED, Run, stage_rank
 from titanlite.data.batch import blank_microbatch
+from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
-from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place
+from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
+from titanlite.plan.start import with_keys
 from titanlite.train.step import TrainStep
 
 DEVICE = torch.device("cpu")  # of the fake tensors
-# Beyond these a trace would take minutes: the loss is a loop over chunks of tokens, and FSDP2 lists the shards of each
-# parameter.
-MOST_TOKENS, MOST_SHARDS = 2**22, 2**15
+# Beyond that a trace would take minutes: the loss is a loop over chunks of tokens.
+MOST_TOKENS = 2**22
 FEWEST = 6  # microbatches of a pipeline from which on some are left out
-
-# What is looked at of the bytes of each kind: those on the device, those of the host, and both together.
-_VIEWS = np.array([[kind != HOST for kind in COUNTED], [kind == HOST for kind in COUNTED], [True for _ in COUNTED]])
-# Method of a pipeline's stage -> what it does, in which phase. The last two hand over what is sent.
+# Methods of a pipeline's stage, and their phases. The last two hand over what is sent.
 _ACTIONS = {
-    "forward_one_chunk": Place("forward", "stage"),
-    "backward_one_chunk": Place("backward", "stage"),
-    "backward_weight_one_chunk": Place("backward", "weights of a stage"),
-    "get_fwd_send_ops": Place("forward", "sent"),
-    "get_bwd_send_ops": Place("backward", "sent"),
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
+    "get_fwd_send_ops": "forward",
+    "get_bwd_send_ops": "backward",
 }
-_ACTION_NAMES = {place.name for place in _ACTIONS.values()}
-_BETWEEN = "between stages"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Kernels or collectives that are alike, in one optimizer step of a rank.
-
-    Attributes:
-        phase: "forward", "backward" (with what is recomputed), or "optimizer" (with clipping).
-        op, dtype, shape: As `Kernel` has them.
-        group: Of a collective: the dimension of the world ("fsdp", "tensor", ...), its number of ranks, and the
-            distance from its first to its last rank, plus 1: it lies within a machine that has so many. None of others.
-        count: How many.
-        flops, bytes: Of all of them.
-    """
-
-    phase: str
-    op: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: tuple[str, int, int] | None
-    count: int
-    flops: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -85,22 +59,18 @@ class RankTrace:
 
     Attributes:
         rank: It stands for all ranks with the same pipeline stages.
-        stages: The pipeline stages that it runs; (0,) without a pipeline.
         peak: The most bytes on the device at one time.
-        moment: The part of the step in which the peak is: "backward of block 31", "optimizer", "loss".
+        moment: The part of the step in which the peak is: "backward of a block", "optimizer", "loss".
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
         host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
-        together: The most bytes at one time if device and host are one memory; `peak` without CPU offload.
         work: All kernels and collectives.
     """
 
     rank: int
-    stages: tuple[int, ...]
     peak: int
     moment: str
     kinds: Mapping[str, int]
     host: int
-    together: int
     work: tuple[Work, ...]
 
 
@@ -119,67 +89,40 @@ def trace_run(
 
     Raises:
         UserError: The compiler decides what is recomputed, so that only a compiled step would tell; or a forward pass
-            has too many tokens, or a weight too many shards, to be followed.
+            has too many tokens to be followed.
     """
-    training, degree = run.job.training, run.degrees
-    if training.local_batch_size * training.seq_len // degree.context > MOST_TOKENS:
+    training = run.job.training
+    if training.local_batch_size * training.seq_len // run.degrees.context > MOST_TOKENS:
         raise UserError(
             f"training.local_batch_size = {training.local_batch_size}, training.seq_len = {training.seq_len}: a plan "
             f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
         )
-    if (shards := degree.shard * degree.context) > MOST_SHARDS:
-        raise UserError(
-            f"{shards:,} ranks shard each weight: a plan follows at most {MOST_SHARDS:,}. Set "
-            "parallelism.data_parallel_replicate_degree, as a run of so many ranks would."
-        )
     if run.job.activation_checkpoint.mode == "memory_budget":
         raise UserError(
-            'activation_checkpoint.mode = "memory_budget": the compiler decides at the start of a run what is '
-            'recomputed, so it cannot be planned. Plan with "selective" instead.'
+            'activation_checkpoint.mode = "memory_budget": the compiler decides what is recomputed. Plan with '
+            '"selective" instead.'
         )
-    run = _with(run, compile={"enable": False}, parallelism={"enable_async_tensor_parallel": False})
-    ranks, (spare, unit, front) = _ranks(run, whole), (0, 1, 0) if whole else _spare_blocks(run)
+    run = with_keys(run, {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False})
+    spare, unit = (0, 1) if whole else _spare_blocks(run)
     runs = [_without_blocks(run, lost) for lost in ((spare, spare - unit) if spare else (0,))]
+    ranks = _ranks(run, whole)
     tasks = [(each, rank, fp8, whole) for rank in ranks for each in runs]
     counted = list(apply(_trace, *zip(*tasks, strict=True)))
-
-    def later(place: Place, blocks: int) -> Place:
-        return replace(place, block=place.block + blocks) if place.block >= front else place
-
     traces = []
-    for i, rank in enumerate(ranks):
-        one, longer = counted[i * len(runs)], counted[(i + 1) * len(runs) - 1]
-        times = spare // unit  # what `longer` has more is there so often in all
-        peaks, amounts = one.peaks, one.amounts
-        if times:
-            longer_peaks = {key: longer.peaks[later(key[0], unit), key[1]] for key in peaks}
-            peaks = {key: value + times * (longer_peaks[key] - value) for key, value in peaks.items()}
-            amounts = {key: value + times * (longer.amounts[key] - value) for key, value in amounts.items()}
-        totals = {key: (moments * _VIEWS).sum(axis=1) for key, moments in peaks.items()}
-        peak = max(totals, key=lambda key: totals[key][0])
-        place = later(peak[0], spare)
-        block = f"{place.phase} of block {run.stages[place.stage].start + place.block}"
-        traces.append(
-            RankTrace(
-                rank,
-                one.stages,
-                int(totals[peak][0]),
-                block if place.name == "block" else place.name,
-                dict(zip(KINDS, map(int, peaks[peak][0]), strict=False)),
-                max(int(total[1]) for total in totals.values()),
-                max(int(total[2]) for total in totals.values()),
-                tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items()),
-            )
+    for rank, short, longer in zip(ranks, counted[:: len(runs)], counted[len(runs) - 1 :: len(runs)], strict=True):
+        peaks, amounts = (
+            {key: value + spare // unit * (more[key] - value) for key, value in few.items()}
+            for few, more in zip(short, longer, strict=True)
         )
+        place = max(peaks, key=lambda place: peaks[place][:-1].sum())
+        moment = f"{place.phase} of a block" if place.name == "block" else place.name
+        *device, host = map(int, peaks[place])
+        work = tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items())
+        traces.append(RankTrace(rank, sum(device), moment, dict(zip(KINDS, device, strict=True)), host, work))
     return tuple(traces)
 
 
 # ------------------------------------------------------------------------------------------- which ranks, which blocks
-
-
-def _with(run: Run, **sections: dict[str, Any]) -> Run:
-    changed = {name: getattr(run.job, name).model_copy(update=values) for name, values in sections.items()}
-    return Run(run.job.model_copy(update=changed), run.world_size)
 
 
 def _ranks(run: Run, whole: bool) -> list[int]:
@@ -193,9 +136,9 @@ def _ranks(run: Run, whole: bool) -> list[int]:
     return list(alike.values())
 
 
-def _spare_blocks(run: Run) -> tuple[int, int, int]:
-    """How many blocks each stage can lose so that the extension is exact, a number of blocks after which they are
-    alike, and how many first blocks a stage keeps.
+def _spare_blocks(run: Run) -> tuple[int, int]:
+    """How many blocks each stage can lose so that the extension is exact, and a number of blocks after which they are
+    alike.
 
     None can go if blocks are so small that FSDP puts several into a group, or that a single rank keeps them gathered.
     """
@@ -203,25 +146,25 @@ def _spare_blocks(run: Run) -> tuple[int, int, int]:
     numbered = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     unit = int(recompute.selective_ac_option) if numbered else 1
     ahead = max(job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch)
-    front = -(-(2 + ahead) // unit) * unit  # so many blocks, at both ends, that those between do not feel the ends
+    ends = 2 * unit * -(-(2 + ahead) // unit)  # so many blocks that those between do not feel the ends
     least, shortest = job.parallelism.fsdp_min_num_params, min(map(len, run.stages))
     block = num_params(run.arch) // run.arch.n_layers  # at least as many parameters as a block has
-    if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and 2 * front * block < 32 * least):
-        return 0, unit, front
-    return max(0, shortest - 2 * front) // unit * unit, unit, front
+    if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and ends * block < 32 * least):
+        return 0, unit
+    return max(0, shortest - ends) // unit * unit, unit
 
 
 def _without_blocks(run: Run, lost: int) -> Run:
     """The run with `lost` blocks less in each stage."""
     if not lost:
         return run
-    lengths = [len(stage) - lost for stage in run.stages]
-    cuts = tuple(f"layers.{cut}" for cut in list(accumulate(lengths))[:-1])
-    return _with(run, model={"n_layers": sum(lengths)}, parallelism={"pipeline_parallel_split_points": cuts})
+    cuts = list(accumulate(len(stage) - lost for stage in run.stages))
+    points = tuple(f"layers.{cut}" for cut in cuts[:-1])
+    return with_keys(run, {"model.n_layers": cuts[-1], "parallelism.pipeline_parallel_split_points": points})
 
 
-def _left_out(run: Run, whole: bool = False) -> range:
-    """The microbatches that are not run. The one before them is their model.
+def _missing(run: Run, whole: bool) -> range:
+    """The microbatches that are not run. The one before them stands for them.
 
     A pipeline runs all if stages on the same rank hand their values to each other, or if ranks have so many stages that
     torch gathers and frees the weights of some while others run: there a microbatch's memory depends on more than its
@@ -229,10 +172,9 @@ def _left_out(run: Run, whole: bool = False) -> range:
     runs, as some of the model's is while the next one runs.
     """
     pipeline, schedule = run.degrees.pipeline, run.job.parallelism.pipeline_parallel_schedule
+    first = 2 if pipeline == 1 else 3
     alike = schedule not in V_SHAPED and len(run.stages) <= 3 * pipeline and run.microbatches >= FEWEST
-    if pipeline == 1:
-        return range(2, 2 if whole else run.microbatches - 1)
-    return range(3, 3 if whole or not alike else run.microbatches - 1)
+    return range(first, first if whole or (pipeline > 1 and not alike) else run.microbatches - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- one step
@@ -242,14 +184,11 @@ class Counted(NamedTuple):
     """A step of a rank.
 
     Attributes:
-        stages: The pipeline stages of the rank.
-        peaks: (place, how often the step was there before) -> bytes of each kind of COUNTED at the moment with the most
-            on the device, on the host, and together: (3, kinds).
+        peaks: Place -> bytes of each kind of COUNTED when the device has the most there; of HOST the most at any time.
         amounts: The first five attributes of `Work` -> count, FLOPs, bytes.
     """
 
-    stages: tuple[int, ...]
-    peaks: dict[tuple[Place, int], np.ndarray]
+    peaks: dict[Place, np.ndarray]
     amounts: dict[tuple[Any, ...], np.ndarray]
 
 
@@ -268,33 +207,34 @@ def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
 def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, whole: bool = False) -> Counted:
     """Do two steps over empty rows, and count the second. The first one allocates what lasts, for which the last
     microbatch is enough. The tensors may be real."""
-    counter, count, left_out = Counter(), run.microbatches, _left_out(run, whole)
-    pipelined, offload = run.degrees.pipeline > 1, run.job.training.enable_cpu_offload
-    weights, state, gradients = (HOST,) * 3 if offload else ("weights", "optimizer state", "gradients")
-    training = run.job.training
+    counter, count, missing = Counter(_groups(mesh)), run.microbatches, _missing(run, whole)
+    pipelined, training = run.degrees.pipeline > 1, run.job.training
     shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
     with counter.watching():
         rows = [blank_microbatch(*shape, DEVICE) for _ in range(count)]
-        counter.mark(update.model.parameters(), weights)  # before FP8 weights have scales, which torchao compares
-        with followed(counter, sharded, update, gradients):
-            for first in (True, False):
-                missing = range(count - 1) if first and (left_out or not pipelined) else left_out
-                counter.begin()
-                own = rows if pipelined else [row for i, row in enumerate(rows) if i not in missing]
-                with _leaving_out(counter, missing) if pipelined else nullcontext():
-                    update(own, 1, run.job.optimizer.lr)
-                for each in update.optimizer.state.values():
-                    counter.mark(each.values(), state)
-    amounts: dict[Any, Any] = {}
-    groups = _groups(mesh)
-    for (number, kernel), times in counter.kernels.items():
-        place = counter.places[number]
-        # Between the stages of a pipeline its schedule gathers weights, once for all microbatches.
-        if left_out and place.microbatch == left_out[0] - 1 and (place.name != _BETWEEN or kernel.op == "send"):
-            times *= 1 + len(left_out)
-        key = place.phase, kernel.op, kernel.dtype, kernel.shape, groups.get(kernel.group)
-        amounts[key] = amounts.get(key, 0) + times * np.array([1, kernel.flops, kernel.bytes])
-    return Counted(tuple(sharded.stages), _peaks(counter, left_out if pipelined else range(0)), amounts)
+        watch = _Watch(counter, sharded, update, training.enable_cpu_offload)
+        for skipped in (range(0) if pipelined and not missing else range(count - 1), missing):
+            own = [row for i, row in enumerate(rows) if pipelined or i not in skipped]
+            counter.begin()
+            with _skipping(counter, skipped) if pipelined else nullcontext():
+                update(own, 1, run.job.optimizer.lr, [watch])
+            watch.updated(0)
+    # Without a pipeline the second microbatch stands for those that are missing. What it takes it gives back.
+    repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
+    amounts = defaultdict[Any, Any](int)
+    alive, peaks = dict.fromkeys(COUNTED, 0), dict[Place, Any]()
+    most, host = defaultdict[Place, int](int), 0
+    for i, (place, what, change) in enumerate(counter.log):
+        if isinstance(what, Work):
+            amounts[what[:5]] += (1 + len(missing) * (i in repeated)) * np.array(what[5:])
+            continue
+        alive[counter.kinds[what]] += change
+        if change > 0 and (size := sum(alive.values()) - alive[HOST]) > most[place]:
+            most[place], peaks[place] = size, np.array(list(alive.values()))
+        host = max(host, alive[HOST])
+    for kinds in peaks.values():
+        kinds[-1] = host
+    return Counted(peaks, amounts)
 
 
 @contextmanager
@@ -354,174 +294,94 @@ def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
 # --------------------------------------------------------------------------------------------------- where a step is
 
 
-@contextmanager
-def followed(counter: Counter, sharded: ShardedModel, update: TrainStep, reduced: str) -> Iterator[None]:
-    """Tell `counter` where the steps within are, and which tensors are gathered weights and gradients.
+class _Watch(Hook):
+    """Tells a counter where a step is, and what kinds of memory weights, gradients and optimizer state are.
 
-    The hooks only look: they change no tensor, keep none alive, and are gone at the end.
-
-    Args:
-        reduced: The kind of memory of gradients that are reduced.
+    It only looks: it changes no tensor and keeps none alive.
     """
-    with ExitStack() as hooks:
+
+    def __init__(self, counter: Counter, sharded: ShardedModel, update: TrainStep, offload: bool) -> None:
+        self._counter, self._update = counter, update
+        kinds = ("weights", "optimizer state", "gradients")
+        weights, self._state, self._gradients = (HOST,) * 3 if offload else kinds
+        counter.mark(update.model.parameters(), weights)  # before FP8 weights have scales, which torchao compares
         for number, stage in sharded.stages.items():
-            _follow_stage(counter, number, stage, hooks)
-        forward_backward, seen = update.forward_backward, set[int]()
+            _follow(counter, number, stage)
 
-        def and_norm(*args: Any) -> Tensor:
-            loss = forward_backward(*args)
-            counter.go_to(Place("optimizer", "gradient norm"))
-            return loss
+    def gradients(self, step: int) -> None:
+        self._counter.mark((parameter.grad for parameter in self._update.model.parameters()), self._gradients)
+        self._counter.place = Place("optimizer", "gradient norm")
 
-        def before_update(*_: Any) -> None:
-            counter.mark((parameter.grad for parameter in update.model.parameters()), reduced)
-            counter.go_to(Place("optimizer", "optimizer"))
+    def before_update(self, step: int, grad_norm: Tensor) -> None:
+        self._counter.place = Place("optimizer", "optimizer")
 
-        def gathered(module: nn.Module, _inputs: Any) -> None:
-            parameters = list(module.parameters(recurse=False))
-            for parameter in parameters:
-                if parameter.requires_grad and id(parameter) not in seen:
-                    mark = parameter.register_post_accumulate_grad_hook(
-                        lambda each: counter.mark((each.grad,), "gradients", UNKNOWN)
-                    )
-                    hooks.callback(mark.remove)
-                seen.add(id(parameter))
-            counter.mark(parameters, "gathered weights", UNKNOWN)
-
-        for module in (each for stage in sharded.stages.values() for each in stage.modules()):
-            if any(True for _ in module.parameters(recurse=False)):
-                hooks.callback(module.register_forward_pre_hook(gathered).remove)
-        hooks.enter_context(patch.object(update, "forward_backward", and_norm))
-        hooks.callback(update.optimizer.register_step_pre_hook(before_update).remove)
-        ended = update.optimizer.register_step_post_hook(lambda *_: counter.go_to(Place("optimizer", "end")))
-        hooks.callback(ended.remove)
-        yield
+    def updated(self, step: int) -> None:
+        for each in self._update.optimizer.state.values():
+            self._counter.mark(each.values(), self._state)
+        self._counter.place = Place("optimizer", "end")
 
 
-def _follow_stage(counter: Counter, number: int, stage: Llama, hooks: ExitStack) -> None:
-    microbatch, loss = -1, stage.loss
+def _follow(counter: Counter, number: int, stage: Llama) -> None:
+    """Follow the parts of a pipeline stage, forward and backward."""
+    loss, forward = stage.loss, Place("forward", "forward", number)
+
+    def at(place: Place) -> Callable[..., None]:
+        return lambda *_: setattr(counter, "place", place)
 
     def begins(*_: Any) -> None:
-        nonlocal microbatch
-        microbatch = counter.next_microbatch(number)
-        counter.go_to(Place("forward", "forward", number, -1, microbatch))
+        counter.place = forward
+        counter.begins.append(len(counter.log))
 
-    def backward_from(output: Any, name: str, block: int = -1) -> None:
-        if output.requires_grad:
-            place = Place("backward", name, number, block, microbatch)
-            output.register_hook(lambda _: counter.go_to(place))
+    def gathered(module: nn.Module, _: Any) -> None:
+        counter.mark(module.parameters(recurse=False), "gathered weights", UNKNOWN)
 
-    def watch(module: nn.Module | None, name: str, block: int = -1) -> None:
-        if module is not None:
-            before = module.register_forward_pre_hook(
-                lambda *_: counter.go_to(Place("forward", name, number, block, microbatch)), prepend=True
-            )
-            after = module.register_forward_hook(
-                lambda _module, _inputs, output: backward_from(output, name, block), prepend=True
-            )
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
+    def backward_from(place: Place, *values: Any) -> None:
+        if values[-1].requires_grad:
+            values[-1].register_hook(at(place._replace(phase="backward")))
 
     def followed_loss(*args: Tensor) -> Tensor:
         assert loss is not None
-        counter.go_to(Place("forward", "loss", number, -1, microbatch))
+        counter.place = forward._replace(name="loss")
         value = loss(*args)
-        counter.go_to(Place("forward", "forward", number, -1, microbatch))
-        backward_from(value, "loss")
+        backward_from(counter.place, value)
+        counter.place = forward
         return value
 
-    hooks.callback(stage.register_forward_pre_hook(begins, prepend=True).remove)
-    watch(stage.tok_embeddings, "embedding")
-    for block, module in enumerate(stage.layers.values()):
-        watch(module, "block", block)
-    watch(stage.norm, "norm")
-    hooks.enter_context(patch.object(stage, "loss", followed_loss))
+    parts = [("embedding", stage.tok_embeddings), ("norm", stage.norm)]
+    parts += [("block", block) for block in stage.layers.values()]
+    for name, module in parts:
+        if module is None:
+            continue
+        place = forward._replace(name=name)
+        module.register_forward_pre_hook(at(place), prepend=True)
+        module.register_forward_hook(partial(backward_from, place), prepend=True)
+    stage.register_forward_pre_hook(begins, prepend=True)
+    for module in stage.modules():
+        module.register_forward_pre_hook(gathered)
+    stage.loss = followed_loss
 
 
 @contextmanager
-def _leaving_out(counter: Counter, missing: Sequence[int]) -> Iterator[None]:
-    """Let the schedule of a pipeline call all its stages, of which microbatches that are `missing` do nothing. The
-    counter is told where in the schedule the step is."""
-    kept: list[Tensor] = []  # a loss
+def _skipping(counter: Counter, missing: Sequence[int]) -> Iterator[None]:
+    """Let the schedule of a pipeline call all its stages, which compute nothing for microbatches that are `missing`:
+    what was counted of the one before is counted again."""
+    losses = [torch.zeros(())]  # of the last microbatch that was computed
 
     def action(method: str) -> Any:
-        own, sort = getattr(PipelineStage, method), _ACTIONS[method]
+        own = getattr(PipelineStage, method)
 
         def act(stage: PipelineStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            place = Place(sort.phase, sort.name, stage.stage_index, -1, microbatch)
-            counter.go_to(place)
-            result: Any = [] if sort.name == "sent" else None
-            if microbatch not in missing:
+            name, has_loss = (method, stage.stage_index), method == "forward_one_chunk" and stage.is_last
+            if microbatch in missing:
+                counter.repeat(name)
+                return losses[-1] if has_loss else [] if method.startswith("get") else None
+            with counter.action(name, Place(_ACTIONS[method], "stage", stage.stage_index)):
                 result = own(stage, microbatch, *args, **kwargs)
-                if method == "forward_one_chunk" and stage.is_last:
-                    kept[:] = [result.detach()]
-            elif method == "forward_one_chunk":
-                counter.next_microbatch(stage.stage_index)
-                result = (kept[0] if kept else torch.zeros(())) if stage.is_last else None
-            counter.go_to(replace(place, name=_BETWEEN))
+                if has_loss:
+                    losses[:] = [result.detach()]
             return result
 
         return act
 
     with patch.multiple(PipelineStage, create=True, **{name: action(name) for name in _ACTIONS}):
         yield
-
-
-# -------------------------------------------------------------------------------------------------------- bytes alive
-
-
-def _peaks(counter: Counter, left_out: Sequence[int]) -> dict[tuple[Place, int], np.ndarray]:
-    """What `Counted.peaks` is.
-
-    In a pipeline each microbatch that was left out takes what its model took: between two stages only what was
-    allocated in one, because all else runs there once. What the model left to the next microbatch is freed when the
-    last one comes, and stands for what the last but one left to it.
-    """
-    places, (numbers, changes, where) = counter.places, np.array(counter.events, dtype=np.int64).T
-    by_kind = np.zeros((len(numbers), len(COUNTED)), dtype=np.int64)
-    by_kind[np.arange(len(numbers)), np.array(counter.kinds)[numbers]] = changes
-    bounds = np.searchsorted(where, np.arange(len(places) + 1))
-    of_stages = _born_in_stages(places, numbers, changes, where)
-    alive, visits, peaks = by_kind[: bounds[0]].sum(axis=0), Tally[Place](), {}
-
-    def add(place: Place, part: np.ndarray) -> None:
-        nonlocal alive
-        moments = alive + by_kind[part].cumsum(axis=0)
-        alive = moments[-1] if len(part) else alive
-        if len(moments := moments[changes[part] > 0]):
-            peaks[place, visits[place]] = moments[(moments @ _VIEWS.T).argmax(axis=0)]
-        visits[place] += 1
-
-    spans: dict[Place, list[tuple[Place, np.ndarray]]] = {}  # what is done for a microbatch -> its places and events
-    action = places[0]
-    for i, place in enumerate(places):
-        action = place if place.name in _ACTION_NAMES or place.phase == "optimizer" else action
-        spans.setdefault(action, []).append((place, np.arange(bounds[i], bounds[i + 1])))
-    for action, span in spans.items():
-        between, own = span[-1]
-        if action.microbatch in left_out:
-            *inside, (_, after) = spans[replace(action, microbatch=left_out[0] - 1)]
-            for place, part in inside:
-                add(replace(place, microbatch=action.microbatch), part)
-            add(between, np.concatenate([after[of_stages[after]], own[~of_stages[own]]]))
-            continue
-        if left_out and action.microbatch == left_out[-1] + 1:
-            late = np.concatenate([spans[replace(action, microbatch=i)][-1][1] for i in left_out])
-            span[-1] = between, np.concatenate([late[of_stages[late]], own])
-        for place, part in span:
-            add(place, part)
-    return peaks
-
-
-def _born_in_stages(places: Sequence[Place], numbers: np.ndarray, changes: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Of each event, whether its storage was allocated by a stage of a pipeline, and not between two of them."""
-    inside = [False]
-    for place in places:
-        inside.append(place.name in _ACTION_NAMES or (inside[-1] and place.name != _BETWEEN))
-    born = np.zeros(numbers.max() + 1, dtype=bool)
-    found = np.zeros(len(numbers), dtype=bool)
-    for i, (number, change, place) in enumerate(zip(numbers, changes, where, strict=True)):
-        if change > 0:
-            born[number] = inside[place + 1]
-        found[i] = born[number]
-    return found

@@ -19,7 +19,6 @@ from titanlite.hooks.hang_report import HangReport
 from titanlite.hooks.hook import Hook, Training
 from titanlite.hooks.live_view import LiveRun
 from titanlite.hooks.norms import Norms
-from titanlite.hooks.planned import PlanCheck
 from titanlite.hooks.profiler import Profiler
 from titanlite.hooks.records import Records
 from titanlite.hooks.samples import Samples
@@ -46,7 +45,6 @@ def standard_hooks(training: Training) -> list[Hook]:
         Profiler(job.profiling, training.run.dump_folder),
         Norms(job.metrics.details) if job.metrics.details else None,
         records,
-        PlanCheck(training) if job.job.plan else None,
         NonFiniteGuard(),  # after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
