@@ -91,6 +91,15 @@ def test_with_none_left_good_the_run_stops_now_and_at_the_next_start(two_saved):
         TinyRun().manager(folder).load()
 
 
+@pytest.mark.parametrize("place", [{"step": 4, "rows": [10**12]}, {"step": 4, "rows": [257]}, {"step": 5, "rows": [8]}])
+def test_rows_that_no_run_comes_to_are_not_resumed_from(tmp_path, place):
+    run = TinyRun()
+    manager = run.manager(tmp_path)
+    for step, schedule in ((2, {"step": 2, "rows": [8]}), (4, place)):
+        manager.save(step, {"step": step, "tokens": 64 * step, "data": {"version": 2, "schedule": schedule}})
+    assert resumed_step(tmp_path) == 2
+
+
 WAS_HERE = "/tmp/titanlite-was-here"
 
 

@@ -124,6 +124,10 @@ class Resumer:
         if info.get("weights_only") or "step" not in info["train_state"]:
             start = f'another checkpoint.folder, and checkpoint.initial_load_path = "{path}"'
             raise CheckpointError(f"{path} holds weights only: there is no run to resume. Start a new one: {start}.")
+        state = info["train_state"]
+        place = (state.get("data") or {}).get("schedule", {"step": 0, "rows": []})
+        if place["step"] > state["step"] or sum(place["rows"]) > state["tokens"]:  # a row has a token at least
+            raise Damage("manifest.json: a place in the data that no run comes to")
         if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
@@ -138,7 +142,7 @@ class Resumer:
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
             restore(tensors[name])
         self.folder.say(f"resumed from step {manifest['step']} ({path})")
-        return {key: value for key, value in info["train_state"].items() if key not in self._excluded}
+        return {key: value for key, value in state.items() if key not in self._excluded}
 
     def _compare(self, path: Path, manifest: dict[str, Any], job: dict[str, Any]) -> None:
         """Say what has changed. Raises UserError: this job cannot go on from there."""
