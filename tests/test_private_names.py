@@ -13,6 +13,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 # What classes of Python may define. Other names with two underscores are some library's own protocol.
 PYTHONS = {name for kind in (object, list, dict, BaseException, type) for name in dir(kind)}
 PYTHONS |= {"__version__", "__all__", "__name__", "__future__", "__notes__", "__main__"}
+PYTHONS |= {"_make", "_replace"}  # methods of named tuples
 
 
 def names_of(code: str) -> tuple[set[str], set[str]]:

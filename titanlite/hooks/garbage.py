@@ -8,12 +8,10 @@ from titanlite.hooks.hook import Hook, StepResult, Training
 
 
 class GarbageCollection(Hook):
-    """Collects every `freq` steps, and at no other time until the trainer is closed."""
-
-    def __init__(self, freq: int) -> None:
-        self._freq = freq
+    """Collects every training.gc_freq steps, and at no other time until the trainer is closed."""
 
     def built(self, training: Training) -> None:
+        self._freq = training.run.job.training.gc_freq
         training.opened.callback(gc.enable)
 
     def train_begins(self, step: int) -> None:

@@ -38,7 +38,7 @@ class Request(NamedTuple):
     """The run ends here. The loop says so; no hook asks for it."""
 
     def __or__(self, other: Request) -> Request:
-        return Request(*map(max, self, other))
+        return Request._make(map(max, self, other))
 
 
 class StepResult(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from titanlite.hooks.hook import Hook, Training
@@ -10,14 +10,11 @@ from titanlite.optim.norms import ParameterNorms
 
 
 class Norms(Hook):
-    """`details` has "gradients", "updates" or both."""
-
-    def __init__(self, details: Collection[str]) -> None:
-        self._details = details
+    """Of the gradients, of the updates, or of both."""
 
     def built(self, training: Training) -> None:
-        self._is_logged = training.meter.is_log_step
-        asked = {name: name in self._details for name in ("gradients", "updates")}
+        self._is_logged, details = training.meter.is_log_step, training.run.job.metrics.details
+        asked = {name: name in details for name in ("gradients", "updates")}
         self._norms = ParameterNorms(training.model, training.optimizer, training.run.arch, **asked)
 
     def gradients(self, step: int) -> None:

@@ -41,9 +41,9 @@ def standard_hooks(training: Training) -> list[Hook]:
     hooks = [
         watch,
         StopSignals(),
-        GarbageCollection(job.training.gc_freq),
+        GarbageCollection(),
         Profiler(job.profiling, training.run.dump_folder),
-        Norms(job.metrics.details) if job.metrics.details else None,
+        Norms() if job.metrics.details else None,
         records,
         NonFiniteGuard(),  # after the records, so that the line of the damage is written
         *saves,

@@ -11,7 +11,7 @@ import torch
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.observe.forecast import GIB, handed_down, plan_in_child
+from titanlite.observe.forecast import GIB, plan_in_child
 from titanlite.observe.gpus import gpu_of_device
 
 
@@ -42,10 +42,7 @@ def explained(error: BaseException, run: Run, argv: Sequence[str], device: torch
         name = getattr(gpu_of_device(properties.name), "name", properties.name).replace(" ", "-")
         options = ["--gpu", name, f"--memory={properties.total_memory / GIB}"]
     try:
-        plan = handed_down()
-        if plan is None or not plan.changes:
-            plan = plan_in_child(argv, run.world_size, "--remedies", *options)
-        planned = plan.explain_memory()
+        planned = plan_in_child(argv, run.world_size, "--remedies", *options).explain_memory()
     except UserError as failure:  # for example because the table has no such GPU
         planned = str(failure)
     return OutOfMemory(f"Out of memory {when}: {torch_says}{measured} {planned}")
