@@ -292,9 +292,6 @@ LOST = [  # what cannot be carried over, and words of the reason
     ("[parallelism]\npipeline_parallel_degree = 2", "training.global_batch_size to 8 times their number"),
     ("[validation]\nenable = true", "validation.sequences"),
     ('[training]\ndataset = "c4_test"', "python_stdlib"),
-    ('[optimizer]\nname = "Adam"', "With optimizer.weight_decay = 0"),
-    ('[parallelism]\npipeline_parallel_schedule = "DualPipeV"', "ZBVZeroBubble"),
-    ('[quantize.linear.float8]\nrecipe_name = "blockwise"', "'tensorwise', 'rowwise'"),
 ]
 
 
@@ -330,6 +327,9 @@ REFUSED = [
     ("[training]\nsteps = 1 # \u202e", "control characters"),
     ("[validation]\nenable = true\nfreq = 'x'", 'validation.freq = "x"'),
     ("[activation_checkpoint]\nmode = 2024-01-01", "activation_checkpoint.mode"),
+    ("[optimizer]\nname = 'Adam'", "AdamW"),
+    ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "ZBVZeroBubble"),
+    ("[quantize.linear.float8]\nrecipe_name = 'blockwise'", "tensorwise"),
 ]
 
 

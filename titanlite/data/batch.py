@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ IGNORED = -100
 """The label of a position where nothing is to be predicted."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """This rank's share of the rows of one optimizer step."""
 
     microbatches: list[Microbatch]
@@ -24,16 +23,19 @@ class GlobalBatch:
     """Labels in this rank's rows that are not -100."""
 
 
-def make_microbatch(
-    rows: list[Row], seq_len: int, document_mask: bool, device: torch.device
-) -> tuple[Microbatch, np.ndarray]:
+def make_microbatch(rows: list[Row], document_mask: bool, device: torch.device) -> tuple[Microbatch, np.ndarray]:
     """The rows on the device, and their labels in host memory, (B, T)."""
     tokens = np.stack([row.tokens for row in rows]).astype(np.int64)  # (B, T + 1)
     arrays, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
-    for label, row in zip(labels, rows, strict=True):
-        label[max(0, int(row.segments[:, 3].sum()) - 1) :] = IGNORED  # padding
+    used = [int(row.segments[:, 3].sum()) for row in rows]
+    for label, size in zip(labels, used, strict=True):
+        label[max(0, size - 1) :] = IGNORED  # padding
     if document_mask:
-        ids, positions = _documents(rows, seq_len)  # (B, T + 1)
+        ids, positions = np.empty_like(tokens, dtype=np.int32), np.empty_like(tokens)
+        for i, (row, size) in enumerate(zip(rows, used, strict=True)):
+            lengths = np.append(row.segments[:, 3], tokens.shape[1] - size)  # the padding is a document of its own
+            ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            positions[i] = np.arange(tokens.shape[1]) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         labels[positions[:, 1:] == 0] = IGNORED  # no document predicts the next one
         arrays |= {"document_ids": ids[:, :-1], "positions": positions[:, :-1]}
     arrays["labels"] = labels
@@ -54,15 +56,3 @@ def blank_microbatch(rows: int, seq_len: int, document_mask: bool, device: torch
 
     ids, positions = (blank(torch.int32), blank(torch.int64)) if document_mask else (None, None)
     return Microbatch(blank(torch.int64), blank(torch.int64), ids, positions)
-
-
-def _documents(rows: list[Row], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Document ids, int32, and positions, int64, both (B, T + 1). The padding of a row is a document of its own."""
-    ids = np.empty((len(rows), seq_len + 1), dtype=np.int32)
-    positions = np.empty((len(rows), seq_len + 1), dtype=np.int64)
-    for i, row in enumerate(rows):
-        lengths = row.segments[:, 3]
-        lengths = np.append(lengths, seq_len + 1 - lengths.sum())
-        ids[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions[i] = np.arange(seq_len + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return ids, positions

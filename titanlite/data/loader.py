@@ -61,12 +61,8 @@ class Loader:
         """Rows of one optimizer step, over all ranks."""
         self._data = data = training_data(run, tokenizer)
         self.sources = data.sources
-        self._order = {
-            "seed": data.seed,
-            "seq_len": data.seq_len,
-            "packing": data.packing,
-            "holdout": data.tokenizer.holdout,
-        }
+        holdout = data.tokenizer.holdout
+        self._order = {"seed": data.seed, "seq_len": data.seq_len, "packing": data.packing, "holdout": holdout}
         self._readers: list[BatchReader] | list[Worker] = []
         self._ahead: deque[list[Row] | Exception] = deque()  # read already, not yet asked for
         self._counts = np.zeros(3, dtype=np.int64)  # since the start: labels that are trained on, positions, skipped
@@ -89,12 +85,11 @@ class Loader:
         """Start reading ahead in the background. Without this call the first batch starts it."""
         if self._readers:
             return
-        workers = self._job.dataset.num_workers
-        parts = [(self._dp_rank, self._dp_size, number, max(1, workers)) for number in range(max(1, workers))]
-        if workers:
+        if workers := self._job.dataset.num_workers:
+            parts = [(self._dp_rank, self._dp_size, number, workers) for number in range(workers)]
             self._readers = [Worker(self._data, part, self._job, self._stopping) for part in parts]
         else:
-            self._readers = [BatchReader(self._data, part) for part in parts]
+            self._readers = [BatchReader(self._data, (self._dp_rank, self._dp_size, 0, 1))]
 
     def next_global_batch(self) -> GlobalBatch:
         """The next optimizer step's rows of this rank, on the device.
@@ -114,12 +109,11 @@ class Loader:
         for row in read:
             self._moved[row.source, row.stream] = row.position
             self._skipped += row.skipped
-        local, mask, seq_len = self._job.training.local_batch_size, self._job.dataset.document_mask, self._data.seq_len
-        parts = [read[i : i + local] for i in range(0, len(read), local)]
-        batches, labels = zip(*(make_microbatch(rows, seq_len, mask, self._device) for rows in parts), strict=True)
-        valid = sum(int((label != IGNORED).sum()) for label in labels)
-        self._counts += (valid, len(read) * seq_len, sum(len(row.skipped) for row in read))
-        return GlobalBatch(list(batches), valid)
+        local, mask = self._job.training.local_batch_size, self._job.dataset.document_mask
+        batches = [make_microbatch(read[i : i + local], mask, self._device) for i in range(0, len(read), local)]
+        valid = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+        self._counts += (valid, len(read) * self._data.seq_len, sum(len(row.skipped) for row in read))
+        return GlobalBatch([microbatch for microbatch, _ in batches], valid)
 
     def failure(self, batches: int = 1) -> Exception | None:
         """Why this rank cannot read one of its next `batches` global batches; waits until they are read. The other
@@ -155,22 +149,12 @@ class Loader:
         """Where the next global batch begins: a small JSON value, the same for any number of ranks. All ranks of
         dp_group call it together, because each one knows only the streams that it has read."""
         self._meet()  # what was skipped before a checkpoint is reported before it
-        sources = [
-            {
-                "name": source.name,
-                "fingerprint": source.fingerprint,
-                "streams": [[*position.place, position.offset] for position in positions],
-            }
-            for source, positions in zip(self.sources, self._data.positions, strict=True)
-        ]
-        tokenizer, schedule = self._data.tokenizer.tokenizer.fingerprint, self._data.mixture.state_dict()
-        return {
-            "version": _STATE_VERSION,
-            **self._order,
-            "tokenizer": tokenizer,
-            "schedule": schedule,
-            "sources": sources,
-        }
+        state = {"version": _STATE_VERSION, **self._order, "tokenizer": self._data.tokenizer.tokenizer.fingerprint}
+        sources = []
+        for source, positions in zip(self.sources, self._data.positions, strict=True):
+            streams = [[*position.place, position.offset] for position in positions]
+            sources.append({"name": source.name, "fingerprint": source.fingerprint, "streams": streams})
+        return state | {"schedule": self._data.mixture.state_dict(), "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was saved, on any number of ranks.

@@ -44,7 +44,7 @@ class Mixture:
         total, scale = sum(weights), math.lcm(*filter(None, weights))
         batch = []
         for _ in range(self._global_batch_size):
-            source = self._next_source(total, scale)
+            source = self._next_source(total, scale) if len(self.rows) > 1 else 0
             batch.append((source, self.rows[source]))
             self.rows[source] += 1
             self.stage_rows[source] += 1
@@ -54,13 +54,14 @@ class Mixture:
     def _next_source(self, total: int, scale: int) -> int:
         length, parts = sum(self.stage_rows) + 1, 2 * len(self.rows) - 2
         waiting = []
-        for i, (weight, rows) in enumerate(zip(self.weights, self.stage_rows, strict=True)):
-            lag = parts * (weight * length - rows * total)  # parts * total times the sequences that it lags behind
+        for i, weight in enumerate(self.weights):
+            # parts * total times the sequences by which source i lags behind its share
+            lag = parts * (weight * length - self.stage_rows[i] * total)
             if weight and lag >= total:
                 # Time until source i lags by one: (1 - 1/parts - lag) / weight, multiplied by whole numbers that are
                 # the same for all sources.
                 waiting.append((((parts - 1) * total - lag) * (scale // weight), i))
-        return min(waiting)[1] if parts else 0
+        return min(waiting)[1]
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON value."""

@@ -91,10 +91,9 @@ class Document(NamedTuple):
     tokens: np.ndarray
     """int32, bos and eos included; empty if the document is skipped or held out."""
 
-    def piece(self, offset: int, most: int) -> Piece:
-        """Up to `most` tokens from token `offset` on."""
-        tokens = self.tokens[offset : offset + most]
-        return tokens, (self.part, self.number, offset, len(tokens))
+    def piece(self, offset: int, size: int) -> Piece:
+        """`size` tokens from token `offset` on."""
+        return self.tokens[offset : offset + size], (self.part, self.number, offset, size)
 
 
 class Row(NamedTuple):
@@ -176,23 +175,25 @@ def concat(documents: _Documents, length: int, start: StreamPosition) -> Rows:
     """Documents are joined, and the result is cut into rows of `length` tokens. The last token of a row is also the
     first token of the next row, so that each token of the stream except the very first is predicted exactly once. Only
     the last row of a source with max_epochs is shorter."""
-    number, place, offset = start
+    number, place, last = start  # of the last token that was read, with which the next row begins
     pieces: list[Piece] = []
-    need, position = length, start  # of the last token that was read, with which the next row begins
+    need, offset = length, last
     for document in documents(place):
-        _check_saved(not offset or offset < len(document.tokens))
-        while offset < len(document.tokens):
-            pieces.append(document.piece(offset, need))
-            read = pieces[-1][1][3]
-            offset, need = offset + read - 1, need - read
-            position = StreamPosition(number + 1, document.place, offset)
+        size = len(document.tokens)
+        if offset:
+            _check_saved(offset < size)
+        while offset < size:
+            read = min(need, size - offset)
+            pieces.append(document.piece(offset, read))
+            place, last, need = document.place, offset + read - 1, need - read
             if need:
                 break
-            yield pieces, position
-            number, pieces, need = number + 1, [], length
+            number += 1
+            yield pieces, StreamPosition(number, place, last)
+            pieces, need, offset = [], length, last
         offset = 0
     if need <= length - 2:  # otherwise there are fewer than two tokens: none to predict
-        yield pieces, position
+        yield pieces, StreamPosition(number + 1, place, last)
 
 
 def best_fit(documents: _Documents, length: int, start: StreamPosition) -> Rows:
@@ -207,7 +208,7 @@ def best_fit(documents: _Documents, length: int, start: StreamPosition) -> Rows:
         while total < _WINDOW_ROWS * length and (document := next(stream, None)) is not None:
             size, after = len(document.tokens), document.next_place
             starts = range(0, max(1, size - 1), length - 1) if size else ()
-            pieces += [document.piece(offset, length) for offset in starts]
+            pieces += [document.piece(offset, min(length, size - offset)) for offset in starts]
             total += size
         if not pieces:
             return
@@ -338,8 +339,10 @@ class BatchReader:
         for pieces, position in self._open[source, stream]:
             if position.row > wanted:
                 segments = np.array([segment for _, segment in pieces], dtype=np.int64)
-                padding = np.full(length - segments[:, 3].sum(), data.tokenizer.tokenizer.eos_id, dtype=np.int32)
-                tokens = np.concatenate([*(tokens for tokens, _ in pieces), padding]).astype(np.int32, copy=False)
+                tokens = [piece for piece, _ in pieces]
+                if missing := length - sum(map(len, tokens)):
+                    tokens.append(np.full(missing, data.tokenizer.tokenizer.eos_id, dtype=np.int32))
+                tokens = np.concatenate(tokens).astype(np.int32, copy=False)
                 return Row(k, tokens, segments, source, stream, position, data.tokenizer.skipped.copy())
             # A row of another rank, because the number of ranks does not divide V. What was skipped is for that rank
             # to report.
@@ -353,20 +356,21 @@ class BatchReader:
         data, source, turn = self._data, self._data.sources[number], start.turn
         count, streams = source.num_units, len(data.positions[number])
         end = data.specs[number].max_epochs * count or _NO_END
-        _check_saved(turn < _NO_END and (isinstance(source, Sequential) or start == Place(turn)))
+        record = source.record if isinstance(source, RandomAccess) else None
+        _check_saved(turn < _NO_END and (record is None or start == Place(turn)))
         # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
         block = max(8, min(256, count // streams))
         while turn * streams + stream < end:
             positions = np.arange(turn, turn + block) * streams + stream
             for unit in epoch_order(count, data.seed, positions[positions < end]).tolist():
                 position = turn * streams + stream
-                if isinstance(source, Sequential):
-                    yield from self._shuffled(source, unit, position, start if turn == start.turn else Place(turn))
-                else:
-                    assert isinstance(source, RandomAccess)
+                if record is not None:
                     self._at[2] = unit
-                    tokens = data.tokenizer.encode(source.record(unit), position >= count)
+                    tokens = data.tokenizer.encode(record(unit), position >= count)
                     yield Document(Place(turn), Place(turn + 1), 0, unit, tokens)
+                else:
+                    assert isinstance(source, Sequential)
+                    yield from self._shuffled(source, unit, position, start if turn == start.turn else Place(turn))
                 turn += 1
 
     def _shuffled(self, source: Sequential, part: int, position: int, start: Place) -> Iterator[Document]:

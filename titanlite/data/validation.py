@@ -49,22 +49,17 @@ class ValidationSet:
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
-        validation, dataset, seq_len = run.job.validation, run.job.dataset, run.job.training.seq_len
-        local_batch_size, dp_size, held_out = (
-            run.job.training.local_batch_size,
-            run.degrees.data,
-            validation.holdout > 0,
-        )
-        chosen = dataset if held_out else validation
+        validation, dataset, training = run.job.validation, run.job.dataset, run.job.training
+        held_out, local, ranks = validation.holdout > 0, training.local_batch_size, run.degrees.data
+        chosen, section = (dataset, "dataset") if held_out else (validation, "validation")
         keys = chosen.model_dump(include=set(Dataset.model_fields))
         for table in (keys, *keys["sources"]):
             table["max_epochs"] = 1
-        section, skip_bad = "dataset" if held_out else "validation", chosen.on_bad_record == "skip"
+        skip_bad = chosen.on_bad_record == "skip"
         documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
-        data = PackedDataset(
-            Dataset.model_validate(keys), documents, run.validation_seed, seq_len, validation.sequences
-        )
-        self._seq_len, self._device, self._document_mask = seq_len, device, dataset.document_mask
+        once = Dataset.model_validate(keys)
+        data = PackedDataset(once, documents, run.validation_seed, training.seq_len, validation.sequences)
+        self._device, self._document_mask = device, dataset.document_mask
         self._name = " + ".join(source.name for source in data.sources)
         reader, rows = BatchReader(data), list[Row]()
         with suppress(OutOfData):  # then there are fewer rows than asked for; describe() gives their number
@@ -73,14 +68,13 @@ class ValidationSet:
                 if not held_out:  # otherwise the training reads, and reports, the same records
                     report_skipped(rows[-1].skipped)
         self.num_sequences = len(rows)
+        count = -(-len(rows) // (ranks * local)) * local  # the same on all ranks
         filler = rows[0]._replace(segments=rows[0].segments[:0])  # all of it is padding
-        own = rows[dp_rank::dp_size]
-        count = -(-len(rows) // (dp_size * local_batch_size)) * local_batch_size  # the same on all ranks
-        own += [filler] * (count - len(own))
-        self._batches = [own[i : i + local_batch_size] for i in range(0, count, local_batch_size)]
+        own = [*rows[dp_rank::ranks], *[filler] * count][:count]
+        self._batches = [own[i : i + local] for i in range(0, count, local)]
 
         cpu = torch.device("cpu")
-        labels = [make_microbatch(batch, seq_len, self._document_mask, cpu)[1] for batch in self._batches]
+        labels = [make_microbatch(batch, self._document_mask, cpu)[1] for batch in self._batches]
         valid = np.concatenate([label[label != IGNORED] for label in labels])
         self.num_tokens = len(valid)
         ids, counts = np.unique(valid, return_counts=True)
@@ -91,7 +85,7 @@ class ValidationSet:
     def batches(self) -> Iterator[Microbatch]:
         """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""
         for rows in self._batches:
-            yield make_microbatch(rows, self._seq_len, self._document_mask, self._device)[0]
+            yield make_microbatch(rows, self._document_mask, self._device)[0]
 
     def describe(self) -> str:
         """One line for the log."""

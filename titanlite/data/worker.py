@@ -91,15 +91,16 @@ class Worker:
             now = time.monotonic()
             if (found := self._at.tolist()) != at:
                 at, since = found, now
-            where = f"{self._sources[at[0]].name}, {self._sources[at[0]].where(*at[1:])}"
-            if now - since > self._patience:
-                raise WorkerError(
-                    f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds in "
-                    f"{where}. Look whether the disk or the network that holds it answers, and whether the process is "
-                    "stopped. Then start again."
-                )
-            if now - said > _SAY_SECONDS:
-                said = now
+            stands_still = now - since > self._patience
+            if stands_still or now - said > _SAY_SECONDS:
+                said, source = now, self._sources[at[0]]
+                where = f"{source.name}, {source.where(*at[1:])}"
+                if stands_still:
+                    raise WorkerError(
+                        f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds"
+                        f" in {where}. Look whether the disk or the network that holds it answers, and whether the "
+                        "process is stopped. Then start again."
+                    )
                 logging.getLogger("titanlite").info("waiting for data: %s", where)
         self._patience = self._later
         if isinstance(result, Exception):
@@ -126,15 +127,10 @@ class Worker:
 
     def _why_it_ended(self) -> UserError:
         code = self._process.wait()
-        if code == -signal.SIGBUS:  # a memory-mapped file has become shorter
-            try:
-                for source in self._sources:
-                    source.files.check()
-            except UserError as error:
-                return error
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
+        hints = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (a file that it has mapped became shorter?)"}
+        text = f"a data worker (process {self._process.pid}) ended {how}{hints.get(code, '')}. Start again to go on."
+        return WorkerError(text)
 
 
 def main(at_file: int) -> None:

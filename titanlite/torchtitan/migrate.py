@@ -1,8 +1,7 @@
 """Turns a job file of torchtitan into one of ours: text to text, with the comments.
 
-Invariant: a key of the old file is carried over, or named in the report with the reason, and so is a name of something
-that titanlite does not have. The new file is valid by the schema, or the old one is refused with all values that are
-wrong. No file is read or written here.
+Invariant: a key of the old file is carried over, or named in the report with the reason. The new file is valid by the
+schema, or the old one is refused with all values that are wrong. No file is read or written here.
 """
 
 from __future__ import annotations
@@ -155,24 +154,16 @@ class Migration:
         self.lost.setdefault(reason, []).append(key)
 
     def _check(self) -> None:
-        """Leave out names that the schema does not know, such as "Adam". Raises UserError: it refuses other values."""
+        """Raises UserError: values that the schema refuses, by their old names."""
         job: dict[str, dict[str, Any]] = {}
         for key, entry in self._new.items():
             job.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = entry.value
-        errors = []
         try:
             JobConfig.model_validate(job)
         except WrongJob as wrong:
-            for mistake in wrong.mistakes:
-                entry = self._new[mistake.key]
-                if mistake.kind == "literal_error" and isinstance(entry.value, str):
-                    del self._new[mistake.key]
-                    reason = f"{tables.INSTEAD.get(entry.value, '')} Here it {mistake.remedy}".lstrip()
-                    self._lose(f"{entry.key} = {shown(entry.value)}", reason)
-                else:
-                    errors.append(f"  {entry.key}: {mistake.found} {mistake.remedy}")
-        if errors:
-            raise UserError("\n".join(["these values are wrong. Change them and migrate again:", *errors]))
+            errors = [f"  {self._new[found.key].key}: {found.found} {found.remedy}" for found in wrong.mistakes]
+            text = "these values are wrong here. Change them, or leave them out, and migrate again:"
+            raise UserError("\n".join([text, *errors])) from None
 
     # ------------------------------------------------------------------------------------- what several keys decide
 

@@ -24,8 +24,6 @@ CONVERTED: frozenset[str] = frozenset(_FILE["converted"]["keys"].split())
 """Keys that several keys of ours follow from together."""
 WITHOUT: dict[str, str] = {key: group["reason"] for group in _FILE["without"] for key in group["keys"].split()}
 """Key without an equivalent -> the reason, and what to do."""
-INSTEAD: dict[str, str] = _FILE["instead"]
-"""Name of something that titanlite does not have -> what to do."""
 DEFAULTS: dict[str, Any] = _FILE["defaults"]
 """What torchtitan does where a file says nothing, and titanlite does otherwise: key of ours -> value."""
 ALL = frozenset({*EQUIVALENT, *CONVERTED, *WITHOUT})
