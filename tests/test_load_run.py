@@ -3,11 +3,11 @@ tests/test_wrong_inputs.py."""
 
 import base64
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +16,8 @@ from titanlite.checkpoint.job_diff import compare_jobs
 from titanlite.checkpoint.step_folders import encode_manifest
 from titanlite.config.errors import UserError
 from titanlite.config.load import dump_config
-from titanlite.config.run import Run, sequence_divisor
-from titanlite.config.schema import JobConfig, Model, Parallelism, Training
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig, Model, Training
 from titanlite.load_run import check_run, layout_rules, load_run
 
 
@@ -120,15 +120,12 @@ def test_a_resolved_job_which_names_every_default_is_as_good_as_its_original(tex
 
 
 def test_each_stage_of_a_mix_must_run():
-    sources = '[training]\nsteps = 10\n[[dataset.sources]]\nsource = "c4"\n'
-    stages = [f"[[dataset.stages]]\nstart_step = {start}\nweights = [1]\n" for start in (5, 5, 10)]
-    Path("job.toml").write_text(sources + "".join(stages))
-    report = check()
-    assert report.startswith("2 mistakes")
-    assert "dataset.stages.1.start_step = 5" in report
-    assert "dataset.stages.2.start_step = 10" in report
-    Path("job.toml").write_text(sources + stages[0])
-    assert check("--training.steps", "3") == ""  # a look at the first steps
+    stages = [{"start_step": start, "weights": [1]} for start in (5, 5, 10)]
+    Path("job.toml").write_text(tomlkit.dumps({"dataset": {"sources": [{"source": "c4"}], "stages": stages}}))
+    assert re.findall(r"stages\.\d\.start_step = \d+", check()) == ["stages.1.start_step = 5"]
+    Path("job.toml").write_text(Path("job.toml").read_text() + "[training]\nsteps = 10\n")
+    assert re.findall(r"stages\.\d", check()) == ["stages.1", "stages.2"]
+    assert re.findall(r"stages\.\d", check("--training.steps", "3")) == ["stages.1"]  # a look at the first steps
 
 
 def test_rules_and_schema_are_reported_together_with_the_place_where_a_value_was_set():
@@ -168,14 +165,6 @@ def test_layout_and_batch_are_accepted_exactly_when_they_divide(
     assert not fits or run.degrees.world == world
     if fits and pp == 1:
         assert ("training.global_batch_size" in found) == (wanted % (local * world // (cp * tp)) != 0)
-
-
-@given(some, some, st.integers(1, 200))
-def test_a_sequence_that_divides_can_be_cut_by_both(cp: int, tp: int, length: int):
-    config = Parallelism(context_parallel_degree=cp, tensor_parallel_degree=tp)
-    degree = Run(JobConfig(parallelism=config), cp * tp).degrees
-    works = length % (2 * cp if cp > 1 else 1) == 0 and length % (cp * tp) == 0
-    assert (length % sequence_divisor(degree) == 0) == works
 
 
 def problems(sections: dict[str, Any], world: int) -> dict[str, str]:
@@ -219,14 +208,6 @@ def test_what_an_older_torch_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatc
     for torch, refused in (("2.11.0+cu130", ["parallelism.pipeline_parallel_schedule"]), ("2.13.0", [])):
         monkeypatch.setattr("titanlite.load_run.version", lambda _name, torch=torch: torch)
         assert list(problems(job, 2)) == refused
-
-
-def test_a_wrong_job_of_the_largest_model_is_found_out_in_a_fraction_of_a_second():
-    write_tokenizer("llama.model", 128256)
-    started = time.process_time()
-    report = check("--model.flavor", "405b", "--tokenizer.path", "llama.model", "--model.n_heads", "127")
-    assert report.startswith("1 mistake")
-    assert time.process_time() - started < 2.0  # 0.3 s, most of it reading the tokenizer
 
 
 def test_a_checkpoint_of_an_older_version_stays_readable(tmp_path: Path):

@@ -48,7 +48,6 @@ def lines(table: str) -> list[tuple[str, str]]:
 JOBS = """
 steps : 5 => bad.toml
 [training] ; steps = 1 ; [training] ; seq_len = 2 => bad.toml
-{"training": {"steps": 5}} => bad.toml
 [trainig] ; steps = 5 => [trainig]
 [xyzzy] ; a = 1 => [xyzzy]
 training.step = 5 => training.steps
@@ -61,47 +60,33 @@ training = 5 =>
 job.descripton = "\\u001b[2J" => job.description
 training.steps = "5" =>
 training.steps = true =>
-training.steps = 2024-01-01 =>
 training.steps = 0 =>
 training.steps = 10_000_000_000 =>
-training.steps = [5] =>
 training.global_batch_size = 0 =>
-training.seed = 9223372036854775808 =>
-training.max_norm = nan =>
 training.max_norm = -1.0 =>
-training.dtype = "bf16" =>
 training.seq_len = 9000 =>
-job.description = 5 =>
-job.dump_folder = "a\\u0000b" =>
 model.flavor = "7b" =>
 model.dim = 258 => model.n_heads
 model.n_heads = 7 =>
 model.n_kv_heads = 3 =>
 model.vocab_size = 4095 =>
 model.max_seq_len = 1024 => training.seq_len
-tokenizer.path = ".." =>
 tokenizer.path = "nowhere.model" =>
 tokenizer.path = "job.toml" =>
-dataset.source = "csv" =>
 dataset.source = "jsonl" => dataset.path
 dataset.path = "text.jsonl" => dataset.source
-dataset.source = "text" ; dataset.path = "." => dataset.path
 dataset.source = "shards" ; dataset.path = "." => dataset.path
 dataset.source = "arrow" ; dataset.path = "." => dataset.path
 dataset.split = "x" ; [[dataset.sources]] ; source = "c4" =>
-dataset.sources = [5] => dataset.sources.0
 [[dataset.sources]] ; sorce = 1 => dataset.sources.0.sorce
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
-[[dataset.stages]] ; start_step = 1 ; weights = [1.0] => dataset.stages.0.weights
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
 training.steps = 9 ; dataset.stages = [{start_step = 9, weights = [1]}] => dataset.stages.0.start_step
 validation.holdout = 0.1 =>
 validation.freq = 5 =>
 validation.source = "jsonl" ; validation.path = "text.jsonl" =>
-validation.freq = 5 ; validation.source = "jsonl" => validation.path
 validation.freq = 5 ; validation.holdout = 0.1 ; validation.source = "jsonl" => validation.source
-validation.prefetch = 5 =>
 optimizer.name = "SGD" =>
 optimizer.lr = nan =>
 optimizer.beta2 = 0.999 ; optimizer.state_dtype = "bfloat16" =>
@@ -111,8 +96,6 @@ lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
 lr_scheduler.total_steps = 4 ; training.steps = 5 =>
 activation_checkpoint.selective_ac_option = "0" =>
 activation_checkpoint.mode = "memory_budget" =>
-compile.enable = 1 =>
-compile.components = "model" =>
 compile.components = ["modle"] =>
 float8.enable = true =>
 float8.enable_fsdp_float8_all_gather = true ; float8.enable = true ; float8.recipe_name = "rowwise" =>
@@ -126,15 +109,12 @@ checkpoint.keep_best = true =>
 checkpoint.folder = "/etc/passwd" =>
 checkpoint.folder = "tb" =>
 metrics.writers = ["none_such"] =>
-metrics.details = ["updates", "float8"] => metrics.details
-samples.freq = 5 =>
 samples.prompts = ["a"] =>
 samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 => samples.prompts
 profiling.enable_profiling = true ; profiling.profile_freq = 3 => profiling.profile_freq
 parallelism.pipeline_parallel_split_points = ["layers.2"] =>
 parallelism.enable_async_tensor_parallel = true =>
 @4 parallelism.data_parallel_replicate_degree = 3 =>
-@4 parallelism.data_parallel_shard_degree = 8 =>
 @3 parallelism.tensor_parallel_degree = 3 =>
 @2 model.ffn_dim = 720 ; parallelism.tensor_parallel_degree = 2 ; float8.enable = true ; float8.min_features = 0 =>
 @2 training.seq_len = 510 ; parallelism.context_parallel_degree = 2 =>
@@ -143,7 +123,6 @@ parallelism.enable_async_tensor_parallel = true =>
 @7 parallelism.pipeline_parallel_degree = 7 ; training.global_batch_size = 56 =>
 @2 model.tied_embeddings = true ; parallelism.pipeline_parallel_degree = 2 ; training.global_batch_size = 16 =>
 @2 parallelism.fsdp_reduce = "microbatch" ; parallelism.pipeline_parallel_degree = 2 =>
-@2 parallelism.pipeline_parallel_split_points = ["layers.6"] ; parallelism.pipeline_parallel_degree = 2 =>
 @2 parallelism.pipeline_parallel_split_points = ["2"] ; parallelism.pipeline_parallel_degree = 2 =>
 @2 parallelism.pipeline_parallel_split_points = ["layers.2", "layers.4"] ; parallelism.pipeline_parallel_degree = 2 =>
 """
@@ -168,37 +147,25 @@ COMMANDS = f"""
 => titanlite COMMAND
 trane => titanlite train
 --training.steps 5 => titanlite COMMAND
-'' => unknown command
 help nothing_at_all => nothing_at_all
 help training.stepps => training.steps
-train --config job.toml => job.config_file
 check --job.config_file nowhere.toml => nowhere.toml
 check --job.config_file run => run
-check --job.config_file => --job.config_file
 train job.toml => --job.config_file
 train --training.stpes 5 => training.steps
-check --steps 5 => training.steps
 check -training.steps 5 => -training.steps
-check training.steps=5 => training.steps=5
 check --training.steps => --training.steps
 check --training.steps 5 6 => 6
 check --training.steps 10k => training.steps
-check --training.steps {"9" * 5000} => training.steps
 check --optimizer.lr nan => optimizer.lr
 check --compile.enable true => --compile.enable
-check --compile.enable=true => --compile.enable
 check --checkpoint.no-no-enable => --checkpoint.no-no-enable
 check --training.no-steps => --training.no-steps
 check --dataset.sources x => [[dataset.sources]]
-check --training.steps 0 --trainin.x 1 => 2 mistakes
 check --world-size 0 => world_size
 check --world-sise 4 => --world-size
-check --world-size 3 --training.global_batch_size 8 => training.global_batch_size
 prepare => --out
-prepare --out x --workers 0 => workers
 prepare --out x --workers 1 --dataset.source shards --dataset.path run => run
-{PREPARE} text.jsonl --out . => .
-{PREPARE} text.jsonl --out run => run
 {PREPARE} text.jsonl --out text.jsonl => text.jsonl
 {PREPARE} text.jsonl --out run/checkpoint/step-00000010/x => step-00000010
 {PREPARE} text.jsonl --out /proc/x => /proc/x
@@ -206,29 +173,21 @@ data list => list
 data show --row 99 {SMALL} => --row 99
 {SHOW} text.jsonl --rank 5 => --rank
 {SHOW} nowhere.jsonl => nowhere.jsonl
-{SHOW} '*.nothing' => *.nothing
 {SHOW} run => run
-{SHOW} dangling => dangling
 {SHOW} /dev/null => /dev/null
 {SHOW} text.jsonl --dataset.text_column body => body
 data show {SMALL} --dataset.source huggingface --dataset.path ./nowhere => nowhere
-data show {SMALL} --dataset.source arrow --dataset.path run => run
 generate --prompt x => --checkpoint
 generate --checkpoint run --temperature -1 => temperature
-generate --checkpoint run --max-new-tokens 0 => max_new_tokens
 generate --checkpoint run --topk 3 => --top-k
 generate --checkpoint nowhere => nowhere
-generate --checkpoint 'a\0b' --prompt x => checkpoint
 generate --checkpoint run/checkpoint/step-00000099 --prompt x => step-00000099
 generate --checkpoint run --prompt '{"word " * 90}' => --prompt
 export --checkpoint run => --out
 export --checkpoint run --out x --dtype int8 => float32
 export --checkpoint run hurt --out x => hurt
-export --checkpoint nowhere --out x => nowhere
 export --checkpoint run/checkpoint --out run => run
 export --checkpoint run/checkpoint --out job.toml => job.toml
-export --checkpoint run/checkpoint --out run/checkpoint/step-00000010/a/b => step-00000010
-export --checkpoint run/checkpoint --out /proc/x => /proc
 export --checkpoint run/checkpoint --out x --tokenizer nowhere.json => nowhere.json
 import --out x => --hf
 import --out x --hf a --meta b => --hf
@@ -237,52 +196,37 @@ import --meta nowhere --out x => nowhere
 verify => PATH
 verify run other => other
 verify run --deep => --deep
-verify nowhere => nowhere
 tokenizer => titanlite tokenizer train
 tokenizer train --data text.jsonl => --out
 tokenizer train --data text.jsonl --vocab-size 5 --out x => vocab_size = 5
 tokenizer train --data text.jsonl --vocab-size 600 --out x --text-column body => body
-tokenizer train --data run --vocab-size 600 --out x => run
-tokenizer train --data text.jsonl --vocab-size 600 --out /proc/x => /proc
 plan --memory 1e300 => memory
 plan --search --write job.toml => --write job.toml
-watch run --interval 1e300 => interval
 report run --out job.toml => --out job.toml
 report run --out pipe => pipe
 migrate => required
 migrate nowhere.toml => nowhere.toml
 migrate run => run
 migrate pipe => pipe
-migrate dangling => dangling
 migrate job.toml --out text.jsonl => text.jsonl
 migrate job.toml --out job.toml => --overwrite
-migrate job.toml --out dangling => dangling
-migrate job.toml --out run --overwrite => run
 migrate job.toml --out /proc/new.toml => /proc
 migrate job.toml --torchtitan-version 0.3 => 0.3
 train --job.dump_folder /proc/out => job.dump_folder
 train --job.dump_folder run/checkpoint/step-00000010/x => step-00000010
 train --job.dump_folder job.toml => job.toml
-train --job.dump_folder dangling => dangling
 train --checkpoint.folder ../../dangling => dangling
 WORLD_SIZE=two check => WORLD_SIZE
-WORLD_SIZE=0 train => WORLD_SIZE
 WORLD_SIZE=² check => WORLD_SIZE
 WORLD_SIZE=1000000000000 check => WORLD_SIZE
 RANK={"9" * 5000} check => RANK
-RANK=5 train => RANK
-LOG_RANK=-1 train => LOG_RANK
 LOG_RANK=7 launch => LOG_RANK
 NGPU=all launch => NGPU
-NGPU=0 launch => NGPU
 NGPU=999999999999 launch => NGPU
 NNODES=many launch => NNODES
-NNODES=2:1 launch => NNODES
 NNODES=2 launch => MASTER_ADDR
 {MASTER} NODE_RANK=2 launch => NODE_RANK
-{MASTER} NODE_RANK=first launch => NODE_RANK
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
-{MASTER} NODE_RANK=0 MASTER_PORT=99999 launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
 launch --training.steps 0 => training.steps
 """
@@ -295,14 +239,11 @@ BAD_TEXT: list[str | bytes] = [  # files of JSON lines
 DATA = [
     Case(f"{SHOW} bad.jsonl", "fewer than one", "bad.jsonl", '{"text": "a"}'),
     Case(f"{PREPARE} bad.jsonl --out x", "bad.jsonl", "bad.jsonl", TEXT + "no\n"),
-    Case(f"{PREPARE} bad.jsonl.gz --out x", "bad.jsonl.gz", "bad.jsonl.gz", "no"),
     Case(f"{PREPARE} bad.jsonl.gz --out x", "bad.jsonl.gz", "bad.jsonl.gz", gzip.compress(TEXT.encode())[:-20]),
     Case(f"{PREPARE} bad.jsonl.zst --out x", "bad.jsonl.zst", "bad.jsonl.zst", "no"),
-    Case(f"{SHOW} bad.jsonl.gz", "bad.jsonl.gz", "bad.jsonl.gz", TEXT),
     Case(f"data show {SMALL} --dataset.source parquet --dataset.path bad.parquet", "bad.parquet", "bad.parquet", "no"),
     Case(f"data show {SMALL} --dataset.source text --dataset.path bad.txt", "bad.txt", "bad.txt", bytes(range(256))),
     Case(f"data show {SMALL} --dataset.source shards --dataset.path bad", "bad", "bad/manifest.json", "{"),
-    Case(f"data show {SMALL} --dataset.source shards --dataset.path bad", "bad", "bad/manifest.json", "{}"),
     Case(f"data show {SMALL} --dataset.source arrow --dataset.path bad", "bad", "bad/dataset_info.json", "{}"),
 ]
 
@@ -325,22 +266,16 @@ BAD_TOKENIZERS: dict[str, list[str | bytes]] = {
     "json": ["{", '{"a": 1}', vocabulary(vocab={}), vocabulary(vocab={"</s>": "0"}), "[" * 100_000],
 }
 
-PARAMS = '{"dim": 8, "n_layers": 1, "n_heads": 1, "vocab_size": 9, "norm_eps": 1e-5}'
 CHECKPOINTS = [
     Case("verify empty", "empty", "empty/x", code=4),
     Case("verify hurt/checkpoint/step-00000020", "damaged", code=4),
-    Case("generate --checkpoint empty", "empty", "empty/x", code=4),
     Case("generate --checkpoint hurt/checkpoint/step-00000020", "damaged", code=4),
     Case("generate --checkpoint bad/step-00000010", "damaged", "bad/step-00000010/manifest.json", "{", code=4),
-    Case("generate --checkpoint bad/step-00000010", "damaged", "bad/step-00000010/manifest.json", "{}", code=4),
     Case("verify bad", "step-00000010", "bad/step-00000010/manifest.json", "[]", code=4),
-    Case("verify bad", "step-00000010", "bad/step-00000010/x", code=4),
-    Case("export --checkpoint hurt/checkpoint/step-00000020 --out x", "damaged", code=4),
     Case("import --hf empty --out x", "empty", "empty/x"),
     Case("import --hf bad --out x", "config.json", "bad/config.json", "{"),
     Case("import --hf bad --out x", "config.json", "bad/config.json", '{"model_type": "gpt2"}'),
     Case("import --meta bad --out x", "bad", "bad/params.json", "{"),
-    Case("import --meta bad --out x", "bad", "bad/params.json", PARAMS),
     Case("train --job.dump_folder out", "checkpoint", "out/checkpoint"),
 ]
 OTHERS = [  # for titanlite migrate
@@ -427,7 +362,6 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def plain(text: str) -> str:
-    """Without the boxes and line breaks of a terminal."""
     return re.sub(r"[\s│─╭╮╰╯]+", " ", text)
 
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.load import JOB_FILES, PACKAGE, dump_config, load_job, resolve_path
-from titanlite.config.mistakes import WrongJob, table_within
-from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.mistakes import WrongJob
+from titanlite.config.schema import SECTIONS, JobConfig
 from titanlite.load_run import check_run
 
 
@@ -143,43 +143,11 @@ def test_the_jobs_that_an_earlier_version_saved_are_read_without_what_is_gone():
         JobConfig.of_checkpoint(saved)
 
 
-def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Valid values of a key, drawn from its JSON schema."""
-    schema = next((option for option in schema.get("anyOf", []) if option["type"] != "null"), schema)
-    if "enum" in schema or "const" in schema:
-        return st.sampled_from(schema.get("enum", [schema.get("const")]))
-    if "pattern" in schema:
-        return st.from_regex(schema["pattern"], fullmatch=True)
-    if schema["type"] == "array":
-        return st.lists(valid_values(schema["items"]), max_size=3)
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum", 1)), schema.get("maximum", 1)
-    kinds = {
-        "boolean": st.booleans(),
-        "integer": st.integers(max(low, 1), min(schema.get("maximum", 2**40), 2**40)),
-        "number": st.floats(max(low, 1e-9), high, exclude_max="exclusiveMaximum" in schema),
-        "string": st.text(st.characters(min_codepoint=1, exclude_categories=["Cs"]), min_size=1, max_size=20),
-    }
-    return kinds[schema["type"]]
-
-
-SCHEMAS = {name: section.model_json_schema()["properties"] for name, section in SECTIONS.items()}
-FREE = [key for key, field in KEYS.items() if not table_within(field.annotation)]
-FREE = sorted({*FREE} - {"job.config_file", "model.flavor"})  # a file, and a name of a table
-some_keys = st.lists(st.sampled_from(FREE), unique=True, max_size=12)
-
-
-def values_of(key: str) -> st.SearchStrategy[Any]:
-    section, name = key.split(".")
-    return valid_values(SCHEMAS[section][name])
-
-
-@given(some_keys.flatmap(lambda keys: st.fixed_dictionaries({key: values_of(key) for key in keys})))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_written_configuration_reloads_to_an_equal_object(values: dict[str, Any]):
-    content: dict[str, Any] = {"dataset": {"sources": [{"source": "c4", "weight": 2}]}}
-    for key, value in values.items():
-        section, name = key.split(".")
-        content.setdefault(section, {})[name] = value
+@given(st.text(st.characters(min_codepoint=1, exclude_categories=["Cs"])), st.floats(1e-300, 1e300))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_written_configuration_reloads_to_an_equal_object(text: str, number: float):
+    content = {"job": {"description": text}, "optimizer": {"lr": number}, "samples": {"prompts": [text, "x"]}}
+    content |= {"dataset": {"sources": [{"source": "c4", "weight": 2}]}, "checkpoint": {"enable": False}}
     job = load(tomlkit.dumps(content))
     Path("copy.toml").write_text(dump_config(job), encoding="utf-8")
     assert load_job(["--job.config_file", "copy.toml"]) == job  # with the name and the outputs of the original
