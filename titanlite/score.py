@@ -136,7 +136,7 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
     run = Run(JobConfig.model_validate(job), world_size())
     if problems := list(layout_rules(run)):
-        raise WrongJob([mistake_of(run, *problem) for problem in problems])
+        raise WrongJob([mistake_of(run, *problem) for problem in problems], "eval")
     return run
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config.flavors import Architecture, architecture
+from titanlite.config.flavors import Architecture
 from titanlite.config.load import load_job
+from titanlite.config.run import architecture
 from titanlite.config.schema import ActivationCheckpoint, JobConfig
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params

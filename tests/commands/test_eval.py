@@ -20,8 +20,8 @@ from titanlite import cli
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.save import Saver
-from titanlite.config.flavors import architecture
 from titanlite.config.load import PACKAGE, dump_config
+from titanlite.config.run import architecture
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.llama import Llama

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.config.flavors import FLAVORS, architecture
-from titanlite.config.run import Run, balanced_cuts, piece_costs, stage_rank
+from titanlite.config.flavors import FLAVORS
+from titanlite.config.run import Run, architecture, balanced_cuts, piece_costs, stage_rank
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 

@@ -10,8 +10,8 @@ import tomli
 
 from titanlite import cli
 from titanlite.config.errors import UserError
-from titanlite.config.flavors import architecture
 from titanlite.config.load import JOB_FILES, PACKAGE, load_job
+from titanlite.config.run import architecture
 from titanlite.config.schema import KEYS, JobConfig
 from titanlite.load_run import load_run
 from titanlite.torchtitan import tables

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanlite.config.files import short
-from titanlite.config.flavors import architecture
+from titanlite.config.run import architecture
 from titanlite.config.schema import Model
 
 HARMLESS, CURVE = "harmless", "changes the curve"

@@ -106,12 +106,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def put(path: Path, content: bytes) -> None:
     """Write a file whole or not at all, into a folder that is there. Raises OSError: it cannot be written."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
 
 
 def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = "") -> AnyModel:

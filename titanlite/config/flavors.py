@@ -1,4 +1,4 @@
-"""The named Llama architectures, and how a job file changes them.
+"""The named Llama architectures.
 
 Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
@@ -6,10 +6,6 @@ Invariant: no torch here, so that a job file can be checked in a fraction of a s
 from __future__ import annotations
 
 import dataclasses
-import typing
-
-if typing.TYPE_CHECKING:
-    from titanlite.config import schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +54,3 @@ FLAVORS = {
 # These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above
 # holds for jobs that were saved without one.
 FITTED_TO_TOKENIZER = ("debugmodel", "150m")
-
-
-def architecture(model: schema.Model) -> Architecture:
-    """The flavor with the job file's overrides applied."""
-    names = [field.name for field in dataclasses.fields(Architecture)]
-    overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-    return dataclasses.replace(FLAVORS[model.flavor], **overrides)

@@ -66,7 +66,7 @@ def read_job(argv: Sequence[str]) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
     0. Raises UserError: the job file cannot be read."""
     words = [word for word in argv if word not in ("-h", "--help")]
-    values, strays, mistakes = _command_line(words)
+    values, mistakes = _command_line(words)
     path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
     origins = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
@@ -74,7 +74,8 @@ def read_job(argv: Sequence[str]) -> Draft:
     if len(words) < len(argv):
         from titanlite.config.help import print_help
 
-        print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), strays)
+        topics = [each.key for each in mistakes if each.kind == "stray"]
+        print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), topics)
     values.pop(CONFIG_FILE, None)
     for key, value in values.items():
         section, name = key.split(".")
@@ -133,19 +134,17 @@ def _read_file(name: str) -> tuple[Path, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------- the command line
 
 
-def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Mistake]]:
-    """The values of the options by key, as a job file would have them; the words that belong to no option; and what is
-    wrong with both."""
+def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
+    """The values of the options by key, as a job file would have them, and what is wrong."""
     values: dict[str, Any] = {}
-    strays: list[str] = []
     mistakes: list[Mistake] = []
     words = [word.encode(errors="replace").decode() for word in argv]  # what is no UTF-8 could not be written down
     while words:
         word = words.pop(0)
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
-            strays.append(word)
-            mistakes.append(Mistake(word, word, f"belongs to no option; a job file comes after --{CONFIG_FILE}."))
+            text = f"belongs to no option; a job file comes after --{CONFIG_FILE}."
+            mistakes.append(Mistake(word, word, text, "stray"))
             continue
         name = flag[2:].replace("-", "_")
         name = "config_file" if name == "config" else name
@@ -168,7 +167,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], list[
         else:
             found = [_value(word, kinds) for word in given]
             values[key] = found if is_list else found[0]
-    return values, strays, mistakes
+    return values, mistakes
 
 
 def _value(word: str, kinds: set[type]) -> Any:

@@ -7,14 +7,14 @@ rule. All other code takes the `Run` or a part of it, and never derives such a v
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from titanlite.config import schema
-from titanlite.config.flavors import Architecture, architecture
+from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.load import resolve_path
 
 MOST_RANKS = 1_000_000
@@ -184,3 +184,10 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
     if schedule in V_SHAPED:
         return min(stage, stages - 1 - stage)
     return stage % pipeline
+
+
+def architecture(model: schema.Model) -> Architecture:
+    """The flavor with the job file's overrides applied."""
+    names = [field.name for field in fields(Architecture)]
+    overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    return replace(FLAVORS[model.flavor], **overrides)
