@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
+from titanlite.runtime.logging import drop_output, logged_ranks, note_end, say_end
 
 # Name -> the module whose `main`, or other function, gets the other words, and one line of help.
 COMMANDS = {
@@ -106,7 +107,7 @@ def run_quietly(command: Callable[[], object]) -> int:
     except SystemExit as end:  # tyro raises it after a help or a message
         return end.code if isinstance(end.code, int) else 0
     except BrokenPipeError:  # `titanlite train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output(sys.stdout)
         return 141
     except (Exception, KeyboardInterrupt) as error:
         return _say_end(error)
@@ -114,8 +115,6 @@ def run_quietly(command: Callable[[], object]) -> int:
 
 def _say_end(error: BaseException) -> int:
     """Say why this process ends; returns its exit code."""
-    from titanlite.runtime.logging import note_end, say_end
-
     if isinstance(error, KeyboardInterrupt):
         note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
@@ -135,7 +134,6 @@ def train(argv: Sequence[str]) -> None:
     """
     from titanlite.load_run import load_run, world_size
     from titanlite.plan.start import foresee, without_dry_run
-    from titanlite.runtime.logging import logged_ranks
 
     words, is_dry = without_dry_run(argv)
     ranks = world_size()

@@ -22,7 +22,7 @@ def words(folder: Path, name: str) -> list[str]:
 
 def launch(folder: Path, mishap: str, ranks: int = 2, restarts: int = 0) -> "subprocess.Popen[str]":
     command = [sys.executable, WORKER, "launch", str(ranks), str(restarts), mishap, *words(folder, mishap)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_killed_rank_restarts_the_run_and_the_curve_is_the_same(tmp_path: Path) -> None:

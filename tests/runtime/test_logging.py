@@ -132,4 +132,4 @@ def test_what_cannot_be_written_is_said_once_counted_and_stops_nothing(
     assert err == ""
     assert said.count("The run goes on, but cannot write to") == (2 if full.startswith("the") else 1)  # a file each
     assert all(f"saved step {step}\n" in said for step in range(3))
-    assert failed_writes() >= 3
+    assert failed_writes() >= (1 if full == "standard output" else 3)

@@ -14,7 +14,7 @@ from titanlite.config.errors import one_line
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.observe.live import RunStatus, View, plain_line
 from titanlite.report.run_files import read_status
-from titanlite.runtime.logging import is_live_terminal, terminal_console
+from titanlite.runtime.logging import is_live_terminal
 
 
 class Watch(Options):
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
 
     options, said = parse(Watch, argv, "watch"), list[str]()
     status = read_status(options.dir)
-    with Live(console=terminal_console(), auto_refresh=False) if is_live_terminal() else nullcontext() as live:
+    with Live(auto_refresh=False) if is_live_terminal() else nullcontext() as live:
         while True:
             if live is not None:
                 live.update(View(status), refresh=True)

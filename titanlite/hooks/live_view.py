@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -9,7 +10,7 @@ from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.live import RunStatus, State, View
 from titanlite.observe.logged_step import LoggedStep, StepLine
-from titanlite.runtime.logging import LOGGER_NAME, Event, LogHandler, is_live_terminal, terminal_console
+from titanlite.runtime.logging import LOGGER_NAME, Event, LogHandler, is_live_terminal
 
 
 class LiveRun(Hook):
@@ -35,7 +36,7 @@ class LiveRun(Hook):
         for handler in self._handlers:
             handler.addFilter(self._takes)
         # A thread draws it, because a step must not wait for the terminal.
-        self._live = Live(View(self._status), console=terminal_console(), refresh_per_second=1)
+        self._live = Live(View(self._status), refresh_per_second=1)
         self._live.start()
 
     def after_step(self, step: int, result: StepResult) -> None:
@@ -53,7 +54,8 @@ class LiveRun(Hook):
     def _end(self, state: State) -> None:
         self._status.state, live, self._live = state, self._live, None
         if live is not None:
-            live.stop()
+            with contextlib.suppress(OSError):  # the terminal is gone
+                live.stop()
             for handler in self._handlers:
                 handler.removeFilter(self._takes)
 

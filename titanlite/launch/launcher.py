@@ -7,20 +7,32 @@ the launcher never imports torch, so that it needs little memory and time.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 from titanlite.config.errors import UserError, one_line
+from titanlite.runtime.logging import logged_ranks
 
-NUMBERS = {  # environment variable -> least, most, meaning
-    "NGPU": (1, 1024, "number of processes on this machine, one per GPU"),
-    "NNODES": (1, 100_000, "number of machines, or the least and the most as in 1:2"),
-    "NODE_RANK": (0, 100_000, "number of this machine, from 0"),
-    "MASTER_PORT": (1, 65535, "a port of MASTER_ADDR that is free"),
-    "MAX_RESTARTS": (0, 10**6, "how many times a crashed run is started again"),
-}
+
+class Variables(BaseModel):
+    """The environment variables of a start. One that is empty counts as not set."""
+
+    NGPU: Annotated[int, Field(ge=1, le=1024)]
+    """Processes on this machine, one per GPU."""
+    NNODES: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?$")] = "1"
+    """Number of machines, or the least and the most as in 1:2."""
+    NODE_RANK: Annotated[int, Field(ge=0, le=99_999)] | None = None
+    """Number of this machine, from 0."""
+    MASTER_ADDR: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:%-]{1,253}$")] | None = None
+    """The first machine, as others see it."""
+    MASTER_PORT: Annotated[int, Field(ge=1, le=65535)] = 29500
+    """A port of MASTER_ADDR that is free."""
+    MAX_RESTARTS: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """How many times a crashed run is started again."""
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -36,42 +48,31 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.launch.ranks import Ranks
     from titanlite.load_run import load_run
     from titanlite.plan.start import foresee, without_dry_run
-    from titanlite.runtime.logging import logged_ranks
 
-    workers = _workers()
-    least, _, most = os.environ.get("NNODES", "").partition(":")
-    least, nodes = _number("NNODES", 1, least), _number("NNODES", 1, most or least)
-    address, port, number = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 29500), _number("NODE_RANK", -1)
-    if least > nodes or number >= nodes:
-        raise UserError(f"NNODES={least}:{nodes}: no more than the most machines, and more than NODE_RANK={number}.")
-    if nodes > 1 and not re.fullmatch(r"[\w.:%-]{1,253}", address, re.ASCII):
-        given = one_line(address[:80])
-        raise UserError(
-            f"MASTER_ADDR={given}: NNODES={nodes} needs the address of the first machine, as others see it."
-        )
-    max_restarts, shown_ranks = _number("MAX_RESTARTS", 0), logged_ranks(workers * nodes)
+    variables, given = read_variables()
+    least, _, most = variables.NNODES.partition(":")
+    workers, nodes = variables.NGPU, (int(least), int(most or least))
+    if nodes[0] > nodes[1] or (variables.NODE_RANK or 0) >= nodes[1]:
+        raise UserError(f"NNODES={variables.NNODES}: the least, then the most machines, and more than NODE_RANK.")
+    if nodes[1] > 1 and variables.MASTER_ADDR is None:
+        raise UserError(f"NNODES={variables.NNODES} needs MASTER_ADDR: the first machine, as others see it.")
+    logged_ranks(workers * nodes[1])
     words, is_dry = without_dry_run(argv)
-    run = load_run(words, workers * nodes)
-    if least < nodes:
-        load_run(words, workers * least)  # the run must also work on the fewest machines
-    ranks = Ranks(
-        ["-m", "titanlite", "train", *argv],
-        range(workers),
-        workers,
-        shown_ranks,
-        run.job.comm.preemption_seconds,
-        max_restarts,
-        resume_hint=lambda: resume_hint(run, argv),
-    )
+    run = load_run(words, workers * nodes[1])
+    if nodes[0] < nodes[1]:
+        load_run(words, workers * nodes[0])  # it must also work on the fewest machines
+    command, seconds = ["-m", "titanlite", "train", *argv], run.job.comm.preemption_seconds
+    ranks = Ranks(command, range(workers), workers, seconds, variables.MAX_RESTARTS, lambda: resume_hint(run, argv))
     if folder := os.environ.pop(machines.FOLDER, None):  # torch's agent has started this process for its machine
         return machines.run_part(Path(folder), ranks)
     foresee(run, words, workers, is_dry)
-    set_here = [f"{name}={os.environ[name]}" for name in (*NUMBERS, "MASTER_ADDR") if os.environ.get(name)]
-    os.environ[COMMAND] = " ".join([*set_here, os.environ.get(COMMAND, "titanlite launch")])
-    _set_variables(workers, run.job.training.num_threads)
-    if nodes == 1:
+    command = " ".join(f"{name}={value}" for name, value in given.items())
+    os.environ[COMMAND] = f"{command} {os.environ.get(COMMAND, 'titanlite launch')}".strip()
+    _set_threads(workers, run.job.training.num_threads)
+    if variables.MASTER_ADDR is None or nodes[1] == 1:
         return ranks.run()
-    return machines.run_agent(argv, run, (least, nodes), address, port, number, max_restarts)
+    store = variables.MASTER_ADDR, variables.MASTER_PORT
+    return machines.run_agent(argv, run, nodes, store, variables.NODE_RANK, variables.MAX_RESTARTS)
 
 
 def launch_command(words: Sequence[str]) -> int:
@@ -79,26 +80,26 @@ def launch_command(words: Sequence[str]) -> int:
     wrong."""
     from titanlite.launch.ranks import Ranks
 
-    workers = _workers()
-    _set_variables(workers, 0)
+    workers = read_variables()[0].NGPU
+    _set_threads(workers, 0)
     return Ranks(["-m", "titanlite", *words], range(workers), workers).run()
 
 
-def _workers() -> int:
-    """The number of processes on this machine. Raises UserError: NGPU is wrong."""
+def read_variables() -> tuple[Variables, dict[str, str]]:
+    """The environment variables of this start, and those that the user has set. Raises UserError: one is wrong."""
+    given = {name: os.environ[name] for name in Variables.model_fields if os.environ.get(name)}
     gpus = count_gpus()
-    workers = _number("NGPU", gpus or 1)
-    if 0 < gpus < workers:
-        raise UserError(f"NGPU={workers}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)")
-    return workers
-
-
-def _set_variables(workers: int, num_threads: int) -> None:
-    """Set the environment variables of the ranks that the user has not set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # The threads of all processes together use each core once. More threads would slow each other down.
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads or max(1, cores // workers)))
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash of native code shows the Python stack
+    try:
+        variables = Variables.model_validate({"NGPU": gpus or 1} | given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        raise UserError(f"{name}={one_line(given[name][:40])}: {wrong['msg']}.") from None
+    if 0 < gpus < variables.NGPU:
+        raise UserError(
+            f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)"
+        )
+    return variables, given
 
 
 def count_gpus() -> int:
@@ -114,13 +115,7 @@ def count_gpus() -> int:
     return min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
-def _number(name: str, default: int, text: str | None = None) -> int:
-    """The environment variable, or this part of it, as a number. Raises UserError."""
-    least, most, meaning = NUMBERS[name]
-    text = os.environ.get(name, "") if text is None else text
-    if not os.environ.get(name):
-        return default
-    if not re.fullmatch(r"[0-9]{1,16}", text) or not least <= int(text) <= most:
-        given = f"{name}={one_line(os.environ[name][:40])}"
-        raise UserError(f"{given}: a whole number from {least} to {most} is allowed ({meaning}).")
-    return int(text)
+def _set_threads(workers: int, num_threads: int) -> None:
+    """Let the threads of all processes together use each core once. More would slow each other down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads or max(1, cores // workers)))

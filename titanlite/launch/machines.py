@@ -24,8 +24,7 @@ from pathlib import Path
 from titanlite.checkpoint.find import is_saved, resume_hint
 from titanlite.config.errors import StoppedBySignal, UserError
 from titanlite.config.run import Run
-from titanlite.launch.exit_report import KNOWN_EXITS, UNSAVED_STOPS
-from titanlite.launch.ranks import Ranks
+from titanlite.launch.ranks import FINAL, Ranks
 from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
@@ -35,13 +34,14 @@ MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
 
 
 def run_agent(
-    argv: Sequence[str], run: Run, machines: tuple[int, int], address: str, port: int, number: int, max_restarts: int
+    argv: Sequence[str], run: Run, machines: tuple[int, int], store: tuple[str, int], number: int | None, restarts: int
 ) -> int:
     """Run `titanlite launch ARGV` under torch's agent; returns the exit code of the run on this machine.
 
     Args:
         machines: The least and the most that take part.
-        number: Of this machine; 0 hosts the store. -1: the one that has the address does.
+        store: The address and the port where they meet.
+        number: Of this machine; 0 hosts the store. None: the one that has the address does.
 
     Raises:
         UserError: The machines did not meet.
@@ -54,7 +54,7 @@ def run_agent(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     folder = Path(tempfile.mkdtemp(prefix="titanlite-launch-"))
-    child, end, where = folder / "process", folder / "code", f"{address}:{port}"
+    child, end, where = folder / "process", folder / "code", f"{store[0]}:{store[1]}"
     command, environment = python_command(["-m", "titanlite", "launch", *argv])
     # A store that outlived a restart would have the addresses of the ranks before it.
     os.environ.update({**environment, FOLDER: str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
@@ -63,17 +63,16 @@ def run_agent(
     threading.Thread(target=_pass_on, args=(signals, child), daemon=True).start()
     note(f"Waiting for {machines[1]} machines at {where}.")
     logging.disable(logging.ERROR)  # the process says why it ended
-    host = {} if number < 0 else {"is_host": number == 0}
+    host = {} if number is None else {"is_host": number == 0}
     config = LaunchConfig(
-        min_nodes=machines[0],
-        max_nodes=machines[1],
+        *machines,
         nproc_per_node=1,
         run_id="titanlite",
         rdzv_backend="c10d",
         rdzv_endpoint=where,
         rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **host},
-        max_restarts=max_restarts,
-        local_addr=own_address(address, port),
+        max_restarts=restarts,
+        local_addr=own_address(store),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
     )
@@ -83,14 +82,11 @@ def run_agent(
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except (RendezvousError, RuntimeError) as error:
-        if child.exists() and not end.exists() and is_saved(run):
-            hint = resume_hint(run, argv)
-            raise StoppedBySignal(f"Lost: the other machines at {where} ({error}).\n{hint}") from None
         if not end.exists():
-            raise UserError(
-                f"{machines[0]} machines did not meet at {where}: {error} MASTER_ADDR must be an address of the first "
-                "machine that the others reach, MASTER_PORT free there, and all values the same on every machine."
-            ) from None
+            lost, why = child.exists() and is_saved(run), f"{machines[0]} machines did not meet at {where}: {error}"
+            if lost:
+                raise StoppedBySignal(f"{why}\n{resume_hint(run, argv)}") from None
+            raise UserError(f"{why} Set MASTER_ADDR and MASTER_PORT to where all machines reach the first.") from None
     return int(end.read_text())
 
 
@@ -99,14 +95,16 @@ def run_part(folder: Path, ranks: Ranks) -> int:
     (folder / "process").write_text(str(os.getpid()))
     (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    number, machines, ranks.restarts = (int(os.environ[name]) for name in names)
-    count = len(ranks.ranks)
-    ranks.ranks, ranks.size, ranks.agent = range(number * count, (number + 1) * count), machines * count, True
+    number, machines, restarts = (int(os.environ[name]) for name in names)
+    left, ranks.max_restarts, count = ranks.max_restarts - restarts, 0, len(ranks.ranks)
+    ranks.ranks, ranks.size = range(number * count, (number + 1) * count), machines * count
     code = ranks.run()
-    if code not in (0, *KNOWN_EXITS, *UNSAVED_STOPS):
-        return code
-    (folder / "code").write_text(str(code))
-    return 0
+    if code in FINAL:
+        (folder / "code").write_text(str(code))
+        return 0
+    if left:
+        note(f"Starting again from the newest checkpoint ({left - 1} restarts left).")
+    return code
 
 
 def _pass_on(signals: set[signal.Signals], child: Path) -> None:
@@ -119,16 +117,16 @@ def _pass_on(signals: set[signal.Signals], child: Path) -> None:
             leave(128 + number)
 
 
-def own_address(host: str, port: int) -> str | None:
-    """The address by which `host` sees this machine; None: it cannot be found out. gloo is told the interface that has
-    it, unless the user has named one.
+def own_address(store: tuple[str, int]) -> str | None:
+    """The address by which the host of the store sees this machine; None: it cannot be found out. gloo is told the
+    interface that has it, unless the user has named one.
 
     torch would take what belongs to the name of this machine, which can be a loopback address.
     """
     import fcntl
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # nothing is sent
+        probe.connect(store)  # nothing is sent
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address

@@ -1,1 +1,1 @@
-"""The process of a rank: its place in the world, its signals, its log, and the report of a hang."""
+"""The process of a rank: its place in the world, its signals, and its log."""

@@ -14,25 +14,17 @@ import os
 import re
 import sys
 import time
-from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast
+from typing import IO, Any, Self, cast
 
 from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LOGGER_NAME = "titanlite"
 LOG_FILE = "train.log"
 EVENTS_FILE = "events.jsonl"
 LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
 
-Kind = Literal[
-    "start", "plan", "data", "save", "failed save", "foreground", "validation", "profile", "restart", "hang", "stop",
-    "guard", "failure", "finish",
-]  # fmt: skip
-ENDS: tuple[Kind, ...] = ("stop", "guard", "failure", "hang", "finish")
+ENDS = ("stop", "guard", "failure", "hang", "finish")  # the kinds of events that end a run
 
 
 class Event(str):
@@ -41,52 +33,29 @@ class Event(str):
     It is a text, so whatever logs lines can pass it on.
 
     Args:
+        kind: One of ENDS, or start, plan, data, save, failed save, foreground, validation, profile, restart.
         step: Number of optimizer steps done; None where it is not known.
         details: Further JSON values for the line of events.jsonl.
     """
 
-    kind: Kind
-    step: int | None
-    details: dict[str, Any]
+    def __new__(cls, text: str, *_: Any, **__: Any) -> Self:
+        return super().__new__(cls, text)
 
-    def __new__(cls, text: str, kind: Kind, step: int | None = None, **details: Any) -> Self:
-        event = super().__new__(cls, text)
-        event.kind, event.step, event.details = kind, step, details
-        return event
+    def __init__(self, _text: str, kind: str, step: int | None = None, **details: Any) -> None:
+        self.kind, self.step, self.details = kind, step, details
 
 
 # --------------------------------------------------------------------------------------------------- terminal
 
 
-class _Terminal:
-    """Standard output. After its terminal is gone (a lost connection), output is dropped, so that the run can go on and
-    save."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> None:
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
-
-
-@cache
-def terminal_console() -> Console:
-    """The one rich console of the process, for views. rich prints log lines above a view that is shown."""
-    from rich.console import Console
-
-    return Console(file=cast(IO[str], _Terminal(sys.stdout)))
+def drop_output(stream: IO[str]) -> None:
+    """Let a standard stream go nowhere from now on: nobody reads it any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_live_terminal() -> bool:
     """Whether standard output is a terminal on which a view can be drawn again in place (not with TERM=dumb)."""
-    return sys.stdout.isatty() and not terminal_console().is_dumb_terminal
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def note(line: str) -> None:
@@ -152,7 +121,7 @@ def failed_writes() -> int:
 # -------------------------------------------------------------------------------------------- the end of a process
 
 
-def say_end(text: str, kind: Kind) -> None:
+def say_end(text: str, kind: str) -> None:
     """Report why this process ends: to the launcher, which says it once for all ranks, or on standard error. And in
     train.log, if it is open here.
 
@@ -171,7 +140,7 @@ def say_end(text: str, kind: Kind) -> None:
         note(text)
 
 
-def note_end(text: str, kind: Kind, log_file: Path | None = None) -> None:
+def note_end(text: str, kind: str, log_file: Path | None = None) -> None:
     """Write to train.log and events.jsonl only why a run ended. Another process prints it on the terminal.
 
     Args:
@@ -202,20 +171,21 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line of a record."""
-        line = f"{self.format(record)}\n"
+        line, terminal = f"{self.format(record)}\n", sys.stdout if self.level < logging.ERROR else sys.stderr
         try:
-            if self.file is not None:
+            if self.file is None:
+                terminal.write(line)
+                terminal.flush()
+            else:
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write(line)
-                return
-            terminal = sys.stdout if self.level < logging.ERROR else sys.stderr
-            terminal.write(line)
-            terminal.flush()
         except (OSError, ValueError) as error:  # a full disk, a terminal that is gone, a stream that is closed
             self.failed_writes += 1
             if self.failed_writes == 1:
                 where = self.file or "the terminal"
                 logging.getLogger(record.name).warning(f"The run goes on, but cannot write to {where}: {error}")
+            if self.file is None:
+                drop_output(terminal)
 
 
 class _Line(logging.Formatter):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -40,6 +41,19 @@ def keep_freed_memory() -> None:
     mallopt(mmap_threshold, 2**30)
     if torch.get_num_threads() == 1:  # several threads would wait for one another, for a fifth of a step
         mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
+
+
+def all_hosts() -> list[str]:
+    """Name of every rank's machine. All ranks call it together."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
+    """Set the longest wait for any later collective of these groups."""
+    for group in groups:
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 _worlds = count()

@@ -34,9 +34,8 @@ from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.runtime.hang_report import all_hosts
 from titanlite.runtime.logging import Event
-from titanlite.runtime.world import process_group
+from titanlite.runtime.world import all_hosts, process_group
 from titanlite.score import Score
 from titanlite.train.build import describe, standard_hooks
 from titanlite.train.out_of_memory import explained, is_out_of_memory
