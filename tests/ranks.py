@@ -18,11 +18,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -50,41 +49,28 @@ class World:
         self._lock = _one_world_at_a_time() if count > 1 else contextlib.nullcontext()
         self._lock.__enter__()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._said = bytearray()
-        self._news = threading.Condition()
-        self._silent = False
-        ours, theirs = SERVER.Pipe(duplex=False)
+        self._output = Path(self._folder.name, "output")
+        self._output.touch()
         self.processes = []
         for rank in range(count):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-            start = (theirs, environment, self._folder.name, body, args)
+            start = (environment, self._folder.name, body, args)
             self.processes.append(SERVER.Process(target=_run, args=start))
             self.processes[-1].start()
-        theirs.close()
-        self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
-        self._reader.start()
-
-    def _read(self, ours: Connection) -> None:
-        with ours:
-            while text := os.read(ours.fileno(), 65536):
-                with self._news:
-                    self._said += text
-                    self._news.notify_all()
-        with self._news:
-            self._silent = True
-            self._news.notify_all()
 
     @property
     def said(self) -> str:
         """What all ranks have printed so far, to standard output and standard error."""
-        return self._said.decode(errors="replace")
+        return self._output.read_text(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float = 120) -> None:
         """Until some rank has printed `pattern`, a regular expression."""
-        with self._news:
-            self._news.wait_for(lambda: self._silent or re.search(pattern, self.said), timeout)
-        assert re.search(pattern, self.said), f"nobody said {pattern!r}:\n{self.said}"
+        deadline, running = time.monotonic() + timeout, True
+        while not re.search(pattern, self.said):
+            assert running, f"nobody said {pattern!r}:\n{self.said}"
+            running = time.monotonic() < deadline and any(process.is_alive() for process in self.processes)
+            time.sleep(0.02)
 
     def ended(self, seconds: float) -> bool:
         """Whether all ranks end within so many seconds from now."""
@@ -100,10 +86,7 @@ class World:
             RanksFailed: Some rank did not end in time. The text says where it was.
         """
         deadline, running = time.monotonic() + timeout, {process.sentinel: process for process in self.processes}
-        while running:
-            ended = wait(list(running), max(0.0, deadline - time.monotonic()))
-            if not ended:
-                break
+        while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
             for sentinel in ended:
                 process = running.pop(sentinel)  # type: ignore[arg-type]
                 process.join()
@@ -127,7 +110,6 @@ class World:
         for process in self.processes:
             process.kill()
             process.join()
-        self._reader.join(5)
         self._lock.__exit__(None, None, None)
 
     def ends_with(self, code: int, timeout: float = 240) -> str:
@@ -199,10 +181,11 @@ def _one_world_at_a_time() -> Iterator[None]:
         yield
 
 
-def _run(output: Connection, environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
+def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], args: Any) -> None:
     """The life of a rank."""
+    output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
+        os.dup2(output, stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
@@ -222,12 +205,6 @@ def _run(output: Connection, environment: dict[str, str], folder: str, body: Cal
     os._exit(code)  # a gloo thread that lets go of a tensor while Python shuts down would abort the process
 
 
-def _meeting(store: Path) -> dict[str, Any]:
-    """Where the ranks of this world find each other, as arguments of init_process_group."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
-
-
 def _alone(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
     return function(*args)
 
@@ -235,7 +212,8 @@ def _alone(function: Callable[..., Any], args: Sequence[Any], store: Path) -> An
 def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", **_meeting(store))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     result = function(*args)
     dist.barrier()
     dist.destroy_process_group()

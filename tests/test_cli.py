@@ -45,9 +45,8 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
     subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=True)
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_explains_itself(name: str, capsys: Output):
-    assert "usage: titanlite" in shown(capsys, name, "--help")
+def test_each_command_explains_itself(capsys: Output):
+    assert all("usage: titanlite" in shown(capsys, name, "--help") for name in cli.COMMANDS)
 
 
 def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(tmp_path: Path, capsys: Output):
@@ -171,13 +170,12 @@ def test_a_character_that_the_terminal_lacks_is_shown_by_its_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "generate", "plan"])
+@pytest.mark.parametrize("command", ["train", "plan"])
 def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):
     """Before it, Python's own start can be interrupted, which ends with 1."""
-    words = {"generate": ["--checkpoint", ".", "--prompt", "a"]}.get(command, ["--job.dump_folder", str(tmp_path)])
-    for wait in (0.03, 0.06, 0.1, 0.2, 0.4, 0.8, 1.6, 2.4):
+    for wait in (0.03, 0.06, 0.1, 0.2, 0.8, 2.4):
         process = subprocess.Popen(
-            [*TITANLITE, command, *words],
+            [*TITANLITE, command, "--job.dump_folder", str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -188,4 +186,4 @@ def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
         _, err = process.communicate(timeout=120)
         assert "Traceback" not in err or str(Path(cli.__file__).parent) not in err, err
-        assert process.returncode in (-signal.SIGINT, 0, 1, 2, 4, 75, 130), err  # it may have been faster
+        assert process.returncode in (-signal.SIGINT, 0, 1, 2, 75, 130), err  # it may have been faster

@@ -85,27 +85,23 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 @pytest.mark.parametrize("home", ["new", "a file", "open to all", "of another user", "named by the user"])
 def test_compilers_use_a_folder_of_the_users_own(home: str, tmp_path: Path):
     """Whoever else could write there would run code as the trainer."""
-    folder = tmp_path / "titanlite-compiler"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        environment.pop(name, None)
+    folder, names = tmp_path / "titanlite-compiler", ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     if home == "a file":
         folder.touch()
-    elif home == "open to all":
+    elif home != "new":
         folder.mkdir()
-        folder.chmod(0o777)
-    elif home == "of another user":
-        folder.mkdir(mode=0o700)
+        folder.chmod(0o777 if home == "open to all" else 0o700)
+    if home == "of another user":
         with contextlib.suppress(PermissionError):  # only root can make one; for others it is their own
             os.chown(folder, 12345, 12345)
     elif home == "named by the user":
-        folder.mkdir(mode=0o700)
-        environment |= {name: str(folder / "mine") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        environment |= {name: str(folder / "mine") for name in names}
     ended = subprocess.run([sys.executable, "-c", OWN], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     used = Path(ended.stdout.strip())
     assert used.parent.parent == tmp_path
-    assert (used.parent == folder) == (
-        folder.is_dir() and folder.stat().st_uid == os.geteuid() and home != "open to all"
-    )
+    own = home in ("new", "named by the user") or (home == "of another user" and os.geteuid() != 0)
+    assert (used.parent == folder) == own
     assert (used.name == "mine") == (home == "named by the user")

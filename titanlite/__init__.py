@@ -53,7 +53,3 @@ def __getattr__(name: str) -> object:
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

@@ -30,8 +30,8 @@ batches = 0
 def stuck_or_killed(loader: Loader) -> Any:
     global batches
     batches += 1
-    if mishap == "killed" and late and batches == 8 and not Path("killed").exists():
-        Path("killed").touch()
+    if mishap == "killed" and late and batches == 8 and not Path("was_killed").exists():
+        Path("was_killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if mishap in ("hang_data", "hang_nccl") and late and batches == 5:
         time.sleep(1000)

@@ -80,19 +80,15 @@ def test_the_job_is_checked_for_all_ranks_of_all_machines(monkeypatch: pytest.Mo
     assert "data-parallel degree = 6" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("visible", "refused"), [(None, 3), ("0", 2), ("1,0", 3), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 3)]
-)
-def test_more_processes_than_visible_gpus_are_refused(
-    visible: str | None, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
-):
+def test_more_processes_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Said):
     executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("NGPU", str(refused or 9))
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert cli.main(["launch", "--training.steps", "0"]) == 2
-    assert (f"this machine has {refused - 1}." in capsys.readouterr().err) == (refused > 0)
+    for visible, gpus in ((None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 2)):
+        monkeypatch.setenv("NGPU", str(gpus + 1))
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert cli.main(["launch", "--training.steps", "0"]) == 2
+        assert (f"this machine has {gpus}." in capsys.readouterr().err) == (gpus > 0)
 
 
 # ------------------------------------------------------------------------------------------------ the end
@@ -106,7 +102,7 @@ sys.exit(Ranks(sys.argv[1:], range(2), 2, stop_seconds, restarts, lambda: hint).
 """
 
 RANK = """
-import json, os, pathlib, resource, shutil, signal, sys, time
+import json, os, pathlib, shutil, signal, sys, time
 from titanlite.runtime import process
 process.begin()
 from titanlite.cli import run_quietly
@@ -115,9 +111,8 @@ from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 rank, folder = int(os.environ["RANK"]), pathlib.Path(os.environ[ERROR_FOLDER])
 
 def ready(handler=None):
-    if handler is not None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
+        signal.signal(number, handler)
     both = folder / "ready"
     if rank == 1:
         both.touch()
@@ -133,33 +128,22 @@ def folder_gone():
     shutil.rmtree(folder, ignore_errors=True)
     guard()
 
-def disk_full():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    guard()
-
-def guard_on_one():
+def fails(error):
     if rank == 1:
-        raise GuardError("loss is nan on one rank")
-    time.sleep(0.5)
-    raise RuntimeError("connection reset by peer")
-
-def crash():
-    if rank == 1:
-        raise ValueError("the root cause")
+        raise error
     while not (folder / "1.json").exists():  # rank 1 may start later
         time.sleep(0.01)
     raise RuntimeError("connection reset by peer")
 
-def hang():
-    if rank == 1:
-        raise ValueError("the root cause")
-    time.sleep(300)
+def guard_on_one():
+    fails(GuardError("loss is nan on one rank"))
 
-def out_of_memory():
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1)
-    raise RuntimeError("connection reset by peer")
+def crash():
+    fails(ValueError("the root cause"))
+
+def hang():
+    time.sleep(300 * (rank == 0))
+    fails(ValueError("the root cause"))
 
 def save():
     got = []
@@ -215,11 +199,9 @@ TRACE = "Rank 1 failed first: it ended with exit code 1.\nTraceback"
     [
         ("guard", 3, "loss is nan at step 5\n", ""),
         ("folder_gone", 3, 2 * "loss is nan at step 5\n", ""),
-        ("disk_full", 3, 2 * "loss is nan at step 5\n", ""),
         ("guard_on_one", 3, "loss is nan on one rank\n", ""),
         ("crash", 1, TRACE, "ValueError: the root cause\n"),
         ("hang", 1, TRACE, "were killed: 0.\n"),
-        ("out_of_memory", 137, "Rank 1 failed first: it was killed (SIGKILL).", "runs out.\n"),
     ],
 )
 def test_the_end_of_the_ranks_is_said_once_root_cause_first(
@@ -246,8 +228,8 @@ def start(command: list[str], how: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize(
     ("how", "numbers", "code", "said"),
     [
-        *(("save", [n], 75, "saved after 1 signal") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
-        *(("early", [n], 128 + n, "before there was anything to save.") for n in (signal.SIGTERM, signal.SIGUSR1)),
+        ("save", [signal.SIGTERM], 75, "saved after 1 signal"),
+        ("early", [signal.SIGUSR1], 128 + signal.SIGUSR1, "before there was anything to save."),
         ("stuck", [signal.SIGTERM], 143, "ranks 0, 1 had to be killed."),
         ("stuck", [signal.SIGINT, signal.SIGINT], 130, "ranks 0, 1 had to be killed."),
     ],
@@ -280,8 +262,7 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(command: list[str], t
 
 
 @pytest.mark.slow
-def test_ranks_keep_the_terminal_and_what_they_print_is_seen(command: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # of a container, say
+def test_ranks_keep_the_terminal_and_what_they_print_is_seen(command: list[str]):
     main, terminal = pty.openpty()
     launcher = subprocess.Popen([*command, "shown"], stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
@@ -356,18 +337,17 @@ def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
     parent.wait()
 
 
-@pytest.mark.parametrize("command", ["launch", "train"])
-def test_no_late_signal_can_replace_the_exit_code(command: str):
+def test_no_late_signal_can_replace_the_exit_code():
     """The program does not shut Python down: its handlers would be gone by then."""
     program = (
         "import atexit, runpy; atexit.register(print, 'shut down'); runpy.run_module('titanlite', None, '__main__')"
     )
-    words = [sys.executable, "-c", program, command, "--training.steps", "0"]
+    words = [sys.executable, "-c", program, "train", "--training.steps", "0"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-@pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3), (None, 0, 0)])
+@pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3)])
 def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path: Path):
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((REPOSITORY / "scripts/kubernetes/pytorchjob.yaml").read_text())

@@ -28,11 +28,11 @@ echo "$*" >>installs
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "scripts")
-    (tmp_path / "pyproject.toml").write_text("one")
-    executable(tmp_path / ".venv/bin/python", PYTHON_OF_VENV)
-    return tmp_path
+    (tmp_path / "clone/scripts").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "scripts/setup.sh", tmp_path / "clone/scripts")
+    (tmp_path / "clone/pyproject.toml").write_text("one")
+    executable(tmp_path / "clone/.venv/bin/python", PYTHON_OF_VENV)
+    return tmp_path / "clone"
 
 
 def set_up(clone: Path, wanted: str = ".") -> tuple[int, int]:
@@ -42,13 +42,20 @@ def set_up(clone: Path, wanted: str = ".") -> tuple[int, int]:
     return code, len(installs.read_text().splitlines()) if installs.exists() else 0
 
 
-def test_set_up_installs_once_and_again_when_pyproject_changes(clone: Path):
-    assert set_up(clone) == (0, 1)
-    assert set_up(clone) == (0, 1)
+def test_set_up_installs_once_and_again_when_something_has_changed(clone: Path):
+    assert [set_up(clone), set_up(clone)] == [(0, 1), (0, 1)]
     (clone / "pyproject.toml").write_text("two")
-    assert set_up(clone) == (0, 2)
-    assert set_up(clone) == (0, 2)
-    assert "pip install" in (clone / "installs").read_text()
+    assert [set_up(clone), set_up(clone)] == [(0, 2), (0, 2)]
+    assert [set_up(clone, ".[dev]"), set_up(clone, ".[dev]")] == [(0, 3), (0, 3)]
+    (clone / "pyproject.toml").write_text("three")
+    assert [set_up(clone, ".[dev]"), set_up(clone)] == [(0, 4), (0, 4)]  # the tools for development cover the rest
+    (clone / "pyproject.toml").write_text("four")
+    (clone / "broken").write_text("")
+    assert set_up(clone) == (1, 5)
+    (clone / "broken").unlink()
+    assert [set_up(clone), set_up(clone)] == [(0, 6), (0, 6)]  # an interrupted installation is done again
+    assert set_up(clone.rename(clone.with_name("moved"))) == (0, 7)
+    assert "pip install" in (clone.with_name("moved") / "installs").read_text()
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
@@ -58,28 +65,6 @@ def test_of_many_nodes_that_share_the_folder_one_installs(clone: Path):
     nodes = [subprocess.Popen([clone / "scripts/setup.sh", "."], stderr=subprocess.DEVNULL) for _ in range(3)]
     assert [node.wait(timeout=30) for node in nodes] == [0, 0, 0]
     assert set_up(clone) == (0, 1)
-
-
-def test_an_interrupted_installation_is_done_again(clone: Path):
-    (clone / "broken").write_text("")
-    assert set_up(clone) == (1, 1)
-    (clone / "broken").unlink()
-    assert set_up(clone) == (0, 2)
-    assert set_up(clone) == (0, 2)
-
-
-def test_the_development_tools_are_installed_once_and_cover_the_rest(clone: Path):
-    assert set_up(clone) == (0, 1)
-    assert set_up(clone, ".[dev]") == (0, 2)
-    assert set_up(clone, ".[dev]") == (0, 2)
-    (clone / "pyproject.toml").write_text("two")
-    assert set_up(clone, ".[dev]") == (0, 3)
-    assert set_up(clone, ".") == (0, 3)
-
-
-def test_a_folder_that_was_moved_is_installed_again(clone: Path):
-    assert set_up(clone) == (0, 1)
-    assert set_up(clone.rename(clone.parent / f"{clone.name}-moved")) == (0, 2)
 
 
 def lend(tmp_path: Path, old: str) -> subprocess.CompletedProcess[str]:
