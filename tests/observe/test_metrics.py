@@ -65,9 +65,7 @@ def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path
     validated = [json.loads(line) for line in (folder / "validation.jsonl").open()]
     assert [line["step"] for line in validated] == [0, 4, 8, 12]
     assert list(validated[0]) == ["step", "loss", "perplexity", "bits_per_byte"]
-    log = (folder / "train.log").read_text()
-    assert f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm" in log
-    assert f"validation after step 8: loss {validated[2]['loss']:.4f}  perplexity" in log
+    assert f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm" in (folder / "train.log").read_text()
 
 
 def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> None:
@@ -92,12 +90,12 @@ def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> 
     charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
     assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
     assert set(itertools.chain(*charts.values())) - set(tags) == {"4_memory/memory_active"}  # a GPU has it
-    texts = {
-        tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"] if "/" in tag
-    }
-    assert "    steps = " in texts["job/text_summary"]  # four spaces: shown as it is written
-    assert '    "shard": 1' in texts["layout/text_summary"]
-    assert json.loads((folder / "environment.json").read_text())["run"] in texts["environment/text_summary"]
+    job, environment = (
+        board.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in ("job", "environment")
+    )
+    assert "    steps = " in job  # four spaces: shown as it is written
+    assert json.loads((folder / "environment.json").read_text())["run"] in environment
+    assert '"shard": 1' in environment
 
 
 def test_non_finite_numbers_are_valid_json_and_the_guard_comes_after_the_line(tmp_path: Path) -> None:

@@ -120,12 +120,11 @@ class TensorBoard(Writer):
         super().__init__(start)
         purge = start.step + 1 if start.step else 0  # a run that resumes from step 0 validates again
         self._board = SummaryWriter(str(start.folder / "tb"), purge_step=purge)
-        values = {"environment": dict(start.environment), "layout": start.environment["layout"]}
-        texts = {name: json.dumps(value, indent=2) for name, value in values.items()}
         layout = {title: ["Multiline", [CURVES[name].tag for name in names]] for title, names in _CHARTS.items()}
         layout["loss"][1].append(VALIDATION_CURVES["loss"].tag)
         self._board.add_custom_scalars({"titanlite": layout})
-        self._add_texts({"job": dump_config(start.run.job), **texts}, start.step)
+        environment = json.dumps(dict(start.environment), indent=2)
+        self._add_texts({"job": dump_config(start.run.job), "environment": environment}, start.step)
 
     def logged(self, entry: LoggedStep) -> None:
         import numpy as np
@@ -188,7 +187,6 @@ class WeightsAndBiases(Writer):
                 project=os.environ.get("WANDB_PROJECT", "titanlite"),
                 name=os.environ.get("WANDB_NAME", start.folder.resolve().name),
                 group=os.environ.get("WANDB_RUN_GROUP", identity),
-                notes=job.job.description or None,
                 config={**job.model_dump(mode="json"), "environment": dict(start.environment)},
                 allow_val_change=True,
                 id=f"{identity}-{os.urandom(3).hex()}" if went_back else identity,
