@@ -87,20 +87,19 @@ class Samples(Hook):
         Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token
         and a part of the vocabulary, so the largest value over all ranks is the logit.
         """
-        microbatches, kept = self._microbatches(rows), []
+        microbatches = self._microbatches(rows)
+        shape = sum(len(batch.labels) for batch in microbatches), self._run.arch.vocab_size
+        logits = torch.full(shape, -torch.inf, device=self._device)
+        blocks = iter(logits.split(self._run.job.training.local_batch_size))
 
         def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-            kept.append(self._at_labels(hidden, weight, labels))
+            if (block := next(blocks, None)) is not None:  # a pipeline's schedule adds microbatches at the end
+                self._fill(block, hidden, weight, labels)
             return torch.zeros_like(scale)
 
         self._training.forward_backward.evaluate(microbatches, keep)
-        # A pipeline's schedule adds microbatches at the end, and its last stage alone has logits.
-        logits = torch.cat(kept[: len(microbatches)] or [self._nothing(len(batch.labels)) for batch in microbatches])
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
         return logits[: len(rows)].cpu()
-
-    def _nothing(self, rows: int) -> Tensor:
-        return torch.full((rows, self._run.arch.vocab_size), -torch.inf, device=self._device)
 
     def _microbatches(self, rows: Sequence[Sequence[int]]) -> list[Microbatch]:
         """The rows, with a label where the next token is asked for. What lies behind it has no effect on it."""
@@ -116,16 +115,14 @@ class Samples(Hook):
             labels[i, len(row) - 1] = 0
         return [Microbatch(*part) for part in zip(inputs.split(size), labels.split(size), strict=True)]
 
-    def _at_labels(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Logits (B, V) at the labels that this rank has, of the classes that it has. -inf elsewhere."""
+    def _fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        """Write into `logits` (B, V) those at the labels that this rank has, of the classes that it has."""
         first_class = 0
         if self._mesh.tensor is not None:
             assert isinstance(hidden, DTensor)
             assert isinstance(weight, DTensor)
             first_class = -(-weight.shape[0] // self._mesh.tensor.size()) * self._mesh.tensor.get_local_rank()
             hidden, weight = hidden.redistribute(placements=[Replicate()]).to_local(), weight.to_local()
-        logits = self._nothing(len(labels))
         row, place = (labels != IGNORED).nonzero(as_tuple=True)
         if len(row):
             logits[row, first_class : first_class + len(weight)] = fp32_logits(hidden[row, place], weight)
-        return logits
