@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import ROOT, TOKENIZER, Ranks, dataset_of, make_loader, some_texts, write_jsonl
+from data_helpers import ROOT, TOKENIZER, Ranks, dataset_of, some_texts, write_jsonl
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.schema import Dataset, DataSource
@@ -105,7 +105,3 @@ def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path: Path)
     epochs = found[0]["source_epochs"]
     assert epochs[a] == pytest.approx(24 * 8 * 32 // 4 / tokens, abs=32 / 40)
     assert epochs[a] > epochs[b] > epochs[unused] == 0
-
-
-def test_describe_names_the_source(dataset: Dataset) -> None:
-    assert "150 documents" in make_loader(dataset).describe()
