@@ -49,23 +49,27 @@ class Files:
 
     def open(self, number: int) -> BinaryIO:
         """File `number` for reading. Raises UserError: it cannot be read, or has changed."""
-        path = self.paths[number]
         try:
-            stream = path.open("rb")
+            stream = self.paths[number].open("rb")
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        status = os.fstat(stream.fileno())
+            raise UserError(f"cannot read {self.paths[number]}: {error.strerror}") from None
+        self._compare(number, os.fstat(stream.fileno()))
+        return stream
+
+    def check(self, number: int | None = None) -> None:
+        """Raises UserError if file `number`, or any file, is gone or has changed."""
+        for each in range(len(self.paths)) if number is None else (number,):
+            try:
+                self._compare(each, os.stat(self.paths[each]))
+            except OSError as error:
+                raise UserError(f"cannot read {self.paths[each]}: {error.strerror}") from None
+
+    def _compare(self, number: int, status: os.stat_result) -> None:
         now = status.st_size, status.st_mtime_ns
         if (before := self._known.setdefault(number, now)) != now:
             sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
             remedy = 'Restore it, or start again on what it is now by dataset.on_change = "warn".'
-            raise UserError(f"{path} has changed while it was read ({sizes}). {remedy}")
-        return stream
-
-    def check(self, number: int | None = None) -> None:
-        """Raises UserError if file `number`, or any file, cannot be read or has changed."""
-        for each in range(len(self.paths)) if number is None else (number,):
-            self.open(each).close()
+            raise UserError(f"{self.paths[number]} has changed while it was read ({sizes}). {remedy}")
 
     def sampled_fingerprint(self, column: str, sample: int = 1 << 16) -> str:
         """Hash of the names, the sizes, the first and the last `sample` bytes, for files that are too large to read

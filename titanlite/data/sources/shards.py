@@ -32,6 +32,7 @@ from titanlite.data.tokenizer import Tokenizer
 FORMAT = 2
 """Format 1 had no hashes of the texts."""
 BLOCK_BYTES = 1 << 16
+_NUMBERS = ("", "<Q", "<2Q")
 _TOKENS, _INDEX, _HASHES = range(3)  # the files of a shard
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
 _MOST_BYTES = 1 << 28  # of a manifest: a million shards
@@ -133,8 +134,9 @@ class _Shard:
     def document(self, index: int, with_hash: bool) -> Prepared:
         """Document `index`. `with_hash`: also the hash of its text."""
         start, end = self._numbers(_INDEX, index - 1, 2) if index else (0, *self._numbers(_INDEX, 0, 1))
-        start, end = start * self._dtype.itemsize, end * self._dtype.itemsize
-        raw, text_hash = self._read(_TOKENS, start, end), -1
+        width, text_hash = self._dtype.itemsize, -1
+        start, end = start * width, end * width
+        raw = self._read(_TOKENS, start, end)
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if not self._checked[block]:
                 self._check(block)
@@ -153,7 +155,7 @@ class _Shard:
         return raw
 
     def _numbers(self, file: int, start: int, count: int) -> tuple[int, ...]:
-        return struct.unpack(f"<{count}Q", self._read(file, 8 * start, 8 * (start + count)))
+        return struct.unpack(_NUMBERS[count], self._read(file, 8 * start, 8 * (start + count)))
 
     def _check(self, block: int) -> None:
         start = block * BLOCK_BYTES
