@@ -64,8 +64,8 @@ def replace(path):
 )
 def test_a_file_that_is_not_what_it_was_is_an_error_that_names_it(made, tmp_path, source, path, name, change):
     folder = shutil.copytree(made, tmp_path / "copy")
-    keys = {"streaming": True} if source == "huggingface" else {}
-    loader = make_loader(Dataset(source=source, path=str(folder / path), num_workers=0, max_epochs=3, **keys))
+    path, streaming = str(folder / path), source == "huggingface"
+    loader = make_loader(Dataset(source=source, path=path, streaming=streaming, num_workers=0, max_epochs=3))
     loader.next_global_batch()
     change(folder / name)
     if source == "shards" and change == replace:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -32,7 +33,7 @@ from titanlite.data.sources.base import BadRecord
 TEXTS = some_texts(60)
 
 
-def texts(source, path, **keys):
+def texts(source, path, **keys) -> list[Any]:
     """All documents; for one that cannot be read, what is said about it."""
     records = open_source(Dataset.model_validate({"source": source, "path": str(path), **keys}))
     return [str(record) if isinstance(record, BadRecord) else record for record in records]

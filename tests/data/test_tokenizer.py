@@ -39,7 +39,7 @@ def test_both_formats_give_equal_ids_and_the_text_back(text):
     assert other.encode(text) == ids
     assert model.decode(ids) == other.decode(ids) == text
     assert b"".join(map(model.token_bytes, ids)) == b"".join(map(other.token_bytes, ids)) == text.encode()
-    assert all(0 <= i < model.bos_id for i in ids)  # no special token comes out of any text
+    assert max(ids, default=0) < 3840  # no special token comes out of any text
 
 
 def test_both_formats_split_characters_runs_and_programs_alike():
@@ -47,7 +47,7 @@ def test_both_formats_split_characters_runs_and_programs_alike():
     characters = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cs", "Cn", "Co")]
     texts = ["".join(c + neighbour for c in characters) for neighbour in ("a", " ", "-")]
     texts += [c * count for c in " =a\n\t" for count in (*range(1, 20), 37, 64, 200)]  # joined in which order?
-    texts += list(open_source(Dataset()))[::11]
+    texts += map(str, list(open_source(Dataset()))[::11])
     texts += ["a\ud800b", "x" * 300_000, " " * 300_000, "line\n" * 100_000 + "\n \n  x\r\n\r\n y\n\n=====\n\n\n1"]
     for text in texts:
         assert model.encode(text) == other.encode(text)
@@ -79,7 +79,8 @@ def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
         ({"model": saved["model"] | {"ignore_merges": False}}, False),
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(saved | change, indent=2))
-        assert load_tokenizer(tmp_path / "tokenizer.json").is_known_as(other.fingerprint) == same
+        found = load_tokenizer(tmp_path / "tokenizer.json")
+        assert found.is_known_as(other.fingerprint) == found.is_known_as(model.fingerprint) == same
 
 
 @pytest.mark.parametrize(
@@ -109,13 +110,13 @@ def test_what_is_no_file_or_lies_elsewhere_is_refused(tmp_path):
     model.mkdir(parents=True)
     blobs.mkdir()
     shutil.copy(JSON, model)
-    for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+    for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "expected a file")):
         with pytest.raises(UserError, match=words):
             load_tokenizer(path)
     config = model / "tokenizer_config.json"
     for name in ("tokenizer.model", "tokenizer_config.json"):
         os.mkfifo(model / name)
-        with pytest.raises(UserError, match=f"{name} is a pipe"):
+        with pytest.raises(UserError, match=f"{name} is .*expected a file"):
             load_tokenizer(model / ("tokenizer.model" if name == "tokenizer.model" else "tokenizer.json"))
     for folder in (tmp_path, blobs):
         (folder / "1").write_text('{"bos_token": null, "eos_token": {"content": "<|eot_id|>"}}')

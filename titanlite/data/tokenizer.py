@@ -194,18 +194,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return f"ids:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def is_known_as(self, fingerprint: str) -> bool:
-        return super().is_known_as(fingerprint) or fingerprint == self._fingerprint_as_ranks()
-
-    def _fingerprint_as_ranks(self) -> str | None:
-        """That of a tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too."""
         value = json.loads(self._raw)
-        try:
+        try:  # that of a tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too
             pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             to_byte, special = byte_level_symbols(), {token["content"]: token["id"] for token in value["added_tokens"]}
             ranks = {bytes(to_byte[c] for c in token): rank for token, rank in value["model"]["vocab"].items()}
+            plain = value["model"]["ignore_merges"] and not value["normalizer"]
+            as_ranks = plain and _fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
         except (KeyError, TypeError, IndexError):  # it is of another kind
-            return None
-        return _fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
+            as_ranks = None
+        return fingerprint == as_ranks or super().is_known_as(fingerprint)
 
     @contextmanager
     def _library(self, what: str) -> Iterator[None]:
