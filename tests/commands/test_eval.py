@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_transformers_on_the_exported_model(
 ) -> None:
     titanlite("export", "--checkpoint", trained, "--out", tmp_path / "hf", "--dtype", "float32")
     for length, stride in ((48, 24), (33, 5)):  # the first is what there is without options
-        settings = {} if length == 48 else {"window": length, "stride": stride}
+        settings: dict[str, Any] = {} if length == 48 else {"window": length, "stride": stride}
         ours = asdict(evaluate_text(trained, files, **settings))
         total, tokens = score_by_transformers(tmp_path / "hf", length, stride)
         assert ours["tokens"] == tokens

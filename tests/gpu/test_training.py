@@ -1,4 +1,4 @@
-"""Whole steps on a GPU, of small models: FP8, offloading, checkpoints, and what a step must not wait for."""
+"""What only a GPU can show, on small models: FP8, checkpoints, what a step must not wait for, attention's kernels."""
 
 import os
 from collections.abc import Iterator
@@ -9,11 +9,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is 
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.config.load import load_job
+from titanlite.model.attention import attention, backend_order, document_mask
 from titanlite.train.loop import Trainer
 
+DEVICE = torch.device("cuda")
 MODEL = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512}
 TRAINING = {"seq_len": 128, "local_batch_size": 4, "steps": 100}  # of which a test runs the first ones
 WORDS = [str(word) for name, value in MODEL.items() for word in (f"--model.{name}", value)]
@@ -45,7 +49,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
     return [entry.loss for entry in entries if entry is not None]
 
 
-def weights(trainer: Trainer) -> list[torch.Tensor]:
+def weights(trainer: Trainer) -> list[Tensor]:
     return [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in trainer.model.parameters()]
 
 
@@ -99,3 +103,41 @@ def test_a_step_never_waits_for_the_gpu(tmp_path: Path, options: tuple[str, ...]
                 trainer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def heads(dtype: torch.dtype, width: int) -> list[Tensor]:
+    """Queries of four heads, keys and values of two: (2, H, 512, width)."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, count, 512, width, generator=generator) for count in (4, 2, 2)]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
+
+
+def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])  # TF32 has 10 bits
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_of_documents_is_sdpa_with_a_mask(dtype: torch.dtype, tolerance: float, compiled: bool):
+    attend = torch.compile(attention, fullgraph=True) if compiled else attention
+    inputs = heads(dtype, 64)
+    for seed in range(2):  # other documents, the same kernel
+        ids = torch.randint(0, 5, (2, 512), generator=torch.Generator().manual_seed(seed)).sort(dim=1).values
+        expected = with_gradients(attention(*inputs, document_mask(ids).to(DEVICE)), inputs)  # pyright: ignore
+        found = with_gradients(attend(*inputs, document_mask(ids.to(DEVICE))), inputs)  # pyright: ignore
+        assert_close(found, expected, tolerance)
+
+
+def test_the_kernel_that_is_chosen_computes_attention():
+    inputs = heads(torch.bfloat16, 128)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = with_gradients(attention(*exact), exact)
+    with backend_order(DEVICE):
+        assert_close(with_gradients(attention(*inputs), inputs), expected, 2e-2)

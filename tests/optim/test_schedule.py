@@ -38,6 +38,6 @@ def test_a_run_can_be_the_beginning_of_a_longer_schedule():
     assert rates(3, total_steps=10, warmup_steps=4) == rates(10, warmup_steps=4)[:3]
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(10000, 200), (100, 10), (5, 0)])
-def test_warmup_left_out_fits_the_run(total: int, warmup: int):
-    assert rates(total) == rates(total, warmup_steps=warmup)
+def test_warmup_left_out_fits_the_run():
+    for total, warmup in ((10000, 200), (100, 10), (5, 0)):
+        assert rates(total) == rates(total, warmup_steps=warmup)

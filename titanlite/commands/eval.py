@@ -13,7 +13,6 @@ from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.config.options import OptionPath, Scoring, parse_beside_job
-from titanlite.config.schema import Parallelism
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
@@ -41,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
         CheckpointError: no usable checkpoint, or its output is not finite.
     """
     options, words = parse_beside_job(Eval, argv, "eval", LAYOUT_KEYS)
-    parallelism = _layout(words)
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if strange := [flag for flag in flags or words if not flag.startswith("--parallelism.")]:
+        raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
+    parallelism = load_job(words).parallelism
     if (code := start_ranks("eval", argv)) is not None:
         return code
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
@@ -51,12 +53,3 @@ def main(argv: Sequence[str]) -> int:
     read = f"{score.documents:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{read}\n{score}", options.as_json)
     return 0
-
-
-def _layout(words: Sequence[str]) -> Parallelism:
-    """[parallelism] of a command line. Raises UserError for any other word."""
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    strange = [flag for flag in flags or words if not flag.startswith("--parallelism.")]
-    if strange:
-        raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
-    return load_job(words).parallelism

@@ -51,9 +51,7 @@ def convert_to_float8(
     convert_to_float8_training(model, config=recipe, module_filter_fn=choose)
     if compiled and config.precompute_float8_dynamic_scale_for_fsdp:
         _compile_weight_cast()
-    how = (
-        "emulated in high precision, as this device has no FP8 or float8.emulate says" if emulate else "on FP8 hardware"
-    )
+    how = "emulated in high precision" if emulate else "on FP8 hardware"
     said = [", ".join(f"{count} {name}" for name, count in names[chosen].items()) or "none" for chosen in (True, False)]
     count = f"{names[True].total()} linear layers converted ({said[0]}), {names[False].total()} kept ({said[1]})"
     log(f"Float8 {config.recipe_name}: {count}; {how}")

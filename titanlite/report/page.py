@@ -94,7 +94,7 @@ def _safe(value: Any, most: int) -> Any:
 def _run(folder: Path, shares: int) -> dict[str, Any]:
     """All that a run has written, for a page of which it has one of `shares`."""
     status, folder = read_status(folder), Path(os.path.expanduser(folder)).resolve()
-    problems = status.problems
+    problems: list[str] = []
     metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
     validations = read_columns(json_lines(folder / "validation.jsonl", problems))
     events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
@@ -109,7 +109,7 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
         "events": sorted([*loud[-most:], *quiet[-most:]], key=lambda event: event["time"]),
         "older_events": max(0, len(loud) - most) + max(0, len(quiet) - most),
         "samples": [*json_lines(folder / "samples.jsonl", problems)][-max(4, _SAMPLES // shares) :],
-        "config": read_config(folder, []),
+        "config": read_config(folder, problems),
         "environment": read_table(folder / "environment.json", json.loads, problems),
         "problems": list(dict.fromkeys(problems))[:100],
     }

@@ -1,6 +1,5 @@
 """Norms by group of parameters: they are those of the whole model, on any layout, and training does not notice them."""
 
-import json
 import math
 from pathlib import Path
 
@@ -90,4 +89,3 @@ def test_the_update_is_what_the_weights_have_changed_by(job_file: str, tmp_path:
         # The change of an fp32 weight is rounded: to 6e-8 of the weight, beside changes of 1e-3. Moments in bfloat16
         # are rounded after the update was made of them: to 2**-9.
         assert logged_ratios == pytest.approx(real, rel=5e-3 if own_adamw else 1e-3)
-        json.dumps(logged_ratios, allow_nan=False)
