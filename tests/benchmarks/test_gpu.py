@@ -3,7 +3,6 @@
 import argparse
 import gzip
 import json
-import math
 import os
 import subprocess
 import sys
@@ -77,13 +76,10 @@ def test_a_case_that_fails_in_any_way_leaves_the_others(part: script.Part):
     assert part.failed == ["hangs", "breaks"]
 
 
-@pytest.mark.parametrize(
-    "text", ["torch.OutOfMemoryError: x", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"]
-)
-def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, text: str):
+def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part):
     def run(work: script.Work, cache: Path, result: dict[str, Any]) -> None:
         if work.activation_checkpoint != "full":
-            part.run([sys.executable, "-c", f"raise SystemExit({text!r})"])
+            part.run([sys.executable, "-c", "raise SystemExit('CUDA error: out of memory')"])
 
     result = {}
     script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
@@ -94,15 +90,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part, tex
 def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
     cases = gpu(tmp_path, "torchtitan", code=1)
     assert {case["error"] for case in cases.values()} == {"torchtitan needs a GPU"}
-    assert performance_page.gpu_tables(cases)[:7] == [
-        "| 8b bf16 compiled |  |",
-        "| --- | ---: |",
-        "| activation checkpointing | none |",
-        "| parameters, gradients and moments | bfloat16 |",
-        "| rows | 2 |",
-        "| tokens of a row | 64 |",
-        "",
-    ]
+    assert performance_page.gpu_tables(cases)[2:5:2] == ["| activation checkpointing | none |", "| rows | 2 |"]
 
 
 @pytest.mark.slow
@@ -138,11 +126,3 @@ def test_idle_time_is_what_no_kernel_covers():
     assert found["traced, ms"] == pytest.approx(0.010)
     assert found["idle share"] == pytest.approx(0.2)  # from 5 to 6 and from 8 to 9
     assert [(kernel["name"], kernel["share"]) for kernel in found["kernels"]] == [("a", 0.7), ("b", 0.2), ("copy", 0.1)]
-
-
-def test_torchtitans_log_is_read():
-    line = "[titan] 2026-01-01 00:00:00 - root - INFO - step:  5  loss:  8.12345  grad_norm:  0.5000  memory: 62.10GiB"
-    line += "(44.40%)  tps: 11,234  tflops: 500.00  mfu: 50.00%\n"
-    assert script.torchtitan_steps(f"Starting\n{line}") == [{"step": 5, "loss": 8.12345, "memory": 62.1, "tps": 11234}]
-    (step,) = script.torchtitan_steps(line.replace("8.12345", "    nan"))
-    assert math.isnan(step["loss"])

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import pytest
 import tomlkit
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config.flavors import Architecture
 from titanlite.config.load import load_job
 from titanlite.config.run import architecture
-from titanlite.config.schema import ActivationCheckpoint, JobConfig
+from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
-from titanlite.parallel.recompute import apply_activation_checkpointing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_parts as gpu  # pyright: ignore[reportMissingImports]
@@ -28,9 +24,7 @@ for package in ("triton", "torchtitan"):
     pytest.importorskip(package, reason=reason)
 
 from torchtitan.config import ConfigManager  # pyright: ignore  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import apply_ac  # pyright: ignore  # noqa: E402
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args  # pyright: ignore  # noqa: E402
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list  # pyright: ignore  # noqa: E402
+from torchtitan.models.llama3 import Transformer, llama3_args  # pyright: ignore  # noqa: E402
 
 
 def both(case: str, tmp_path: Path) -> tuple[JobConfig, Any]:
@@ -92,43 +86,3 @@ def test_steps_and_what_is_done_in_them_are_the_same(case: str, tmp_path: Path):
         assert theirs.quantize.linear.float8.recipe_name is None  # which is tensorwise
         assert theirs.quantize.linear.float8.filter_fqns == ["output"]  # titanlite never converts it
         assert ours.float8.min_features <= 1024  # the smallest side of a matrix in 1b and 8b: all are converted
-
-
-class Matmuls(TorchDispatchMode):
-    """Counts those of weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", gpu.AC_MODES)
-def test_activation_checkpointing_recomputes_the_same_matmuls(mode: str, tmp_path: Path):
-    work = replace(gpu.WORKS["8b bf16 compiled"], activation_checkpoint=mode)
-    file = tmp_path / "job.toml"
-    file.write_text(tomlkit.dumps(gpu.torchtitan_job(work, tmp_path, tmp_path)))
-    theirs = ConfigManager().parse_args(["--job.config_file", str(file)]).activation_checkpoint
-    arch = Architecture(64, 2, 2, 1, 128, vocab_size=96)
-    args = TransformerModelArgs(
-        dim=64, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim_multiplier=0.75, multiple_of=128, vocab_size=96
-    )
-    args.max_seq_len = 16
-    mine, model = Llama(arch), Transformer(args)
-    assert shapes(mine) == shapes(model)
-    with torch.no_grad():
-        mine.init_weights(0)
-        model.init_weights()
-    if mode != "none":
-        apply_activation_checkpointing(mine, ActivationCheckpoint(mode="selective" if mode == "selective" else "full"))
-        apply_ac(model, theirs, model_compile_enabled=False, op_sac_save_list=_op_sac_save_list)
-    counts = []
-    for each in (mine, model):
-        with Matmuls() as matmuls:
-            each(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
-        counts.append(matmuls.count)
-    assert counts[0] == counts[1]
-    assert asdict(work)["activation_checkpoint"] == theirs.mode

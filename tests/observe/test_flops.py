@@ -1,6 +1,5 @@
 """The arithmetic of the architecture, against numbers worked out by hand."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -21,16 +20,9 @@ def test_tiny_model_by_hand():
     assert flops_per_token(TINY, seq_len=10) == 6 * (3 * block + 50 * 8) + 3 * 6 * 10 * 8
 
 
-def test_tying_saves_parameters_but_no_flops():
-    tied = dataclasses.replace(TINY, tied_embeddings=True)
-    assert num_params(TINY) - num_params(tied) == 50 * 8
-    assert flops_per_token(tied, 10) == flops_per_token(TINY, 10)
-
-
 def test_8b_at_8192():
     """6 x 7,504,658,432 weights that are multiplied, 32 layers x 6 x 8192 x 4096 for attention."""
     assert flops_per_token(FLAVORS["8b"], 8192) == 45_027_950_592 + 6_442_450_944
-    assert flops_per_token(FLAVORS["8b"], 8192) == pytest.approx(5.15e10, rel=1e-3)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -20,8 +20,8 @@ from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import GIB, Forecast
 from titanlite.observe.gpus import MOST_GIB, Gpu, find_gpu, gpu_of_device
-from titanlite.plan.start import device_memory, with_keys
-from titanlite.plan.start import options as change_options
+from titanlite.plan.start import Settings, device_memory, with_keys
+from titanlite.plan.start import options as in_options
 from titanlite.runtime.logging import note
 
 
@@ -46,15 +46,13 @@ class Plan(Options):
     search: bool = False
     """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
     write: OptionPath | None = None
-    """With --search: write the job file of the fastest to this new file."""
+    """Search, and write the job file of the fastest to this new file."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
     if options.write:
-        if not options.search:
-            raise UserError("--write FILE: writes what --search finds. Add --search.")
         taken = (
             "It exists already." if os.path.lexists(options.write) else not_writable(options.write.absolute().parent)
         )
@@ -62,29 +60,19 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--write {options.write}: {taken} Name another file.")
     run = load_run(words, options.world_size or world_size())
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
-        gpu = _chosen_gpu(options.gpu)
         from titanlite.plan import advice
 
+        gpu = _chosen_gpu(options.gpu)
         if options.memory:
             gpu = gpu.model_copy(update={"memory_gib": options.memory})
         gpu = gpu.of_rank(run.world_size)
         if gpu.cpu:  # device and host are one memory there
             run = with_keys(run, {"training.enable_cpu_offload": False})
-        if not options.search:
+        if options.search or options.write:
+            text = _searched(run, gpu, options, *advice.search(run, gpu))
+        else:
             plan = advice.make_plan(run, gpu, options.quick, options.remedies)
             text = plan.model_dump_json() if options.as_json else "\n".join(_described(run, plan))
-        else:
-            found, traced = advice.search(run, gpu)
-            if not found:
-                raise UserError(
-                    f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
-                    f"{run.world_size} x {gpu.name}, or a smaller model."
-                )
-            jobs = [(change_options(settings), plan) for settings, plan in found]
-            if options.write:
-                write_whole(options.write, dump_config(with_keys(run, found[0][0]).job).encode())
-            best = [{"options": words, **plan.model_dump()} for words, plan in jobs]
-            text = json.dumps({"traced": traced, "best": best}) if options.as_json else _table(jobs, traced)
     print(text)
 
 
@@ -142,11 +130,21 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
         yield f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
 
 
-def _table(jobs: Sequence[tuple[Sequence[str], Forecast]], traced: int) -> str:
-    """What a search has found, as text."""
-    first = jobs[0][1]
-    lines = [f"The best of {traced} jobs that were traced, for {first.world_size} x {first.gpu} ({first.basis})\n"]
+def _searched(run: Run, gpu: Gpu, options: Plan, found: Sequence[tuple[Settings, Forecast]], traced: int) -> str:
+    """What a search has found, as text or JSON. The first job is written if that is asked for."""
+    if not found:
+        raise UserError(
+            f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
+            f"{run.world_size} x {gpu.name}, or a smaller model."
+        )
+    if options.write:
+        write_whole(options.write, dump_config(with_keys(run, found[0][0]).job).encode())
+    if options.as_json:
+        best = [{"options": in_options(settings), **plan.model_dump()} for settings, plan in found]
+        return json.dumps({"traced": traced, "best": best})
+    lines = [f"The best of {traced} jobs that were traced, for {run.world_size} x {gpu.name} ({found[0][1].basis})", ""]
     lines.append(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
-    for words, plan in jobs:
-        lines.append(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {' '.join(words)}")
+    for settings, plan in found:
+        words = " ".join(in_options(settings))
+        lines.append(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {words}")
     return "\n".join(lines)

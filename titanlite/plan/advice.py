@@ -6,7 +6,6 @@ Invariant: each figure comes from a trace of the changed job. Estimates decide o
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.observe.flops import flops_per_token, num_params, state_bytes
+from titanlite.observe.flops import state_bytes
 from titanlite.observe.forecast import GIB, Forecast
 from titanlite.observe.gpus import Gpu
 from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
@@ -29,6 +28,7 @@ from titanlite.runtime.logging import note
 
 WORKERS = 2  # processes that trace
 FULL = {"activation_checkpoint.mode": "full"}
+_POWERS = (1, 2, 4, 8, 16)
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 Apply = Callable[..., Iterable[Any]]
 """`map`, or that method of a pool of processes."""
@@ -84,7 +84,7 @@ def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | Non
     crosses the memory at the number to try next. It ends when that has been tried.
     """
     context, training = run.degrees.context, run.job.training
-    known: dict[int, Forecast] = {training.local_batch_size: plan}
+    known = {training.local_batch_size: plan}
     # The loss has chunks of full size from so many rows on, so that the line is straight.
     rows = max(2 * training.local_batch_size, -(-TOKENS_OF_FULL_CHUNKS * context // training.seq_len))
     while rows not in known and 0 < rows <= MOST_TOKENS * context // training.seq_len and len(known) < 7:
@@ -155,7 +155,7 @@ def search(
     Raises:
         UserError: A process of a trace was killed.
     """
-    tries = sorted(layouts(run, gpu), key=lambda each: _guessed_seconds(with_keys(run, each), gpu))
+    tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
     with nullcontext() if apply else workers() as pool:
         one = partial(_plan, run, gpu=gpu, until=time.time() + seconds)
         plans = list((apply or pool.map)(one, tries))
@@ -168,41 +168,37 @@ def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
     """Layouts, recomputation, precisions and batch sizes for the ranks of a run that the rules allow: of the batch
     sizes those two that are the largest of which an estimate says that they fit. A global batch that the job names
     stays."""
-    world, arch, training = run.world_size, run.arch, run.job.training
-    several, powers = world > gpu.machine, [2**n for n in range(10)]
-    tensor = [n for n in powers if n <= min(gpu.machine, arch.n_kv_heads, world)]
-    pipeline = [n for n in powers if n <= min(16, world, arch.n_layers // 2)] if several else [1]
-    context = [n for n in (1, 2, 4, 8) if n == 1 or training.seq_len >= 16384 * n]
-    replicas = [1, world // gpu.machine] if several and world % gpu.machine == 0 else [1]
+    world, training = run.world_size, run.job.training
+    several = world > gpu.machine
+    degrees: dict[str, list[int]] = {
+        "tensor_parallel": [n for n in _POWERS if n <= min(gpu.machine, run.arch.n_kv_heads)],
+        "pipeline_parallel": [n for n in _POWERS if n == 1 or (several and 2 * n <= run.arch.n_layers)],
+        "context_parallel": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
+        "data_parallel_replicate": [1, world // gpu.machine] if several else [1],
+    }
     float8 = [False, True] if gpu.fp8 and run.compiles("model") else [False]
-    recompute: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
-    names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
-    for *degrees, fp8, again in itertools.product(tensor, pipeline, context, replicas, float8, recompute):
-        layout = {f"parallelism.{name}_degree": n for name, n in zip(names, degrees, strict=True)}
+    for tensor, pipeline, context, copies, fp8, again in itertools.product(
+        *degrees.values(), float8, ({"activation_checkpoint.mode": "none"}, SELECTIVE, FULL)
+    ):
+        chosen = zip(degrees, (tensor, pipeline, context, copies), strict=True)
+        layout = {f"parallelism.{name}_degree": n for name, n in chosen}
         layout |= {"parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **again}
         fit: list[Settings] = []
-        for rows in (1, 2, 4, 8, 16):
-            batch, whole = training.global_batch_size, rows * (world // math.prod(degrees[:3]))
-            if batch == -1 and degrees[1] > 1:
-                batch = 4 * degrees[1] * whole  # so that a fifth of the time is idle at the most
+        for rows in _POWERS:
+            batch = training.global_batch_size
+            if batch == -1 and pipeline > 1:  # so that a fifth of the time is idle at the most
+                batch = 4 * pipeline * rows * (world // (tensor * pipeline * context))
             settings = {**layout, "training.local_batch_size": rows, "training.global_batch_size": batch}
             new = changed(run, settings)
-            if new and state_bytes(new) + kept_by_blocks(new, min(new.microbatches, degrees[1])) < gpu.memory:
+            if new and state_bytes(new) + kept_by_blocks(new, min(new.microbatches, pipeline)) < gpu.memory:
                 fit.append(settings)
         yield from fit[-2:]
 
 
-def _guessed_seconds(run: Run, gpu: Gpu) -> float:
-    """A guess at the time of a row on one rank, to decide which jobs are traced first."""
-    arch, degree, job = run.arch, run.degrees, run.job
+def _guessed_time(run: Run) -> float:
+    """A guess at the time of a token, of which only the order counts: the jobs that are traced first."""
+    degree, job = run.degrees, run.job
     again = {"full": 4 / 3, "selective": 7 / 6}.get(job.activation_checkpoint.mode, 1.0)
-    rate = 0.5e12 * gpu.bf16 * (1.5 if job.float8.enable else 1.0)
-    tokens = run.global_batch_size / degree.data * job.training.seq_len / degree.context
-    parallel = degree.tensor * degree.pipeline
-    compute = tokens / parallel * flops_per_token(arch, job.training.seq_len) * again / rate
-    hidden_states = 16 * arch.n_layers / degree.pipeline * tokens * arch.dim * (degree.tensor > 1)
-    shards = degree.shard * degree.context * degree.tensor
-    network = gpu.link if shards <= gpu.machine else gpu.network * shards / gpu.machine
-    fsdp = 8 * num_params(arch) / parallel / (network * 1e9)
     idle = 1 + (degree.pipeline - 1) / run.microbatches
-    return (max(compute, fsdp) + hidden_states / (gpu.link * 1e9)) * idle / run.global_batch_size
+    traffic = 1 + 0.1 * (degree.tensor > 1) + 0.1 * (degree.context > 1)
+    return again * idle * traffic / (1.5 if job.float8.enable else 1.0) - 0.001 * job.training.local_batch_size
