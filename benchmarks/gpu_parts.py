@@ -33,126 +33,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gpu_works import AC_MODES, COMPARED, WORKS, Work, titanlite_options, torchtitan_job
 from runs import RESULTS, ROOT, commit, read_parts, write_text
 
 CHECKS = ("tests/gpu", "tests/parallel/test_fsdp.py", "tests/checkpoint/test_save_gpu.py")
 RUN_SECONDS = 180.0  # of one program: a hang does not take the time of the other cases
-AC_MODES = ("none", "selective", "full")  # from the fastest to the smallest: the first one that fits is measured
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a run trains: everything that titanlite and torchtitan must have in common."""
-
-    flavor: str = "8b"
-    precision: str = "bf16"
-    """Of the matmuls: bf16 or float8 (one scale a tensor)."""
-    compile: bool = True
-    dtype: str = "bfloat16"
-    """Of parameters, gradients and optimizer state."""
-    rows: int = 1
-    seq_len: int = 8192
-    steps: int = 20
-    activation_checkpoint: str = "none"
-    tiny: bool = False
-    """A model of two small blocks in place of the flavor: for CPUs."""
-
-    @property
-    def window(self) -> int:
-        """Steps between two log lines; the first two such windows are warm-up."""
-        return max(1, self.steps // 4)
-
-
-# Those that count most come first: time may not suffice for all.
-WORKS = {
-    "8b bf16 compiled": Work(),
-    "8b float8 compiled": Work(precision="float8"),
-    "8b bf16 eager": Work(compile=False),
-    # Untied, as torchtitan has it; 16 bytes a parameter fit, so nothing but the matmuls is in bf16.
-    "1b bf16 compiled": Work("1b", dtype="float32", rows=4),
-    "1b float8 compiled": Work("1b", precision="float8", dtype="float32", rows=4),
-    "1b bf16 eager": Work("1b", compile=False, dtype="float32", rows=4),
-}
-# Beside torchtitan bf16 is stored everywhere: between fp32 weights its autocast computes norms and sums in fp32.
-COMPARED = {name: replace(work, dtype="bfloat16") for name, work in WORKS.items() if work.compile}
-COMPARED["8b, 4 rows, bf16 compiled"] = Work(rows=4, steps=8, activation_checkpoint="full")  # fills 140 GB
-TINY_MODEL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 128, "vocab_size": 4096}
-
-
-def titanlite_options(work: Work, folder: Path, text: Path, own: bool) -> list[str]:
-    """The command line of a job. `own` adds what torchtitan does not have: stochastic rounding where bf16 is stored,
-    and a compiled optimizer and clipping."""
-    options: dict[str, object] = {
-        "job.dump_folder": folder,
-        "tokenizer.path": ROOT / "assets/tokenizer/tokenizer.json",
-        "dataset.source": "jsonl",
-        "dataset.path": text / "*.jsonl",
-        "model.flavor": work.flavor,
-        "training.seq_len": work.seq_len,
-        "training.local_batch_size": work.rows,
-        "training.steps": work.steps,
-        "training.dtype": work.dtype,
-        "training.mixed_precision_param": "bfloat16",
-        "activation_checkpoint.mode": work.activation_checkpoint,
-        "optimizer.lr": 3e-4,
-        "lr_scheduler.warmup_steps": 1,
-        "metrics.log_freq": work.window,
-    }
-    if work.tiny:
-        options |= {f"model.{name}": value for name, value in TINY_MODEL.items()} | {"float8.min_features": 0}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    words += ["--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--model.no-tied_embeddings"]
-    if work.compile:
-        words.append("--compile.enable")
-        words += ["--compile.components", "model", "loss", *(("optimizer", "clip") if own else ())]
-        words += ["--optimizer.stochastic_rounding"] * (own and work.dtype == "bfloat16")
-    if work.precision == "float8":
-        words.append("--float8.enable")  # one GPU gathers nothing; torchtitan leaves the FP8 all-gather out by itself
-    return words
-
-
-def torchtitan_job(work: Work, folder: Path, text: Path) -> dict[str, Any]:
-    """The same job in torchtitan's keys. It stores in one dtype, as `dtype` says, and rounds to nearest."""
-    job: dict[str, Any] = {
-        "job": {"dump_folder": str(folder)},
-        "model": {
-            "name": "llama3",
-            "flavor": {"8b": "8B", "1b": "1B"}[work.flavor],
-            "hf_assets_path": str(ROOT / "assets/tokenizer"),
-        },
-        "experimental": {"custom_import": "gpu_torchtitan"},  # brings the 1B
-        "optimizer": {"name": "AdamW", "lr": 3e-4, "weight_decay": 0.1, "implementation": "fused"},
-        "lr_scheduler": {"warmup_steps": 1},
-        "training": {
-            "dataset": "c4_test",  # the name of a loader of local files
-            "dataset_path": str(text),
-            "seq_len": work.seq_len,
-            "local_batch_size": work.rows,
-            "steps": work.steps,
-            "dtype": work.dtype,
-            "mixed_precision_param": "bfloat16",
-        },
-        # Recomputation ends with what the backward pass needs, as in titanlite.
-        "activation_checkpoint": {
-            "mode": work.activation_checkpoint,
-            "selective_ac_option": "op",
-            "early_stop": True,
-            "preserve_rng_state": False,
-        },
-        "compile": {"enable": work.compile, "components": ["model", "loss"]},
-        "metrics": {"log_freq": work.window, "disable_color_printing": True},
-        "checkpoint": {"enable": False},
-    }
-    if work.precision == "float8":
-        job["model"]["converters"] = ["quantize.linear.float8"]
-        job["quantize"] = {"linear": {"float8": {"filter_fqns": ["output"]}}}
-    return job
 
 
 class Failed(Exception):

@@ -17,7 +17,7 @@ from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_parts as gpu  # pyright: ignore[reportMissingImports]
+import gpu_works as gpu  # pyright: ignore[reportMissingImports]
 
 reason = "needs torchtitan 0.2.2 (and triton, which it imports): pip install torchtitan==0.2.2 triton"
 for package in ("triton", "torchtitan"):
