@@ -33,10 +33,8 @@ class Ranks:
 
     def __init__(self, timeout_seconds: int) -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        assert isinstance(group, dist.ProcessGroup)
-        self.group = group
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.group = cast(dist.ProcessGroup, group)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def close(self) -> None:
         """Destroy the group. Its threads must not outlive the interpreter, or the process may abort at exit."""
@@ -111,9 +109,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, config: schema.Checkpoint, path: Path, log: Callable[[str], None]) -> None:
-        self.config = config
-        self.path = path
-        self.log = log
+        self.config, self.path, self.log = config, path, log
         self.ranks = Ranks(config.timeout_seconds)
         self._lock: int | None = None  # on rank 0
         self.token = self.ranks.on_rank0(self._take)

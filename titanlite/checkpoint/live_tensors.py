@@ -6,8 +6,9 @@ gathered and no second copy is made.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite import __version__
 from titanlite.checkpoint.folder import Ranks
+from titanlite.config.flavors import Architecture
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,24 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def manifest_info(
+    model: Architecture | None,
+    train_state: dict[str, Any],
+    job: dict[str, Any] | None = None,
+    optimizer_groups: Sequence[dict[str, Any]] = (),
+    world_size: int = 1,
+) -> dict[str, Any]:
+    """What the manifest of a checkpoint says of its tensors."""
+    return {
+        "train_state": train_state,
+        "job": job,
+        "architecture": model and dataclasses.asdict(model),
+        "optimizer_groups": optimizer_groups,
+        "layout": {"world_size": world_size},
+        "versions": library_versions(),
+    }
 
 
 @cache

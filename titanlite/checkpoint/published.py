@@ -306,16 +306,7 @@ def import_weights(out: Path, source: WeightSource, origin: str) -> Path:
         raise UserError(f"{target} exists already. Choose another folder, or remove it.")
     shapes = parameter_shapes(source.arch)
     tensors = {f"model.{n}": torch.empty(s, dtype=source.dtypes[n], device="meta") for n, s in shapes.items()}
-    info = {
-        "train_state": {},
-        "weights_only": True,
-        "origin": origin,
-        "job": None,
-        "architecture": dataclasses.asdict(source.arch),
-        "optimizer_groups": [],
-        "layout": {"world_size": 1},
-        "versions": live_tensors.library_versions(),
-    }
+    info = live_tensors.manifest_info(source.arch, {}) | {"weights_only": True, "origin": origin}
     writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
     try:

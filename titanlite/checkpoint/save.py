@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -164,15 +163,9 @@ class Saver:
         self._failed_step = step
 
     def _describe(self, train_state: dict[str, Any]) -> dict[str, Any]:
-        model = self._live.model
-        return {
-            "train_state": train_state,
-            "job": self._job,
-            "architecture": dataclasses.asdict(model.arch) if isinstance(model, Llama) else None,
-            "optimizer_groups": self._live.optimizer_groups(self._ranks),
-            "layout": {"world_size": self._ranks.size},
-            "versions": live_tensors.library_versions(),
-        }
+        arch = self._live.model.arch if isinstance(self._live.model, Llama) else None
+        groups = self._live.optimizer_groups(self._ranks)
+        return live_tensors.manifest_info(arch, train_state, self._job, groups, self._ranks.size)
 
     def _write(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path) -> None:
         """Write a checkpoint, or stage it and leave the writing to the thread."""
