@@ -66,7 +66,7 @@ def test_the_data_of_a_job_will_do(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--vocab-size", "512", "--data", "a.txt"], "--vocab-size"),
+        (["--vocab-size", "512", "--data", "a.txt"], "512"),
         (["--vocab-size", "600", "--data", "a.pdf"], "a.pdf"),
         (["--vocab-size", "600", "--data", "none.txt"], "matches no file"),
         (["--vocab-size", "600", "--data", "a.txt", "--dataset.source", "text"], "not both"),
@@ -74,7 +74,7 @@ def test_the_data_of_a_job_will_do(text, tmp_path, capsys):
         (["--vocab-size", "600", "--data", "a.jsonl"], "a.jsonl, line 1"),
         (["--vocab-size", "600", "--dataset.source", "text"], "dataset.path is missing"),
         (["--vocab-size", "600", "--data", "a.txt", "--out", "made"], "tokenizer.json exists already"),
-        (["make"], "--vocab-size"),
+        (["make"], "make"),
     ],
 )
 def test_mistakes_are_answered(tmp_path, monkeypatch, capsys, words, said):

@@ -59,12 +59,10 @@ module.prepare(Run(JobConfig.model_validate_json(sys.argv[1])), Path(sys.argv[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_threads_and_kills_change_no_byte(dataset, tmp_path, packed):
-    for i in range(3):
-        write_jsonl(tmp_path / f"{i}.jsonl.gz", TEXTS[i::3], gzip.open)
-    dataset = dataset.model_copy(update={"path": str(tmp_path / "*.gz")}) if packed else dataset
-    job = run_of(dataset).job.model_dump_json(exclude_none=True)
+def test_threads_and_kills_change_no_byte(tmp_path):
+    for i in range(3):  # parts that end within a shard
+        write_jsonl(tmp_path / f"{i}.gz", TEXTS[i::3], gzip.open)
+    job = run_of(Dataset(source="jsonl", path=str(tmp_path / "*.gz"))).job.model_dump_json(exclude_none=True)
 
     def run(out, threads, *last):
         command = [sys.executable, "-c", CODE, job, str(tmp_path / out), str(threads), *last]
@@ -77,7 +75,6 @@ def test_threads_and_kills_change_no_byte(dataset, tmp_path, packed):
     one, killed = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "killed"))
     assert one == killed
     assert len(one) > 10
-    assert packed or torch.equal(Ranks(dataset, 1).batch(), Ranks(shards_in(tmp_path / "killed"), 2).batch())
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.3])

@@ -56,7 +56,6 @@ def test_places_ranks_and_mistakes_are_named_and_nothing_commands_the_terminal(t
     for words, said in (
         (("--row", 6), "a global batch has the rows 0 to 5"),
         (("--step", 99, "--dataset.max_epochs", 1), "step 99 does not exist: "),
-        (("--step", 0), "--step"),
         (("list",), "list"),
     ):
         output, code = show(dataset, *words)
