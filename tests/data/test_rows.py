@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from data_helpers import (
     TOKENIZER,
     Ranks,
@@ -25,7 +24,6 @@ from data_helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch.nn import functional as F
 
 from titanlite import Loader
@@ -170,25 +168,6 @@ def test_another_global_batch_size_goes_on_with_the_same_rows(
 
 def test_the_seed_changes_the_order(datasets: dict[str, Dataset]) -> None:
     assert not torch.equal(*(Ranks(datasets["concat"], 1, seed=seed).batch() for seed in (1, 2)))
-
-
-def rows_and_state(path: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """What a rank gets of four batches, and what it saves then."""
-    place = {"dp_rank": dist.get_rank(), "dp_size": dist.get_world_size(), "dp_group": dist.group.WORLD}
-    loader = make_loader(Dataset(source="jsonl", path=path), **place, local_batch_size=4)
-    batches = [loader.next_global_batch().microbatches for _ in range(4)]
-    state = loader.state_dict()
-    loader.close()
-    return [torch.cat([microbatch.input_ids for microbatch in batch]) for batch in batches], state
-
-
-@pytest.mark.slow
-def test_two_real_ranks_save_the_state_of_one(datasets: dict[str, Dataset], references: References) -> None:
-    batches, states = references["concat"]
-    for rank, (rows, state) in enumerate(run_ranks(2, rows_and_state, datasets["concat"].path)):
-        assert state == states[3]
-        for step, batch in enumerate(rows):
-            assert torch.equal(batch, batches[step][rank::2, 0])
 
 
 # ------------------------------------------------------------------------------------------------- what the rows hold

