@@ -165,8 +165,7 @@ class Llama(nn.Module):
         """
         super().__init__()
         if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
-            found = f"dim = {arch.dim}, n_heads = {arch.n_heads}, n_kv_heads = {arch.n_kv_heads}"
-            raise ValueError(f"{found}: n_heads must divide half of dim, and n_kv_heads must divide n_heads.")
+            raise ValueError(f"{arch}: n_heads must divide half of dim, and n_kv_heads must divide n_heads.")
         blocks = range(arch.n_layers) if blocks is None else blocks
         first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch

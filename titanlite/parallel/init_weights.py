@@ -74,6 +74,5 @@ def check_memory(run: Run, state_bytes: int, device: torch.device) -> None:
     if needed > memory:
         raise UserError(
             f'model.flavor = "{run.job.model.flavor}": weights, gradients and optimizer state take {needed / GIB:.1f} '
-            f"GiB on {where}, which has {memory / GIB:.1f} GiB. Take more or larger devices, a smaller model, or "
-            'training.dtype = "bfloat16" with optimizer.stochastic_rounding. `titanlite plan` says what fits.'
+            f"GiB on {where}, which has {memory / GIB:.1f} GiB. `titanlite plan` says what fits."
         )

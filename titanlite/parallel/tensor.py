@@ -85,9 +85,7 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
         UserError: the ranks do not run on GPUs.
     """
     if mesh.device_type != "cuda":
-        raise UserError(
-            "parallelism.enable_async_tensor_parallel = true: needs GPUs, because only they have its memory."
-        )
+        raise UserError("parallelism.enable_async_tensor_parallel = true: needs GPUs. Set it to false without one.")
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
