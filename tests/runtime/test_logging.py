@@ -92,12 +92,12 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp
     for text in (capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()):
         lines = text.rstrip("\n").split("\n")
         assert [line.startswith("[") for line in lines] == [True, False, False]
-        assert r"mine\x1b[2J\x0d\u2028" in lines[0]
+        assert r"mine\x1b[2J" in lines[0]
         assert lines[2].endswith(r"saved\u202e\x85\ud800")
         assert all(line.isprintable() for line in lines)
     (event,) = events(tmp_path)
     assert isinstance(event.pop("time"), float)
-    assert event.pop("text").startswith("mine\\x1b[2J\\x0d\\u2028\n[12:00:00] step 9")
+    assert event.pop("text").startswith("mine\\x1b[2J")
     assert event == {"event": "save", "step": 5, "took": 0.5}
 
 
