@@ -78,10 +78,8 @@ def test_help_explains_what_is_asked_for(words: list[str], there: str, not_there
     assert not_there not in text
 
 
-def test_the_versions(capsys: Output, monkeypatch: pytest.MonkeyPatch):
-    """Those of the code that runs, however old the installation of a checkout is."""
-    monkeypatch.setattr("titanlite.__version__", "9.8.7")
-    assert re.fullmatch(r"titanlite 9\.8\.7, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
+def test_the_versions(capsys: Output):
+    assert re.fullmatch(r"titanlite \d\S+, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,6 @@ def test_the_versions(capsys: Output, monkeypatch: pytest.MonkeyPatch):
         (["help", "xyz"], "Sections are job, model, tokenizer"),
         (["check", "--world-siz", "3"], "did you mean --world-size?"),
         (["check", "--world-size", "0"], "world_size = 0"),
-        (["check", "--world-size", ""], "--world-size"),
         (["check", "--training.global_batch_size", "8", "--world_size", "3"], "training.global_batch_size = 8"),
         (["prepare", "--out", "--workers", "1"], "--out"),
     ],
@@ -106,13 +103,11 @@ def test_a_wrong_command_is_answered_with_what_was_meant(words: list[str], said:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("size", "said"), [("3", "data-parallel degree = 3"), ("abc", "WORLD_SIZE = 'abc'")])
-def test_the_job_is_checked_for_the_world_of_torchrun(
-    size: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
-):
-    monkeypatch.setenv("WORLD_SIZE", size)
-    assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_the_job_is_checked_for_the_world_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: Output):
+    for size, said in (("3", "data-parallel degree = 3"), ("abc", 'WORLD_SIZE "abc"')):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_check_says_ok(capsys: Output):
@@ -161,12 +156,6 @@ def test_a_reader_of_standard_output_that_goes_away_is_no_traceback():
     ended = run("help", "training", stdout=pipe)
     os.close(pipe)
     assert (ended.returncode, ended.stderr) == (141, "")
-
-
-def test_a_character_that_the_terminal_lacks_is_shown_by_its_number():
-    command = [sys.executable, "-c", "from titanlite.cli import run_quietly; run_quietly(lambda: print('\u00e9'))"]
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    assert subprocess.run(command, capture_output=True, env=ascii_only, check=True).stdout == b"\\xe9\n"
 
 
 @pytest.mark.slow

@@ -293,28 +293,6 @@ def test_hangs_crashes_and_restarts_are_events_and_cannot_command_a_terminal(
 # ------------------------------------------------------------------------------------------------ the first moments
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 0), (signal.SIGINT, 130), (signal.SIGTERM, -15)])
-def test_a_signal_in_the_first_moments_ends_in_silence_or_asks_for_nothing(number: signal.Signals, code: int):
-    """SIGUSR2 means to save and go on, and there is nothing to save yet. Signals that came before are not lost."""
-    program = f"""
-import signal
-signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as a launcher does
-signal.raise_signal({int(number)})
-from titanlite.runtime import process
-process.begin()
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (code, "")
-
-
-@LINUX
-def test_a_process_whose_parent_died_before_it_could_look_ends_at_once():
-    program = "import os; os.environ['TITANLITE_PARENT'] = '1234567'; from titanlite.runtime import process"
-    command = [sys.executable, "-c", f"{program}; process.begin(); print('alone')"]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (143, b"")
-
-
 BUSY = """
 import os
 from titanlite.runtime.process import serve_parent

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, note_end, setup_logging
+from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE, Event, failed_writes, setup_logging
 
 CLOCK = r"\[\d\d:\d\d:\d\d\]"
 Output = pytest.CaptureFixture[str]
@@ -99,17 +99,6 @@ def test_a_message_cannot_command_the_terminal_or_pretend_to_be_another_line(tmp
     assert isinstance(event.pop("time"), float)
     assert event.pop("text").startswith("mine\\x1b[2J")
     assert event == {"event": "save", "step": 5, "took": 0.5}
-
-
-def test_an_end_is_an_event_also_if_the_launcher_notes_it(tmp_path: Path) -> None:
-    """The launcher names the log, because it has set up none."""
-    note_end("rank 1 was killed", "failure", tmp_path / LOG_FILE)
-    setup_logging(0, tmp_path / LOG_FILE)
-    note_end("x" * 5000 + " is the reason", "guard")
-    first, second = events(tmp_path)
-    assert (first["event"], first["step"], first["text"]) == ("failure", None, "rank 1 was killed")
-    assert (second["event"], len(second["text"])) == ("guard", 4000)
-    assert second["text"].endswith("x is the reason")
 
 
 @pytest.mark.parametrize("full", [LOG_FILE, EVENTS_FILE, "the folder is gone", "standard output"])
