@@ -88,8 +88,7 @@ def version() -> str:
 
     from titanlite import __version__  # from the code that runs, because the metadata of a checkout can be older
 
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"titanlite {__version__}, torch {version('torch')}, Python {python}"
+    return f"titanlite {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}"
 
 
 def run_quietly(command: Callable[[], object]) -> int:

@@ -54,11 +54,13 @@ if __name__ == "__main__":
     process.begin()
     _, mishap, *arguments = sys.argv
     late = os.environ["RANK"] == "1"
-    Loader.next_global_batch = stuck_or_killed
+    loaders: Any = Loader
+    writers: Any = CommittingWriter
+    recorder: Any = _distributed_c10d
+    loaders.next_global_batch = stuck_or_killed
     if mishap == "hang_save" and late:
-        CommittingWriter.write_data = lambda *_: time.sleep(1000)
+        writers.write_data = lambda *_: time.sleep(1000)
     if mishap == "hang_nccl":
-        recorder: Any = _distributed_c10d
         recorder._dump_nccl_trace_json = nccl_table
         torch.distributed.is_nccl_available = lambda: True
     sys.exit(run_quietly(lambda: train(arguments)))

@@ -82,11 +82,11 @@ def run_agent(
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except (RendezvousError, RuntimeError) as error:
+        why = f"{machines[0]} machines did not meet at {where}, where all must reach the first: {error}"
+        if not end.exists() and child.exists() and is_saved(run):
+            raise StoppedBySignal(f"{why}\n{resume_hint(run, argv)}") from None
         if not end.exists():
-            lost, why = child.exists() and is_saved(run), f"{machines[0]} machines did not meet at {where}: {error}"
-            if lost:
-                raise StoppedBySignal(f"{why}\n{resume_hint(run, argv)}") from None
-            raise UserError(f"{why} Set MASTER_ADDR and MASTER_PORT to where all machines reach the first.") from None
+            raise UserError(why) from None
     return int(end.read_text())
 
 

@@ -33,7 +33,7 @@ POLL_SECONDS = 0.1  # between two looks at the ranks
 # Seconds that the other ranks have after one has crashed (they wait for it in a collective), or has ended as it should.
 CRASH_PATIENCE = 5.0
 KNOWN_EXIT_PATIENCE = 30.0
-KNOWN_EXITS = tuple(error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal))
+KNOWN_EXITS = {error.exit_code for error in (UserError, GuardError, CheckpointError, StoppedBySignal)}
 # Codes of a stop before there was anything to save: the rank's own exit code, or minus the signal that killed it.
 UNSAVED_STOPS = tuple(code for number in STOP_SIGNALS for code in (128 + number, -number))
 FINAL = (0, *KNOWN_EXITS, *UNSAVED_STOPS)  # a run that is started again would end like this again, or is not wanted
@@ -91,11 +91,8 @@ class Ranks:
         variables = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(count), ERROR_FOLDER: str(folder)}
         variables["PYTHONFAULTHANDLER"] = "1"  # so that a crash of native code shows the Python stack
         if self.size == count:  # the interfaces replace what was set for runs on several machines
-            variables |= {
-                STORE: f"{folder}/store",
-                "GLOO_SOCKET_IFNAME": LOOPBACK,
-                "NCCL_SOCKET_IFNAME": f"={LOOPBACK}",
-            }
+            variables |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+            variables[STORE] = f"{folder}/store"
         for local_rank, rank in enumerate(self.ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             # In a session of its own, because only the launcher passes Ctrl-C on.
@@ -119,10 +116,9 @@ class Ranks:
                     ends[rank] = RankEnd(rank, process.returncode, record["time"], record["message"], rank in killed)
             bad = {end.code for end in ends.values()} - {0}
             stopping = self._stopped_by or StoppedBySignal.exit_code in bad
-            patience = self.stop_seconds if stopping else KNOWN_EXIT_PATIENCE
             if bad or stopping:
-                patience = CRASH_PATIENCE if bad.difference(KNOWN_EXITS) else patience
-                limit = min(limit, time.monotonic() + patience)
+                known_patience = self.stop_seconds if stopping else KNOWN_EXIT_PATIENCE
+                limit = min(limit, time.monotonic() + (CRASH_PATIENCE if bad - KNOWN_EXITS else known_patience))
             if at_once or time.monotonic() > limit:
                 killed |= self._kill()
         return sorted((end for end in ends.values() if end.code), key=lambda end: (end.killed, end.time))
