@@ -1,5 +1,6 @@
 """The view of a run: what it says, on any terminal, and that training shows it below its log lines."""
 
+import contextlib
 import io
 import os
 import pty
@@ -40,14 +41,9 @@ def in_terminal(_: int, script: str, **environment: str) -> str:
     process = subprocess.Popen([sys.executable, "-c", script], stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
     output = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # Linux reports the closed terminal as an error
-            break
-        if not chunk:
-            break
-        output += chunk
+    with contextlib.suppress(OSError):  # Linux reports the closed terminal as an error
+        while chunk := os.read(ours, 65536):
+            output += chunk
     assert process.wait() == 0, output
     return output.decode()
 
