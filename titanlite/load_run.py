@@ -66,7 +66,8 @@ def _checked(draft: Draft, world_size: int) -> Run:
         problems.append(("tokenizer.path", f"cannot be used: {error}"))
     run = Run(job, world_size)
     rules += [*_of_keys(run, draft.origins), _dataset(run, draft.origins), _validation(run, draft.origins), _files(run)]
-    for mistake in draft.mistakes:  # a value that has been refused is not known: a rule that reads it ends there
+    # A value that has been refused is taken out of the job, which goes no further: a rule that reads it ends there.
+    for mistake in draft.mistakes:
         section, _, name = mistake.key.partition(".")
         if section in SECTIONS:
             vars(getattr(job, section) if name else job).pop(name or section, None)

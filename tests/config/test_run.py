@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.run import Run, architecture, balanced_cuts, piece_costs, stage_rank
+from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, piece_costs, stage_rank
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
@@ -40,12 +40,14 @@ def test_a_job_overrides_each_number_of_a_flavor():
     assert architecture(Model(flavor="3b", n_layers=2)) == dataclasses.replace(FLAVORS["3b"], n_layers=2)
 
 
+HSDP = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}}
 BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallelism": {"tensor_parallel_degree": 2}}
 
 
 @pytest.mark.parametrize(
     ("ranks", "sections", "values"),
     [
+        (16, HSDP, {"degrees": Degrees(pipeline=1, replicate=2, shard=4, context=1, tensor=2)}),
         (8, BATCH, {"global_batch_size": 48, "microbatches": 4}),
         (8, {"parallelism": {"tensor_parallel_degree": 2}}, {"global_batch_size": 32, "microbatches": 1}),
         (1, {}, {"stages": [range(6)]}),
@@ -67,11 +69,6 @@ BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallel
 def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, Any], values: dict[str, Any]):
     found = run(ranks, **sections)
     assert {name: getattr(found, name) for name in values} == values
-
-
-def test_the_ranks_that_are_left_share_the_weights():
-    degrees = run(16, parallelism={"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}).degrees
-    assert (degrees.shard, degrees.data, degrees.world) == (4, 8, 16)
 
 
 def test_a_component_is_compiled_where_it_is_listed_and_compiling_is_on():

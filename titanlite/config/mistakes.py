@@ -25,7 +25,8 @@ class Mistake(NamedTuple):
         key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
         found: What was found, as it would be written in a job file.
         remedy: What is allowed instead.
-        kind: pydantic's name of the error, or "gone" for a key that an earlier version had.
+        kind: pydantic's name of the error, "gone" for a key that an earlier version had, or "stray" for a word of the
+            command line that belongs to no option.
     """
 
     key: str
