@@ -181,7 +181,7 @@ def test_ngpu_starts_the_ranks_and_json_stands_alone_on_standard_output(trained:
         ("good.txt", b"x", ["--stride", "48"], "--stride 48: must be less than the window of 48 tokens"),
         ("good.txt", b"x", ["--stride", "0", "--batch-size", "0"], "stride = 0"),
         ("good.txt", b"x", ["--training.steps", "5"], "--training.steps: unknown option of `titanlite eval`"),
-        ("good.txt", b"x", ["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree: "),
+        ("good.txt", b"x", ["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree = 2"),
         ("good.txt", b"x", ["--parallelism.tensor", "2"], "--parallelism.tensor unknown"),
     ],
 )

@@ -156,7 +156,7 @@ def test_prompts_of_a_file_and_of_standard_input_and_a_stop(
         (["--prompts", "b.jsonl"], b'"good"\n{"text": "x"}', "line 2"),
         (["--prompts", "c.txt", "--prompt", "y"], b"x", "--prompts"),
         (["--prompt", "a b c d " * 30], None, "at most 63"),
-        (["--top-p", "0", "--batch-size", "0", "--seed", "-1"], None, "--top-p 0.*--seed -1.*--batch-size 0"),
+        (["--top-p", "0", "--batch-size", "0", "--seed", "-1"], None, "top_p = 0.*seed = -1.*batch_size = 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_completed(

@@ -156,9 +156,9 @@ WRONG = [  # the checkpoint, what is said, and words of the answer
     ("0.2", ["--n-heads", "3", "--rope-theta", "10000"], "3 heads do not fit"),
     ("0.1", ["--n-heads", "2", "--rope-theta", "10000"], "2 heads do not fit"),
     ("0.2", [*SAID, "--torchtitan-version", "0.1"], "written as torchtitan 0.2 does"),
-    ("0.2", ["--n-heads", "0", "--rope-theta", "10000"], "--n-heads"),
-    ("0.2", ["--n-heads", "4", "--rope-theta", "nan"], "--rope-theta nan"),
-    ("0.2", [*SAID, "--rope-scaling-factor", "0.5"], "--rope-scaling-factor"),
+    ("0.2", ["--n-heads", "0", "--rope-theta", "10000"], "n_heads = 0"),
+    ("0.2", ["--n-heads", "4", "--rope-theta", "nan"], "rope_theta = nan"),
+    ("0.2", [*SAID, "--rope-scaling-factor", "0.5"], "rope_scaling_factor"),
 ]
 
 

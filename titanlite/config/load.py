@@ -6,6 +6,7 @@ over the file, and a value in the file wins over the default of the schema.
 
 from __future__ import annotations
 
+import difflib
 import os
 import typing
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import Mistake, WrongJob, mistake, report, shown, types_in, without
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.mistakes import Mistake, WrongJob, mistake, report, shown, table_within, types_in, without
+from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -72,10 +73,8 @@ def read_job(argv: Sequence[str]) -> Draft:
     if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
         raw["job"].setdefault("config_file", str(path))
     if len(words) < len(argv):
-        from titanlite.config.help import print_help
-
         topics = [each.key for each in mistakes if each.kind == "stray"]
-        print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), topics)
+        _print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), topics)
     values.pop(CONFIG_FILE, None)
     for key, value in values.items():
         section, name = key.split(".")
@@ -126,8 +125,8 @@ def _read_file(name: str) -> tuple[Path, dict[str, Any]]:
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of 5,000 digits, or lists 400 deep
         raise UserError(f"{path} is not valid TOML in UTF-8, as a job file must be: {error}.") from None
     model = raw.get("model", {})
-    if isinstance(model, dict) and "name" in model and "flavor" in model:
-        raise UserError(f"{path} is a job file of torchtitan's; `titanlite migrate {path}` converts it.")
+    if isinstance(model, dict) and ("name" in model or str(model.get("flavor")).isupper()):
+        raise UserError(f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it.")
     return path, raw
 
 
@@ -178,6 +177,50 @@ def _value(word: str, kinds: set[type]) -> Any:
         with suppress(ValueError):
             return kind(word)
     return word
+
+
+# ------------------------------------------------------------------------------------------------------------- the help
+
+_TEXT = """Train the model that a job file describes. Any key of the file can be given on the command line, too, which
+wins over the file; tables such as [[dataset.sources]] stand in the file only. With --dry-run a step is done without
+data, and no folder is made. `--help training` explains one section. The defaults below are those of titanlite, or of
+the file that --job.config_file names. Without a file, debug_model.toml is trained."""
+
+
+def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
+    """Print each key with its text and its value in `job`, then exit 0.
+
+    Args:
+        topics: sections ("training") and keys ("training.steps", "steps") to explain. Empty: all of them.
+
+    Raises:
+        UserError: there is no such section or key.
+    """
+    import tyro  # takes a tenth of a second
+    from pydantic import Field, create_model
+
+    keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
+    sections: dict[str, Any] = {}
+    for section, model in SECTIONS.items():
+        shown: dict[str, Any] = {}
+        for name, field in model.model_fields.items():
+            if f"{section}.{name}" in keys:
+                table, text = table_within(field.annotation), " ".join((field.description or "").split())
+                default = ... if table else Field(getattr(getattr(job, section), name), description=text)
+                shown[name] = table or field.annotation, default
+        if shown:
+            sections[section] = create_model(section, __doc__=model.__doc__, **shown), ...
+    keys_of_job = create_model("Keys", **sections)
+    tyro.cli(keys_of_job, args=["--help"], prog="titanlite train", description=_TEXT, use_underscores=True)
+
+
+def _keys_of(topic: str) -> list[str]:
+    name = topic.removeprefix("--").replace("-", "_")
+    if found := [key for key in KEYS if name in (key, *key.split("."))]:
+        return found
+    near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
+    meant = f"Did you mean `titanlite help {near[0]}`?" if near else f"Sections are {', '.join(SECTIONS)}."
+    raise UserError(f"{topic}: no section or key of a job has this name. {meant}")
 
 
 # ---------------------------------------------------------------------------------------------------- writing and paths
