@@ -54,7 +54,6 @@ CASES = {
     "plain": (BASE, 2, 17, None),
     "tied": (dataclasses.replace(BASE, tied_embeddings=True), 2, 17, None),
     "odd shapes": (Architecture(42, 3, 3, 1, 59, vocab_size=53, norm_eps=1e-6, rope_theta=1000.0), 3, 13, None),
-    "multi-query": (dataclasses.replace(BASE, n_heads=8, n_kv_heads=1), 2, 31, None),
     "scaled, beyond the original context, other factors": (
         dataclasses.replace(BASE, tied_embeddings=True, **SCALED, rope_low_freq_factor=0.5, rope_high_freq_factor=7.0),
         *(1, 150, None),

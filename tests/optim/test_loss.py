@@ -82,14 +82,6 @@ def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluati
         assert torch.equal(linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach())
 
 
-def test_each_gradient_is_handed_out_once_and_apart() -> None:
-    hidden, weight, labels = inputs(40, 11)
-    loss = linear_cross_entropy_sum(hidden, weight, labels, ONE)
-    gradients(loss.clone(), hidden)  # autograd keeps what this pass did not need: schedules split the backward pass
-    with pytest.raises(RuntimeError, match="handed out"):
-        gradients(loss, hidden)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 1e-2), (torch.bfloat16, 0.0)])
 def test_a_compiled_softmax_is_as_exact(small_chunks: None, dtype: torch.dtype, z_loss: float) -> None:
