@@ -81,10 +81,10 @@ def test_the_layouts_keep_the_rules_and_are_not_far_too_large():
 
 
 def test_the_search_lists_what_fits_fastest_first(traced: list[int]):
-    found, count = advice.search(run(8, compile={"enable": True}), H100, apply=map)
+    found, count = advice.search(run(8, compile={"enable": True}), H100, pooled=False)
     assert 1 <= len(found) <= 10
     assert len(found) <= count < len(traced)  # FP8 could not be traced
     assert all(plan.fits for _, plan in found)
     speeds = [plan.tokens_per_second for _, plan in found]
     assert speeds == sorted(speeds, reverse=True)
-    assert advice.search(run(8), H100, seconds=0, apply=map) == ([], 0)
+    assert advice.search(run(8), H100, seconds=0, pooled=False) == ([], 0)

@@ -142,7 +142,7 @@ def _remedies(run: Run) -> Iterator[Settings]:
 
 
 def search(
-    run: Run, gpu: Gpu, seconds: float = 120.0, most: int = 10, apply: Apply | None = None
+    run: Run, gpu: Gpu, seconds: float = 120.0, most: int = 10, pooled: bool = True
 ) -> tuple[list[tuple[Settings, Forecast]], int]:
     """The fastest changes of a run that fit, with their plans, fastest first, and how many were traced.
 
@@ -150,15 +150,15 @@ def search(
 
     Args:
         seconds: After this time no further trace is started.
-        apply: Traces them; None: processes of their own do.
+        pooled: Processes of their own trace them.
 
     Raises:
         UserError: A process of a trace was killed.
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
-    with nullcontext() if apply else workers() as pool:
+    with workers() if pooled else nullcontext() as pool:
         one = partial(_plan, run, gpu=gpu, until=time.time() + seconds)
-        plans = list((apply or pool.map)(one, tries))
+        plans = list((pool.map if pool else map)(one, tries))
     traced = [(settings, plan) for settings, plan in zip(tries, plans, strict=True) if plan]
     fit = [each for each in traced if each[1].fits]
     return sorted(fit, key=lambda each: -each[1].tokens_per_second)[:most], len(traced)
@@ -177,12 +177,11 @@ def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
         "data_parallel_replicate": [1, world // gpu.machine] if several else [1],
     }
     float8 = [False, True] if gpu.fp8 and run.compiles("model") else [False]
-    for tensor, pipeline, context, copies, fp8, again in itertools.product(
-        *degrees.values(), float8, ({"activation_checkpoint.mode": "none"}, SELECTIVE, FULL)
-    ):
-        chosen = zip(degrees, (tensor, pipeline, context, copies), strict=True)
-        layout = {f"parallelism.{name}_degree": n for name, n in chosen}
-        layout |= {"parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **again}
+    again: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
+    for sizes, fp8, recompute in itertools.product(itertools.product(*degrees.values()), float8, again):
+        tensor, pipeline, context, _ = sizes
+        layout: Settings = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
+        layout = {**layout, "parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **recompute}
         fit: list[Settings] = []
         for rows in _POWERS:
             batch = training.global_batch_size

@@ -218,11 +218,10 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
             counter.begin()
             with _skipping(counter, skipped) if pipelined else nullcontext():
                 update(own, 1, run.job.optimizer.lr, [watch])
-            watch.updated(0)
     # Without a pipeline the second microbatch stands for those that are missing. What it takes it gives back.
     repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
     amounts = defaultdict[Any, Any](int)
-    alive, peaks = dict.fromkeys(COUNTED, 0), dict[Place, Any]()
+    alive, peaks = dict.fromkeys(list[str](COUNTED), 0), dict[Place, Any]()
     most, host = defaultdict[Place, int](int), 0
     for i, (place, what, change) in enumerate(counter.log):
         if isinstance(what, Work):
