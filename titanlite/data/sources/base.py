@@ -162,7 +162,7 @@ class Sequential(Source):
                 yield None if i < start else record_of(raw, self.column, place)
         except Exception as error:  # each library raises errors of its own
             self.files.check(file)
-            raise UserError(f"damaged or truncated after {place}: {error!r}. Copy it again.") from None
+            raise UserError(f"cannot read on after {place}: {error!r}. If it is damaged, copy it again.") from None
         self.files.check(file)
 
     def documents(self, start: int = 0) -> Iterator[Record]:
