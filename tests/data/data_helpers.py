@@ -81,7 +81,7 @@ def run_of(dataset, validation=None, dp_size=1, comm=None, **training):
     return Run(JobConfig(**sections), dp_size)
 
 
-def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, stopping=bool, **keys):
+def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, stopping=lambda: False, **keys):
     """A loader of rank 0 of 1 unless told otherwise."""
     run = run_of(dataset, Validation(holdout=holdout), **keys)
     return Loader(run, tokenizer, dp_rank, dp_group, torch.device("cpu"), stopping)
