@@ -67,7 +67,6 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["help", "max-epochs"], "--dataset.max_epochs INT", "--training.steps"),
         (["help", "training.steps", "job"], "--job.dump_folder STR", "--training.seq_len"),
         (["help", "dataset.stages"], "--dataset.stages.start_step INT The stage begins", "--dataset.path"),
-        (["--help", "check"], "usage: titanlite check", "--training.steps"),
         (["help", "check"], "--world-size {None}|INT Number of ranks", "--training.steps"),
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),
     ],
@@ -108,11 +107,6 @@ def test_the_job_is_checked_for_the_world_of_torchrun(monkeypatch: pytest.Monkey
         monkeypatch.setenv("WORLD_SIZE", size)
         assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
-
-
-def test_check_says_ok(capsys: Output):
-    text = shown(capsys, "check", "--job.config_file", "llama_8b", "--world-size=8", "--model.flavor", "1b")
-    assert "llama_8b.toml can start on 8 ranks." in text
 
 
 # ------------------------------------------------------------------------------------------------------- ends

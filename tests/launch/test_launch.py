@@ -315,16 +315,6 @@ def test_a_child_in_a_busy_loop_does_not_outlive_its_killed_parent():
     parent.wait()
 
 
-def test_no_late_signal_can_replace_the_exit_code():
-    """The program does not shut Python down: its handlers would be gone by then."""
-    program = (
-        "import atexit, runpy; atexit.register(print, 'shut down'); runpy.run_module('titanlite', None, '__main__')"
-    )
-    words = [sys.executable, "-c", program, "train", "--training.steps", "0"]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (2, "")
-
-
 @pytest.mark.parametrize(("number", "ends", "code"), [(signal.SIGTERM, 75, 143), (None, 3, 3)])
 def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: int, tmp_path: Path):
     yaml = pytest.importorskip("yaml")
