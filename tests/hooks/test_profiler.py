@@ -97,7 +97,7 @@ def test_the_commands_of_the_page_do_what_it_says(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "0"], "--steps 0"),
+        (["--steps", "0"], "steps = 0"),
         (["--profiling.profiler_ranks", "3"], "profiling.profiler_ranks"),
         (["--out", "/proc/none"], "/proc/none"),
     ],

@@ -52,6 +52,7 @@ def profile_steps(
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
         dist.all_gather_object(found, profiler.profiles)
-    if missing := [rank for rank in settings.profiler_ranks or range(run.world_size) if not found[rank]]:
-        raise UserError(f"There is no profile of rank {missing[0]}; it has said why.")
-    return [profile for of_rank in found for profile in of_rank]
+    profiles = [profile for of_rank in found for profile in of_rank]
+    if missing := {*(settings.profiler_ranks or range(run.world_size))} - {profile.rank for profile in profiles}:
+        raise UserError(f"There is no profile of rank {min(missing)}, which profiling.profiler_ranks names.")
+    return profiles
