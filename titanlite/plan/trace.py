@@ -322,7 +322,7 @@ class _Watch(Hook):
 
 def _follow(counter: Counter, number: int, stage: Llama) -> None:
     """Follow the parts of a pipeline stage, forward and backward."""
-    loss, forward = stage.loss, Place("forward", "forward", number)
+    loss, forward, seen = stage.loss, Place("forward", "forward", number), set[int]()
 
     def at(place: Place) -> Callable[..., None]:
         return lambda *_: setattr(counter, "place", place)
@@ -332,7 +332,11 @@ def _follow(counter: Counter, number: int, stage: Llama) -> None:
         counter.begins.append(len(counter.log))
 
     def gathered(module: nn.Module, _: Any) -> None:
-        counter.mark(module.parameters(recurse=False), "gathered weights", UNKNOWN)
+        own = list(module.parameters(recurse=False))
+        counter.mark(own, "gathered weights", UNKNOWN)
+        for parameter in (each for each in own if each.requires_grad and id(each) not in seen):
+            parameter.register_post_accumulate_grad_hook(lambda each: counter.mark((each.grad,), "gradients", UNKNOWN))
+        seen.update(map(id, own))
 
     def backward_from(place: Place, *values: Any) -> None:
         if values[-1].requires_grad:
