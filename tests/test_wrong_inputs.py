@@ -104,6 +104,8 @@ checkpoint.keep_best = true =>
 checkpoint.folder = "/etc/passwd" =>
 checkpoint.folder = "tb" =>
 metrics.writers = ["none_such"] =>
+metrics.writers = ["a", "a"] => twice
+profiling.profiler_ranks = [1] => profiling.profiler_ranks
 samples.prompts = ["a"] =>
 samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 => samples.prompts
 profiling.enable_profiling = true ; profiling.profile_freq = 3 => profiling.profile_freq

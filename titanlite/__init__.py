@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 if sys.argv[:1] == ["-m"] or (sys.argv[:1] and sys.argv[0].endswith("/titanlite")):
-    import signal  # the command, whose first line this is: from here on Ctrl-C gives no traceback
+    import _signal  # the command, whose first line this is: from here on Ctrl-C gives no traceback. No file is read
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import importlib
 

@@ -212,6 +212,8 @@ def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if (profiling.enable_profiling or profiling.enable_memory_snapshot) and needed > profiling.profile_freq:
         yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
+    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
+        yield "profiling.profiler_ranks", f"names a rank that is not there: the last one is {run.world_size - 1}."
     if origins.get("training.steps") == COMMAND_LINE:
         return  # a look at the first steps of the run, with the rates of the file
     if (schedule.warmup_steps or 0) > total:
@@ -351,6 +353,8 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.initial_load_in_hf", "says how to read checkpoint.initial_load_path, which is left out."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
+    if len({*metrics.writers}) < len(metrics.writers):
+        yield "metrics.writers", "names a writer twice."
     for name in metrics.writers:
         try:
             load_writer(name)

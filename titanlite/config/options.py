@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
+from titanlite.config.load import COMMAND_LINE
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import Whole, usable_path
 
@@ -32,6 +33,8 @@ _STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
 
 class Options(Whole):
     """Base of the options of a command."""
+
+    _place: ClassVar[str] = COMMAND_LINE
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)

@@ -555,6 +555,8 @@ class Whole(Section):
         WrongJob: values that are not allowed, all of them in one message.
     """
 
+    _place: ClassVar[str] = "JobConfig"  # where they are
+
     @model_validator(mode="wrap")
     @classmethod
     def _in_words(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
@@ -562,7 +564,7 @@ class Whole(Section):
             return validate(values)
         except ValidationError as failure:
             errors = failure.errors(include_url=False)
-            raise WrongJob([mistake(cls, error) for error in errors], cls.__name__) from None
+            raise WrongJob([mistake(cls, error) for error in errors], cls._place) from None
 
 
 class JobConfig(Whole):
