@@ -62,13 +62,21 @@ def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Pa
     assert not workers()
 
 
-def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
-    loader = make_loader(dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 2}))
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGBUS])
+def test_a_killed_worker_is_reported(tmp_path: Path, end: signal.Signals) -> None:
+    """The kernel sends SIGBUS to whoever reads a mapped file behind its new end."""
+    killed = end == signal.SIGKILL
+    loader = make_loader(dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 2 if killed else 1}))
     loader.next_global_batch()
-    os.kill(workers()[1], signal.SIGKILL)
-    with pytest.raises(UserError, match=r"a data worker \(process \d+\) ended by signal SIGKILL") as error:
+    os.kill(pid := workers()[-1], signal.SIGSTOP)
+    if not killed:
+        os.truncate(tmp_path / "a.jsonl", 100)
+    os.kill(pid, end)
+    os.kill(pid, signal.SIGCONT)
+    said = r"a data worker \(process \d+\) ended by signal SIGKILL" if killed else r"a\.jsonl has changed"
+    with pytest.raises(UserError, match=said) as error:
         count_batches(loader)
-    assert error.value.exit_code == 1
+    assert error.value.exit_code == (1 if killed else 2)
     loader.close()
     assert not workers()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def hugging_face_twin(model):
     """transformers' LlamaForCausalLM with the weights of `model`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    twin = LlamaForCausalLM(LlamaConfig(**hf_config(model.arch, "float32") | {"attn_implementation": "eager"}))
+    config: dict[str, Any] = {**hf_config(model.arch, "float32"), "attn_implementation": "eager"}
+    twin = LlamaForCausalLM(LlamaConfig(**config))
     weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected

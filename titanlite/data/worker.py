@@ -128,9 +128,14 @@ class Worker:
     def _why_it_ended(self) -> UserError:
         code = self._process.wait()
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        hints = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (a file that it has mapped became shorter?)"}
-        text = f"a data worker (process {self._process.pid}) ended {how}{hints.get(code, '')}. Start again to go on."
-        return WorkerError(text)
+        if code == -signal.SIGBUS:  # a file that it has mapped became shorter
+            try:
+                for source in self._sources:
+                    source.files.check()
+            except UserError as changed:
+                return changed
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
 
 
 def main(at_file: int) -> None:
