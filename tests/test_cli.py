@@ -152,6 +152,14 @@ def test_a_reader_of_standard_output_that_goes_away_is_no_traceback():
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+def test_an_output_that_nobody_can_write_to_is_answered_without_a_traceback():
+    for target, code in ("> /dev/full", 2), (">&-", 0):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {target}', "sh", *TITANLITE, "check"], stderr=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):

@@ -64,7 +64,7 @@ def test_two_machines(tmp_path: Path) -> None:
     said = follow("two_machines.md", tmp_path)
     assert "2 x cpu" in said
     assert f"Resumed after step {20 if WHOLE else 4}" in said
-    assert "machine: ranks 2 -> 1" in said
+    assert "world_size: 2 -> 1" in said
 
 
 def test_continue_pretraining_a_hugging_face_model(tmp_path: Path) -> None:

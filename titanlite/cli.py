@@ -6,6 +6,7 @@ answers in a tenth of a second, because each command is imported only when it is
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -25,7 +26,7 @@ COMMANDS = {
     "check": ("commands.check", "Check a job file, for --world-size N ranks, without starting anything."),
     "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
     "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
-    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training maps into memory."),
+    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),
     "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
     "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
     "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
@@ -94,6 +95,7 @@ def version() -> str:
 def run_quietly(command: Callable[[], object]) -> int:
     """Call `command` and turn the ways in which it can end into an exit code, unless it returns one; a crash of ours
     keeps its traceback."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115 - `>&-`
     for stream in (sys.stdout, sys.stderr):
         # Write whole lines, into files as well: an unbuffered `print` writes a text and its newline separately, so that
         # the lines of ranks would mix. A character that the terminal cannot show is written as its number.
@@ -117,6 +119,9 @@ def _say_end(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # `> /dev/full`
+        drop_output(sys.stdout)
+        error = UserError("Standard output cannot be written: no space left on the device.")
     if not isinstance(error, UserError):
         say_end(traceback.format_exc(), "failure")
         return 1

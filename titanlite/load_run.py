@@ -214,20 +214,23 @@ def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
         yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
     if any(rank >= run.world_size for rank in profiling.profiler_ranks):
         yield "profiling.profiler_ranks", f"names a rank that is not there: the last one is {run.world_size - 1}."
-    if origins.get("training.steps") == COMMAND_LINE:
+    if origins.get("training.steps") == COMMAND_LINE != origins.get("lr_scheduler.warmup_steps"):
         return  # a look at the first steps of the run, with the rates of the file
     if (schedule.warmup_steps or 0) > total:
         yield "lr_scheduler.warmup_steps", f"must be at most training.steps = {steps}: the peak rate is never reached."
 
 
 def _what_has_no_effect(run: Run, origins: Mapping[str, str]) -> Problems:
-    checkpoint, samples = run.job.checkpoint, run.job.samples
+    checkpoint, samples, every = run.job.checkpoint, run.job.samples, run.job.activation_checkpoint.selective_ac_option
     if checkpoint.keep_best and not (checkpoint.enable and run.job.validation.freq):
         yield "checkpoint.keep_best", "keeps nothing without checkpoint.enable and validation.freq. Set them."
     if samples.freq and not samples.prompts:
         yield "samples.freq", "has nothing to complete: samples.prompts is empty."
     if samples.prompts and "samples.freq" not in origins:  # a 0 that the job file sets is intended
         yield "samples.prompts", "has no effect, because samples.freq is left out, which means 0: never. Set both."
+    if run.job.activation_checkpoint.mode == "selective" and every != "op" and int(every) > run.arch.n_layers:
+        text = f"must be at most model.n_layers = {run.arch.n_layers}, or no block is recomputed."
+        yield "activation_checkpoint.selective_ac_option", text
     if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
         yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
 

@@ -151,7 +151,7 @@ class Resumer:
         compare = self.compare_data if data and "data" not in self._excluded else None
         same_tokenizer = "tokenizer" not in data or self.same_tokenizer(data["tokenizer"])
         changes = compare_jobs(info["job"], job, same_tokenizer=same_tokenizer, data=compare(data) if compare else None)
-        if manifest["format"] == 1:
+        if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((CURVE, _OTHER_SCHEDULE))
         for verdict, line in changes:
             self.folder.say(f"changed since {path.name}: {line} ({verdict})")

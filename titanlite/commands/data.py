@@ -17,7 +17,7 @@ from titanlite.load_run import load_run
 
 
 class Prepare(Options):
-    """Tokenize the data of a job once, into shards that training maps into memory."""
+    """Tokenize the data of a job once, into shards that training reads."""
 
     out: OptionPath
     """Folder for the shards. The work of an interrupted `prepare` in this folder is kept and continued."""

@@ -439,8 +439,9 @@ class Checkpoint(Section):
     interval: PositiveInt = 500
     """Steps between two saves. A crash loses at most this many steps."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training stops while a checkpoint is written. async: training stops only for a copy to host memory, and
-    a thread writes the copy; the host needs memory for one more copy of weights and optimizer state.
+    """disabled: training stops while a checkpoint is written. async (also in place of "process" of titanlite 0.2):
+    training stops only for a copy to host memory, and a thread writes the copy; the host needs memory for one more
+    copy of weights and optimizer state.
     async_with_pinned_mem: as async, but the copy is made during the next step; needs a GPU."""
     keep_latest_k: NonNegativeInt = 10
     """Number of newest checkpoints to keep. Older ones are removed after a save. 0: all are kept."""
@@ -490,8 +491,9 @@ class Metrics(Section):
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
     (entry points of the group titanlite.writers)."""
     details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
-    """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. In logged steps
-    they read what they measure once more, and need an all-reduce. gradients: the norm before clipping, and in
+    """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. For what "float8"
+    of titanlite 0.2 told, compare the loss with that of a run without float8. In logged steps they read what they
+    measure once more, and need an all-reduce. gradients: the norm before clipping, and in
     TensorBoard a histogram over the blocks. updates: the norm of the update, without weight decay, as a share of that
     of the weights; it needs memory for three copies of the largest weight of a rank."""
 

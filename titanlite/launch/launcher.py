@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.runtime.logging import logged_ranks
@@ -20,6 +20,8 @@ from titanlite.runtime.logging import logged_ranks
 
 class Variables(BaseModel):
     """The environment variables of a start. One that is empty counts as not set."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     NGPU: Annotated[int, Field(ge=1, le=1024)]
     """Processes on this machine, one per GPU."""
@@ -52,8 +54,10 @@ def launch(argv: Sequence[str]) -> int:
     variables, given = read_variables()
     least, _, most = variables.NNODES.partition(":")
     workers, nodes = variables.NGPU, (int(least), int(most or least))
-    if nodes[0] > nodes[1] or (variables.NODE_RANK or 0) >= nodes[1]:
-        raise UserError(f"NNODES={variables.NNODES}: the least, then the most machines, and more than NODE_RANK.")
+    if nodes[0] > nodes[1]:
+        raise UserError(f"NNODES={variables.NNODES}: the least number of machines comes first, then the most.")
+    if (variables.NODE_RANK or 0) >= nodes[1]:
+        raise UserError(f"NODE_RANK={variables.NODE_RANK} must be less than NNODES={variables.NNODES}.")
     if nodes[1] > 1 and variables.MASTER_ADDR is None:
         raise UserError(f"NNODES={variables.NNODES} needs MASTER_ADDR: the first machine, as others see it.")
     logged_ranks(workers * nodes[1])
@@ -94,7 +98,8 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
     except ValidationError as error:
         wrong = error.errors()[0]
         name = str(wrong["loc"][0])
-        raise UserError(f"{name}={one_line(given[name][:40])}: {wrong['msg']}.") from None
+        about = Variables.model_fields[name].description
+        raise UserError(f"{name}={one_line(given[name][:40])}: {wrong['msg']}. {about}") from None
     if 0 < gpus < variables.NGPU:
         raise UserError(
             f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)"

@@ -68,7 +68,7 @@ class Files:
         now = status.st_size, status.st_mtime_ns
         if (before := self._known.setdefault(number, now)) != now:
             sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
-            remedy = 'Restore it, or start again on what it is now by dataset.on_change = "warn".'
+            remedy = 'Restore it, or go on with what it is now by dataset.on_change = "warn".'
             raise UserError(f"{self.paths[number]} has changed while it was read ({sizes}). {remedy}")
 
     def sampled_fingerprint(self, column: str, sample: int = 1 << 16) -> str:
