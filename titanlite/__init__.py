@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 
 if sys.argv[:1] == ["-m"] or (sys.argv[:1] and sys.argv[0].endswith("/titanlite")):
-    import _signal  # the command, whose first line this is: from here on Ctrl-C gives no traceback. No file is read
+    # The command, whose first line this is: from here on Ctrl-C gives no traceback. No file is read for it.
+    import _signal  # pyright: ignore[reportMissingImports]
 
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
