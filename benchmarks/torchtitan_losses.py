@@ -4,7 +4,8 @@
     python benchmarks/torchtitan_losses.py [--steps 10]
 
 torchtitan makes the weights, which titanlite imports. titanlite's loader makes the rows. Then each side trains the
-debug model with its own model, loss, clipping, AdamW and schedule. Weights do not decay, because torchtitan's norms do.
+debug model with its own model, loss, clipping, AdamW and schedule, on rows of the size of its debug job (8 x 2,048 tokens
+a step). Weights do not decay, because torchtitan's norms do.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[
         "job.dump_folder": folder / "run",
         "checkpoint.initial_load_path": folder / "imported",
         "training.steps": steps,
-        "training.seq_len": 128,
-        "training.local_batch_size": 4,
+        "training.seq_len": 2048,
+        "training.local_batch_size": 8,
         "training.mixed_precision_param": "float32",
         "lr_scheduler.warmup_steps": 2,
         "optimizer.lr": ADAMW["lr"],
