@@ -4,8 +4,8 @@
     python benchmarks/torchtitan_losses.py [--steps 10]
 
 torchtitan makes the weights, which titanlite imports. titanlite's loader makes the rows. Then each side trains the
-debug model with its own model, loss, clipping, AdamW and schedule, on rows of the size of its debug job (8 x 2,048 tokens
-a step). Weights do not decay, because torchtitan's norms do.
+debug model with its own model, loss, clipping, AdamW and schedule, on 8 x 2,048 tokens a step, as torchtitan's debug
+job has them. Weights do not decay, because torchtitan's norms do.
 """
 
 from __future__ import annotations
