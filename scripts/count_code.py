@@ -8,7 +8,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-MOST_PACKAGE_LINES = 10_339
+MOST_PACKAGE_LINES = 10_337
 MOST_TEST_LINES = 13_095
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,9 +19,8 @@ from titanlite.config.mistakes import WrongJob
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
-COMMAND = (
-    "TITANLITE_COMMAND"  # an environment variable: the launcher's command, after the variables that were set for it
-)
+# Environment variable: the launcher's command, after the variables that were set for it.
+COMMAND = "TITANLITE_COMMAND"
 
 T = TypeVar("T")
 

@@ -46,7 +46,7 @@ def foresee(run: Run, argv: Sequence[str], ranks: int, dry_run: bool = False) ->
         argv: The command line of `run`.
 
     Raises:
-        UserError: The run cannot fit. The message has the cheapest change that does.
+        UserError: The run cannot fit. The message says what would: devices, or the cheapest change.
     """
     if PLAN in os.environ:  # the launcher has done so
         return
