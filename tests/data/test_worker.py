@@ -1,6 +1,7 @@
 """Background processes: the same rows, and they neither hang nor outlive their trainer."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -123,14 +124,22 @@ def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, numb
     trainer = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
     )
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == b"started\n"
+    assert trainer.stdout and trainer.stdout.readline() == b"started\n"  # noqa: PT018
     wait_until(lambda: workers(trainer.pid))
     found = workers(trainer.pid)
     time.sleep(2.0)  # it has begun with the text that takes for ever
     trainer.send_signal(number)
     trainer.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and _alive(pid) for pid in found))
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x80\x05\x95\xff", pickle.dumps(("data", "part"))])
+def test_a_worker_whose_trainer_is_killed_at_once_says_nothing(sent: bytes) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "titanlite.data.worker", "0"]
+    assert not subprocess.run(command, input=sent, stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT, check=False).stderr
+    os.close(pipe)
 
 
 def _alive(pid: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -11,6 +9,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field, NonNegativeInt
 
+from titanlite.commands.common import print_result, start_ranks
 from titanlite.config.options import OptionPath, Options, parse_beside_job
 from titanlite.load_run import load_run, world_size
 
@@ -35,16 +34,13 @@ class Profile(Options):
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises UserError: the job or an option is wrong, or the job cannot be run here."""
     options, words = parse_beside_job(Profile, argv, "profile")
-    if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
-        from titanlite.launch.launcher import launch_command
-
-        return launch_command(["profile", *argv])
+    if (code := start_ranks("profile", argv)) is not None:
+        return code
     run = load_run(words, world_size())
 
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
 
     profiles = profile_steps(run, options.steps, options.warmup, options.out)
-    if os.environ.get("RANK", "0") == "0":
-        text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
-        print(json.dumps({"profiles": list(map(asdict, profiles))}) if options.as_json else "\n".join(text))
+    text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
+    print_result({"profiles": list(map(asdict, profiles))}, "\n".join(text), options.as_json)
     return 0

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from titanlite.config.errors import UserError
@@ -139,25 +139,28 @@ class Worker:
 
 
 def main(at_file: int) -> None:
-    """Send batch after batch, until the trainer closes its end or an error is sent."""
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what a library prints is not for the trainer
-
-        def send(message: list[Row] | Exception) -> None:
+    """Send batch after batch, until an error is sent, or the trainer ends or closes its end."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is not for the trainer
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+        for message in _batches(at_file):
             pickle.dump(message, out, pickle.HIGHEST_PROTOCOL)
             out.flush()
+    os._exit(0)  # without another attempt to write
 
-        try:
-            data, part = pickle.load(sys.stdin.buffer)
-            reader = BatchReader(data, part, memoryview(mmap.mmap(at_file, _AT_BYTES)).cast("q"))
-            while True:
-                send(reader.next_batch())
-        except BrokenPipeError:
-            os._exit(1)  # the trainer has ended, or has closed the loader
-        except (UserError, OutOfData) as error:
-            send(error)
-        except Exception:
-            send(WorkerError(f"a data worker failed:\n{traceback.format_exc()}"))
+
+def _batches(at_file: int) -> Iterator[list[Row] | Exception]:
+    try:
+        data, part = pickle.load(sys.stdin.buffer)
+        reader = BatchReader(data, part, memoryview(mmap.mmap(at_file, _AT_BYTES)).cast("q"))
+        while True:
+            yield reader.next_batch()
+    except (EOFError, pickle.UnpicklingError):
+        return  # the trainer was killed while it sent them
+    except (UserError, OutOfData) as error:
+        yield error
+    except Exception:
+        yield WorkerError(f"a data worker failed:\n{traceback.format_exc()}")
 
 
 if __name__ == "__main__":
