@@ -21,14 +21,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
-from runs import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    RESULTS,
-    Work,
-    run_plain,
-    run_titanlite,
-    run_torchtitan,
-    write_text,
-)
+import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def run(script: str, *words: object) -> str:
@@ -37,7 +30,7 @@ def run(script: str, *words: object) -> str:
 
 
 def test_performance_page_is_made_from_the_committed_results():
-    assert performance_page.PAGE.read_text() == performance_page.page(RESULTS)
+    assert performance_page.PAGE.read_text() == performance_page.page(runs.RESULTS)
 
 
 def test_the_lists_of_the_offline_start_have_all_that_is_needed():
@@ -58,27 +51,22 @@ def test_the_lists_of_the_offline_start_have_all_that_is_needed():
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few files of text as tokens."""
     folder = tmp_path_factory.mktemp("shards")
-    text = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4000
-    (folder / "text.txt").write_text(text)
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4000)
     out = folder / "shards"
     words = ["--dataset.source", "text", "--dataset.path", folder / "text.txt", "--out", out, "--workers", 1]
     subprocess.run([sys.executable, "-m", "titanlite", "prepare", *map(str, words)], cwd=ROOT, check=True)
     return out
 
 
-TINY = Work(32, 1, 2, 1, 64, seq_len=32, rows=4, steps=5, threads=1)
+TINY = runs.Work(32, 1, 2, 1, 64, seq_len=32, rows=4, steps=5, threads=1)
 
 
 @pytest.mark.slow
 def test_both_sides_train_the_same_model_on_the_same_tokens(shards: Path, tmp_path: Path):
-    ours, theirs = (run(TINY, shards, tmp_path) for run in (run_titanlite, run_plain))
-    assert ours.loss == pytest.approx(
-        theirs.loss, rel=0.1
-    )  # other initial weights, the same entropy of a uniform guess
+    ours, theirs = (run(TINY, shards, tmp_path) for run in (runs.run_titanlite, runs.run_plain))
+    assert ours.loss == pytest.approx(theirs.loss, rel=0.1)  # other initial weights: the entropy of a uniform guess
     for side in (ours, theirs):
-        assert 0 < side.peak_rss < 2**34
-        assert side.tokens_per_second > 0
-        assert side.first_step > 0
+        assert min(side.peak_rss, side.tokens_per_second, side.first_step) > 0
 
 
 @pytest.mark.slow
@@ -110,9 +98,7 @@ def test_cpu_compares_and_makes_its_table(case: str, tmp_path: Path):
 def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path: Path):
     for package in ("triton", "torchtitan"):
         pytest.importorskip(package, reason="needs torchtitan 0.2.2 and triton")
-    text, work = write_text(tmp_path), replace(TINY, ranks=ranks)
-    ours, theirs = (run(work, text, tmp_path) for run in (run_titanlite, run_torchtitan))
+    text, work = runs.write_text(tmp_path), replace(TINY, ranks=ranks)
+    ours, theirs = (run(work, text, tmp_path) for run in (runs.run_titanlite, runs.run_torchtitan))
     assert theirs.loss == pytest.approx(ours.loss, rel=0.1)  # as above
-    assert theirs.tokens_per_second > 0
-    assert theirs.peak_rss > 0
-    assert theirs.first_step > 0
+    assert min(theirs.peak_rss, theirs.tokens_per_second, theirs.first_step) > 0

@@ -44,11 +44,8 @@ def test_titanlite_measures_a_normal_run_into_the_file_that_is_there(tmp_path: P
     cases = gpu(tmp_path, "titanlite", "--only", "8b bf16 eager")
     assert cases["8b bf16 compiled"] == {"tokens/s": 1}
     measured = cases["8b bf16 eager"]
-    assert measured["work"]["activation_checkpoint"] == "none"
-    assert measured["tokens/s"] > 0
-    assert measured["first step"] > 0
-    assert measured["memory reserved, GiB"] > 0
-    assert measured["MFU"] is None
+    assert min(measured[name] for name in ("tokens/s", "first step", "memory reserved, GiB")) > 0
+    assert (measured["work"]["activation_checkpoint"], measured["MFU"]) == ("none", None)
 
 
 @pytest.fixture
@@ -83,14 +80,7 @@ def test_a_case_is_measured_with_the_first_mode_that_fits(part: script.Part):
 
     result = {}
     script.first_that_fits(part, "8b", script.Work(), script.AC_MODES, run, result)
-    assert result["work"]["activation_checkpoint"] == "full"
-    assert result["out of memory with"] == ["none", "selective"]
-
-
-def test_torchtitan_is_not_run_without_a_gpu(tmp_path: Path):
-    cases = gpu(tmp_path, "torchtitan", code=1)
-    assert {case["error"] for case in cases.values()} == {"torchtitan needs a GPU"}
-    assert performance_page.gpu_tables(cases)[2:5:2] == ["| activation checkpointing | none |", "| rows | 2 |"]
+    assert (result["work"]["activation_checkpoint"], result["out of memory with"]) == ("full", ["none", "selective"])
 
 
 @pytest.mark.slow

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
-from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum, softmax_loss
+from titanlite.optim.loss import IGNORE_INDEX, linear_cross_entropy_sum
 
 ONE = torch.ones(())
 
@@ -89,38 +88,22 @@ def test_a_compiled_softmax_is_as_exact(small_chunks: None, dtype: torch.dtype, 
     hidden, weight, labels = inputs(200, 333, dtype=dtype)
     wide = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     exact = materialized(*wide, labels, z_loss)
-    eager = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss)
-    compiled = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, compiled=True)
-    assert error(compiled, exact) <= error(eager, exact) + 1e-6  # which is fp32's, of sums in another order
-    for ours, theirs, true in zip(
-        gradients(compiled, hidden, weight), gradients(eager, hidden, weight), gradients(exact, *wide), strict=True
-    ):
-        # Roundings fall otherwise. The hidden state's gradient has fewer of them in bf16.
-        assert error(ours, true) <= max(1.01 * error(theirs, true), 1e-6)
+    true = [exact, *gradients(exact, *wide)]
+    errors = []
+    for compiled in (False, True):
+        loss = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, compiled=compiled)
+        errors.append([error(x, best) for x, best in zip([loss, *gradients(loss, hidden, weight)], true, strict=True)])
+    for eager, compiled in zip(*errors, strict=True):
+        assert compiled <= 1.01 * eager + 1e-6  # roundings fall otherwise, and fp32's sums are in another order
 
 
 @pytest.mark.slow
 def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own() -> None:
     hidden, weight, labels = inputs(48, 100)
-    results = []
-    for compiled in (False, True):
-        loss = linear_cross_entropy_sum(
-            hidden, weight, labels.where(labels < 0, labels * 3), ONE, first_class=100, compiled=compiled
-        )
-        results.append([loss, *gradients(loss, hidden, weight)])
+    labels = labels.where(labels < 0, labels * 3)
+    losses = [linear_cross_entropy_sum(hidden, weight, labels, ONE, first_class=100, compiled=c) for c in (False, True)]
+    results = [[loss, *gradients(loss, hidden, weight)] for loss in losses]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_compiled_softmax_needs_no_memory_but_the_logits() -> None:
-    logits, labels = torch.randn(48, 500).bfloat16(), torch.randint(500, (48,))
-    compiled = torch.compile(softmax_loss)
-    at_label = logits.gather(1, labels[:, None]).squeeze(1)
-    (_, gradient), codes = run_and_get_code(compiled, logits, at_label, labels, ONE, True, 0.0, 0, None)
-    assert gradient is not None
-    assert gradient.data_ptr() == logits.data_ptr()
-    assert "empty_strided_cpu((48, " in codes[0]  # what is kept for each token
-    assert "empty_strided_cpu((48, 500)" not in codes[0]
 
 
 PEAK = """

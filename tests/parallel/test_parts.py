@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, titanlite
+from ranks import run_ranks
 from torch.distributed import PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,12 +144,3 @@ def test_the_mesh_knows_every_process_group_that_was_made_for_it() -> None:
     for of_rank in run_ranks(4, groups_of_meshes):
         for listed, existing in of_rank:
             assert listed == existing
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Any) -> None:
-    words = ("--model.flavor", "405b", "--model.vocab_size", "4096", "--job.dump_folder", tmp_path / "out")
-    said = titanlite("train", *words, code=2)
-    assert "weights, gradients and optimizer state take" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "out").exists()
