@@ -82,8 +82,8 @@ class Completion:
     completion: str
     tokens: int
     """Number of tokens that the model has chosen, without the one that ends a document."""
-    end: Literal["document", "stop", "length"]
-    """Why it ended: the model ended the document, a stop text, or max_new_tokens or the model's max_seq_len."""
+    end: Literal["document", "length"]
+    """Why it ended: the model ended the document, or max_new_tokens or the model's max_seq_len."""
 
 
 def generate(
@@ -92,16 +92,24 @@ def generate(
     """Complete a text. Yields a piece of text per token, which may be empty, and at the end the rest.
 
     Args:
-        settings: Those of `config.options.Generation`: temperature, top_k, top_p, stop, seed.
+        settings: Those of `config.options.Generation`: temperature, top_k, seed.
 
     Raises:
         UserError: a value is not allowed, or the prompt does not fit the model.
         CheckpointError: raised while it generates: the model's output is not finite.
     """
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    ids = encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len)
-    stream = TextStream(checkpoint.tokenizer, ids[-1:], options.stop)
-    return (piece for _, piece in _pieces(checkpoint, [ids], [stream], options))
+    decodings = _decodings(checkpoint, [prompt], options)
+
+    def pieces() -> Iterator[str]:
+        shown = 0
+        for _ in _complete(checkpoint, decodings, options):
+            text = decodings[0].completion().completion.rstrip("\ufffd")  # the last character may need another token
+            yield text[shown:]
+            shown = len(text)
+        yield decodings[0].completion().completion[shown:]
+
+    return pieces()
 
 
 def generate_many(
@@ -115,67 +123,90 @@ def generate_many(
     Args, raises: as `generate`, and the setting batch_size.
     """
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    ids = [encode_prompt(prompt, checkpoint.tokenizer, checkpoint.model.arch.max_seq_len) for prompt in prompts]
+    decodings = _decodings(checkpoint, prompts, options)
 
-    def complete() -> Iterator[Completion]:
-        for start in range(0, len(prompts), options.batch_size):
-            part = ids[start : start + options.batch_size]
-            streams = [TextStream(checkpoint.tokenizer, of_prompt[-1:], options.stop) for of_prompt in part]
-            texts = [""] * len(part)
-            for row, piece in _pieces(checkpoint, part, streams, options):
-                texts[row] += piece
-            for prompt, text, stream in zip(prompts[start:], texts, streams, strict=False):
-                yield Completion(prompt, text, stream.tokens, stream.end)
+    def completions() -> Iterator[Completion]:
+        for start in range(0, len(decodings), options.batch_size):
+            batch = decodings[start : start + options.batch_size]
+            for _ in _complete(checkpoint, batch, options):
+                pass
+            yield from (decoding.completion() for decoding in batch)
 
-    return complete()
+    return completions()
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, max_seq_len: int) -> list[int]:
-    """Token ids of the prompt, as training would have them at the beginning of a document.
+class Decoding:
+    """A prompt, and the tokens that complete it so far.
+
+    Attributes:
+        ids: of the prompt, as training would have it at the beginning of a document, and of its completion.
+        limit: the length that `ids` can reach.
 
     Raises:
         UserError: the prompt leaves no room, or it is empty and the tokenizer has no token that begins a document.
     """
-    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
-    if not ids:
-        raise UserError('--prompt "": this tokenizer has no token that begins a document; give at least a character.')
-    if len(ids) >= max_seq_len:
-        raise UserError(f"--prompt has {len(ids)} tokens, but at most {max_seq_len - 1} fit into the model.")
-    return ids
+
+    def __init__(self, prompt: str, tokenizer: Tokenizer, max_new_tokens: int, max_seq_len: int) -> None:
+        self._prompt, self._tokenizer, self._document_ended = prompt, tokenizer, False
+        self.ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+        self._prompt_size = len(self.ids)
+        if not self.ids:
+            raise UserError('--prompt "": no token of this tokenizer begins a document; give at least a character.')
+        if len(self.ids) >= max_seq_len:
+            raise UserError(f"--prompt has {len(self.ids)} tokens, but at most {max_seq_len - 1} fit into the model.")
+        self.limit = min(len(self.ids) + max_new_tokens, max_seq_len)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token is needed."""
+        return not self._document_ended and len(self.ids) < self.limit
+
+    def push(self, token: int) -> None:
+        """Add the token that the model has chosen."""
+        if token == self._tokenizer.eos_id:
+            self._document_ended = True
+        else:
+            self.ids.append(token)
+
+    def completion(self) -> Completion:
+        """What there is so far. An incomplete character at its end is U+FFFD."""
+        size, decode = self._prompt_size, self._tokenizer.decode
+        # The text of a token can depend on the one before it.
+        text = decode(self.ids[size - 1 :])[len(decode(self.ids[size - 1 : size])) :]
+        return Completion(self._prompt, text, len(self.ids) - size, "document" if self._document_ended else "length")
 
 
-def _pieces(
-    checkpoint: LoadedCheckpoint, prompts: list[list[int]], streams: list[TextStream], options: Generation
-) -> Iterator[tuple[int, str]]:
-    """Pieces of the completions as they come, each with the number of its prompt.
+def _decodings(checkpoint: LoadedCheckpoint, prompts: Sequence[str], options: Generation) -> list[Decoding]:
+    most = options.max_new_tokens, checkpoint.model.arch.max_seq_len
+    return [Decoding(prompt, checkpoint.tokenizer, *most) for prompt in prompts]
+
+
+def _complete(checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation) -> Iterator[None]:
+    """Add tokens to all of them together. Yields after each token.
 
     Shorter prompts are filled up at their front with positions that no token sees.
     """
-    model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    arch, weight = model.arch, model.get_parameter("tok_embeddings.weight")
-    generators = [torch.Generator().manual_seed(options.seed) for _ in prompts]  # on the CPU, for any device
-    longest = max(map(len, prompts))
-    new = [min(options.max_new_tokens, arch.max_seq_len - len(prompt)) for prompt in prompts]
-    shape = (len(prompts), arch.n_kv_heads, longest + max(new), arch.head_dim)
+    model, arch, weight = (
+        checkpoint.model,
+        checkpoint.model.arch,
+        checkpoint.model.get_parameter("tok_embeddings.weight"),
+    )
+    generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]  # on the CPU, for any device
+    longest = max(len(decoding.ids) for decoding in decodings)
+    new = max(decoding.limit - len(decoding.ids) for decoding in decodings)
+    shape = (len(decodings), arch.n_kv_heads, longest + new, arch.head_dim)
     cache = [LayerCache(shape, weight.dtype, weight.device) for _ in range(arch.n_layers)]
-    filled = torch.tensor([longest - len(prompt) for prompt in prompts], device=weight.device)
-    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    for done in range(max(new)):
-        going_on = [row for row, stream in enumerate(streams) if stream.end == "length" and done < new[row]]
-        if not going_on:
-            break
+    filled = torch.tensor([longest - len(decoding.ids) for decoding in decodings], device=weight.device)
+    rows = [[0] * (longest - len(decoding.ids)) + decoding.ids for decoding in decodings]
+    while any(decoding.goes_on for decoding in decodings):
         # An embedding can have more rows than its tokenizer has ids.
-        logits = _next_logits(model, rows, cache, filled)[:, : tokenizer.vocab_size]
-        rows = [[0] for _ in prompts]
-        for row in going_on:
-            token = choose(logits[row], options.temperature, options.top_k, generators[row], options.top_p)
-            rows[row] = [token]
-            if token == tokenizer.eos_id:
-                streams[row].end = "document"
-            else:
-                yield row, streams[row].push(token)
-    for row, stream in enumerate(streams):
-        yield row, stream.rest()
+        logits = _next_logits(model, rows, cache, filled)[:, : checkpoint.tokenizer.vocab_size]
+        rows = [[0] for _ in decodings]
+        for row, decoding in enumerate(decodings):
+            if decoding.goes_on:
+                rows[row] = [choose(logits[row], options.temperature, options.top_k, generators[row])]
+                decoding.push(*rows[row])
+        yield
 
 
 def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache], filled: Tensor) -> Tensor:
@@ -198,9 +229,7 @@ def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache
     return logits[:, -1].float().cpu()
 
 
-def choose(
-    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None, top_p: float = 1.0
-) -> int:
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
     """Sample a token id from logits (V,), or take the most likely one at temperature 0.
 
     Raises:
@@ -210,61 +239,9 @@ def choose(
         raise CheckpointError("The model's output is not finite: its weights are useless. Take an older checkpoint.")
     if temperature == 0:
         return int(logits.argmax())
-    assert generator is not None
     candidates = torch.arange(len(logits))
     if 0 < top_k < len(logits):
         logits, candidates = logits.topk(top_k)
     # In fp64 and relative to the maximum, so that no temperature overflows.
     probabilities = torch.softmax((logits.double() - logits.max()) / temperature, dim=-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
-        likely = ordered.cumsum(0) - ordered < top_p  # up to the one that reaches top_p
-        probabilities, candidates = ordered[likely], candidates[order[likely]]
     return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-class TextStream:
-    """Turns tokens into text as soon as whole characters are complete, up to a stop text.
-
-    A character can consist of several tokens, and the text of a token can depend on the one before it. So the last
-    piece is decoded again together with the new tokens, and the new text is what comes after the text of that piece.
-
-    Args:
-        before: ids whose text was shown already. The last one is enough.
-        stop: texts that end the stream.
-
-    Attributes:
-        tokens: number of tokens so far.
-        end: why the stream has ended; "length" as long as it has not.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._before, self._ids = list(before), list[int]()  # of the piece before, and of the next one so far
-        self._held = ""  # text that can be the beginning of a stop text
-        self.tokens = 0
-        self.end: Literal["document", "stop", "length"] = "length"
-
-    def push(self, token: int) -> str:
-        """The text that `token` completes. Empty in the middle of a character, and of what can be a stop text."""
-        self._ids.append(token)
-        self.tokens += 1
-        return self._next(last=False)
-
-    def rest(self) -> str:
-        """The rest at the end: an incomplete character becomes U+FFFD."""
-        return "" if self.end == "stop" else self._next(last=True)
-
-    def _next(self, last: bool) -> str:
-        text = self._tokenizer.decode(self._before + self._ids)[len(self._tokenizer.decode(self._before)) :]
-        if text.endswith("\ufffd") and not last:  # the character may be incomplete
-            return ""
-        text, self._before, self._ids = self._held + text, self._ids, []
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
-            self.end = "stop"
-            return text[: min(found)]
-        beginnings = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        shown = len(text) - (0 if last else max(beginnings, default=0))
-        self._held = text[shown:]
-        return text[:shown]

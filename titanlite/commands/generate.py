@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> None:
         CheckpointError: no usable checkpoint.
     """
     options = parse(Generate, argv, "generate")
-    prompts = None if options.prompts is None else read_prompts(options.prompts)
-    if prompts is not None and options.prompt:
+    prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
+    if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
     from titanlite.completion import generate, generate_many, load_checkpoint  # torch: a mistake does not wait for it
 
@@ -53,16 +53,14 @@ def main(argv: Sequence[str]) -> None:
     dtype = str(weight.dtype).removeprefix("torch.")
     note(f"{loaded.folder}: {loaded.job.model.flavor}, {dtype} on {weight.device.type}")
     settings, tokens, started = options.model_dump(include=set(Generation.model_fields)), 0, time.perf_counter()
-    if prompts is None and not options.as_json:  # shown as it comes
+    if options.prompts is None and not options.as_json:  # shown as it comes
         pieces = generate(loaded, options.prompt, **settings)
         _write(options.prompt)
-        for piece in pieces:
+        for tokens, piece in enumerate(pieces):  # noqa: B007  (the last piece is the rest of the text and no token)
             _write(piece)
-            tokens += 1
-        tokens -= 1  # the last piece is the rest of the text and no token
         _write("\n")
     else:
-        for done in generate_many(loaded, prompts or [options.prompt], **settings):
+        for done in generate_many(loaded, prompts, **settings):
             _write((json.dumps(asdict(done)) if options.as_json else done.prompt + done.completion) + "\n")
             tokens += done.tokens
     note(f"{tokens} tokens, {tokens / (time.perf_counter() - started):,.1f} tokens/s")
@@ -74,31 +72,18 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         UserError: it cannot be read, has no prompt, or a line is not what the name of the file promises.
     """
-    raw, prompts = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES), []
+    raw = sys.stdin.buffer.read() if str(path) == "-" else read_file(path, MOST_BYTES)
     try:
-        lines = raw.decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {path}: not valid UTF-8 at byte {error.start}.") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt = _json_prompt(line) if path.suffix == ".jsonl" else line.removesuffix("\r")
-        if not isinstance(prompt, str):
-            raise UserError(
-                f'--prompts {path}, line {number}: must be JSON: a text, or an object with a text "prompt".'
-            )
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"--prompts {path}: there is no prompt in it.")
-    return prompts
-
-
-def _json_prompt(line: str) -> object:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value.get("prompt") if isinstance(value, dict) else value
+        prompts: list[Any] = [line.removesuffix("\r") for line in raw.decode().split("\n") if line.strip()]
+        if path.suffix == ".jsonl":
+            values = map(json.loads, prompts)
+            prompts = [value["prompt"] if isinstance(value, dict) else value for value in values]
+        if prompts and all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+    except (ValueError, KeyError, RecursionError):  # no UTF-8, no JSON
+        pass
+    need = 'a prompt on each line, in UTF-8; in a .jsonl file as a JSON text, or an object with a text "prompt"'
+    raise UserError(f"--prompts {path}: must have {need}.")
 
 
 def _write(text: str) -> None:

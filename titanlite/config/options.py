@@ -74,10 +74,6 @@ class Generation(Options):
     """0: take the most likely token each time. 1: sample from the model's probabilities. Higher: more random."""
     top_k: NonNegativeInt = 50
     """Sample from the k most likely tokens only. 0: from all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this. 1: from all that top_k leaves."""
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a completion. They are not a part of it."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of the sampling. It is that of each prompt, so a completion does not depend on the other prompts."""
     batch_size: PositiveInt = 8

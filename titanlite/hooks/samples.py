@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.completion import Completion, TextStream, choose, encode_prompt
+from titanlite.completion import Completion, Decoding, choose
 from titanlite.config.run import sequence_divisor
 from titanlite.data.batch import IGNORED, Microbatch
 from titanlite.hooks.hook import Hook, Request, Training
@@ -40,7 +40,6 @@ class Samples(Hook):
         self._training, self._run, self._tokenizer = training, training.run, training.tokenizer
         self._config, self._mesh, self._device = training.run.job.samples, training.mesh, training.device
         self._seq_len = training.run.job.training.seq_len
-        self._prompts = [encode_prompt(text, training.tokenizer, self._seq_len) for text in self._config.prompts]
 
     def started(self, step: int) -> None:
         self._done = step  # the last one that needs no samples any more
@@ -58,28 +57,17 @@ class Samples(Hook):
     def complete(self) -> list[Completion]:
         """The completions, in the order of the prompts. There are none if the logits are not finite, because a guard
         stops such a run."""
-        config, rows = self._config, [list(prompt) for prompt in self._prompts]
-        streams, texts = [TextStream(self._tokenizer, row[-1:]) for row in rows], ["" for _ in rows]
-        generators = [torch.Generator().manual_seed(config.seed) for _ in rows]
-        for _ in range(config.max_new_tokens):
-            going_on = [i for i, row in enumerate(rows) if len(row) < self._seq_len and streams[i].end == "length"]
-            if not going_on:
-                break
-            logits = self._next_logits([rows[i] for i in going_on])[:, : self._tokenizer.vocab_size]
+        config, tokenizer = self._config, self._tokenizer
+        decodings = [Decoding(text, tokenizer, config.max_new_tokens, self._seq_len) for text in config.prompts]
+        generators = [torch.Generator().manual_seed(config.seed) for _ in decodings]
+        while going_on := [i for i, decoding in enumerate(decodings) if decoding.goes_on]:
+            logits = self._next_logits([decodings[i].ids for i in going_on])[:, : tokenizer.vocab_size]
             if not logits.isfinite().all():
                 return []
             for i, of_row in zip(going_on, logits, strict=True):
-                token = choose(of_row, config.temperature, config.top_k, generators[i])
-                if token == self._tokenizer.eos_id:
-                    streams[i].end = "document"
-                else:
-                    rows[i].append(token)
-                    texts[i] += streams[i].push(token)
+                decodings[i].push(choose(of_row, config.temperature, config.top_k, generators[i]))
             self._alive()
-        return [
-            Completion(prompt, text + stream.rest(), stream.tokens, stream.end)
-            for prompt, text, stream in zip(config.prompts, texts, streams, strict=True)
-        ]
+        return [decoding.completion() for decoding in decodings]
 
     def _next_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Logits (N, V) of the tokens after N rows, in fp32 on the CPU of every rank.
