@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from titanlite.config.options import Scoring
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.validation import TextWindows, open_files, window_batches
+from titanlite.data.validation import TextWindows, open_files
 from titanlite.load_run import layout_rules, mistake_of, world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
@@ -87,26 +87,25 @@ def evaluate_text(
         UserError: a value is not allowed, a file is missing, or a record cannot be read.
         CheckpointError: there is no good checkpoint, or the model's output is not finite.
     """
-    options, files, folder = Scoring(**settings), [Path(file) for file in data], Path(checkpoint)
-    sources, saved = open_files(files, options.text_column), known_job(folder)
+    options, files, saved = Scoring(**settings), [Path(file) for file in data], known_job(Path(checkpoint))
     window = options.window or saved.training.seq_len
     stride = options.stride or max(1, window // 2)
     if stride >= window:
         raise UserError(f"--stride {stride}: must be less than the window of {window} tokens, or some are not scored.")
+    sources = open_files(files, options.text_column)
     run = _run_for(saved, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), window, stride)
-
-    folder, total = _sum_of_losses(run, folder, texts, log)
+    folder, total = _sum_of_losses(run, Path(checkpoint), texts, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: there is no text to score.")
     if not math.isfinite(total):
         raise CheckpointError(f"{folder}: the model's output is not finite. Take an older checkpoint.")
+    score = vars(make_score(total, texts.tokens, texts.num_bytes))
     counts = {"documents": texts.documents, "tokens": texts.tokens, "bytes": texts.num_bytes}
-    score = asdict(make_score(total, texts.tokens, texts.num_bytes))
     return TextScore(**score, **counts, checkpoint=str(folder), window=window, stride=stride)
 
 
-def make_score(total: float, tokens: float, num_bytes: float) -> Score:
+def make_score(total: float, tokens: int, num_bytes: int) -> Score:
     """The score of `total` nats over so many tokens, which stand for so many bytes."""
     mean = total / tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf  # beyond, a float overflows
@@ -123,9 +122,8 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
         raise UserError(f"--window {window}: the model has {most} positions (model.max_seq_len). Name a smaller one.")
     own = saved.training.mixed_precision_param if torch.cuda.is_available() else "float32"
     dtype, layout = options.dtype or own, Run(JobConfig(parallelism=parallelism), world_size()).degrees
-    unit = sequence_divisor(layout)
     training = {
-        "seq_len": -(-window // unit) * unit,
+        "seq_len": -(-window // sequence_divisor(layout)) * sequence_divisor(layout),
         "local_batch_size": options.batch_size,
         "global_batch_size": options.batch_size * layout.data * layout.pipeline,
         "mixed_precision_param": dtype,
@@ -164,14 +162,9 @@ def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable
 
         folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)
         log(f"{folder}: {run.job.model.flavor}, {run.job.training.dtype} on {run.world_size} x {device.type}")
-        size, fixed = run.job.training.local_batch_size, run.job.training.seq_len
-        batches = window_batches(
-            iter(texts), size, (mesh.data_rank, mesh.data_degree), device, unit=sequence_divisor(run.degrees),
-            fixed_length=None if mesh.pipeline is None else fixed,  # a pipeline has declared its shapes
-        )  # fmt: skip
         total, said = torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
-        for batch in batches:
-            total += forward_backward.evaluate(batch).double()
+        for batch in texts.batches(run, mesh.data_rank, device):
+            total += forward_backward.evaluate(batch)
             if time.monotonic() - said > _SAY_EVERY:
                 said = time.monotonic()
                 log(f"{texts.documents:,} documents, {texts.tokens:,} tokens")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.config.run import Run, sequence_divisor
 from titanlite.data.stream import Row
 from titanlite.parallel.forward_backward import Microbatch
 
 IGNORED = -100
 """The label of a position where nothing is to be predicted."""
+_LENGTH_UNIT = 64  # rows of unequal texts are padded to a multiple of this, so that there are few shapes
 
 
 class GlobalBatch(NamedTuple):
@@ -43,6 +47,34 @@ def make_microbatch(rows: list[Row], document_mask: bool, device: torch.device) 
     if device.type == "cuda":  # so that the copies overlap with the step that is running
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}), labels
+
+
+class Window(NamedTuple):
+    """Tokens that the model sees at once. It predicts the last `scored` of them."""
+
+    tokens: np.ndarray
+    """(n,) of any integer type, n >= 2."""
+    scored: int
+    """At least 1 and less than n, because a token that follows nothing is not predicted."""
+
+
+def padded_length(run: Run, longest: int) -> int:
+    """The length of rows that hold texts of at most `longest` tokens, which is at most training.seq_len. A pipeline and
+    a compiled model have one length only, that of training."""
+    job, unit = run.job, math.lcm(_LENGTH_UNIT, sequence_divisor(run.degrees))
+    one_shape = run.degrees.pipeline > 1 or job.compile.enable or job.float8.enable
+    return job.training.seq_len if one_shape else min(job.training.seq_len, -(-longest // unit) * unit)
+
+
+def padded_microbatch(windows: Sequence[Window], rows: int, length: int, device: torch.device) -> Microbatch:
+    """The windows as the first of so many rows. What lies behind the end of a window has no label, and no token that is
+    scored sees it."""
+    inputs, labels = np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORED, dtype=np.int64)
+    for row, (tokens, scored) in enumerate(windows):
+        last = len(tokens) - 1
+        inputs[row, :last] = tokens[:-1]
+        labels[row, last - scored : last] = tokens[last + 1 - scored :]
+    return Microbatch(torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))
 
 
 def blank_microbatch(rows: int, seq_len: int, document_mask: bool, device: torch.device) -> Microbatch:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +19,13 @@ import torch
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
-from titanlite.data.batch import IGNORED, Microbatch, make_microbatch
+from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
 from titanlite.data.sources import open_source, source_of_file
 from titanlite.data.sources.base import BadRecord, Prepared, Source
 from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
 from titanlite.data.tokenizer import Tokenizer
 
 _BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
-_LENGTH_UNIT = 64  # rows of windows are padded to a multiple of this, so that there are few shapes
 
 
 class ValidationSet:
@@ -39,10 +37,8 @@ class ValidationSet:
 
     Attributes:
         num_sequences: rows over all ranks.
-        num_tokens: labels in this rank's rows that are not -100. The loss is the sum of cross entropies over all ranks,
-            divided by the sum of this number.
-        num_bytes: bytes of text that these labels stand for. Bits per byte are the same sum / ln 2, divided by the sum
-            of this number.
+        num_tokens: labels that are not -100, over all ranks.
+        num_bytes: bytes of text that these labels stand for.
 
     Raises:
         UserError: a source is missing, or holds less than one row.
@@ -73,14 +69,12 @@ class ValidationSet:
         own = [*rows[dp_rank::ranks], *[filler] * count][:count]
         self._batches = [own[i : i + local] for i in range(0, count, local)]
 
-        cpu = torch.device("cpu")
-        labels = [make_microbatch(batch, self._document_mask, cpu)[1] for batch in self._batches]
-        valid = np.concatenate([label[label != IGNORED] for label in labels])
-        self.num_tokens = len(valid)
-        ids, counts = np.unique(valid, return_counts=True)
-        special = {tokenizer.bos_id, tokenizer.eos_id}
-        sizes = [0 if token in special else len(tokenizer.token_bytes(token)) for token in ids.tolist()]
-        self.num_bytes = int(np.dot(sizes, counts))
+        starts, cpu = range(0, len(rows), local), torch.device("cpu")
+        labels = [make_microbatch(rows[i : i + local], self._document_mask, cpu)[1] for i in starts]
+        counts = np.bincount(np.concatenate([label[label != IGNORED] for label in labels]))  # of each token
+        self.num_tokens = int(counts.sum())
+        text = [token for token in np.flatnonzero(counts).tolist() if token not in (tokenizer.bos_id, tokenizer.eos_id)]
+        self.num_bytes = sum(int(counts[token]) * len(tokenizer.token_bytes(token)) for token in text)
 
     def batches(self) -> Iterator[Microbatch]:
         """This rank's rows, the same each time. Rows that only fill up a microbatch have no valid label."""
@@ -90,15 +84,6 @@ class ValidationSet:
     def describe(self) -> str:
         """One line for the log."""
         return f"{self.num_sequences:,} sequences of {self._name}"
-
-
-class Window(NamedTuple):
-    """Tokens that the model sees at once. It is scored on the last `scored` of them."""
-
-    tokens: np.ndarray
-    """(n,) of any integer type, n >= 2."""
-    scored: int
-    """At least 1 and less than n, because a token that follows nothing is not predicted."""
 
 
 @dataclass
@@ -143,6 +128,21 @@ class TextWindows:
                     yield Window(window, end - reached)
                     reached = end
 
+    def batches(self, run: Run, dp_rank: int, device: torch.device) -> Iterator[list[Microbatch]]:
+        """The microbatches of one data-parallel rank, some at a time. All ranks get the same number of the same shapes.
+
+        Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
+        """
+        rows, ranks, windows = run.job.training.local_batch_size, run.degrees.data, iter(self)
+        while chunk := list(islice(windows, _BATCHES * rows * ranks)):
+            chunk.sort(key=lambda window: -len(window.tokens))
+            batches = []
+            for start in range(0, len(chunk), rows * ranks):
+                part = chunk[start : start + rows * ranks]
+                length = padded_length(run, len(part[0].tokens) - 1)
+                batches.append(padded_microbatch(part[dp_rank::ranks], rows, length, device))
+            yield batches
+
 
 def open_files(files: Sequence[Path], column: str) -> list[Source]:
     """The sources that read `files`, as training reads them.
@@ -159,42 +159,3 @@ def open_files(files: Sequence[Path], column: str) -> list[Source]:
 def _of_this_command(error: UserError) -> UserError:
     said = str(error).replace("dataset.path =", "--data")
     return UserError(said.replace("dataset.text_column", "--text-column"))
-
-
-def window_batches(
-    windows: Iterator[Window],
-    rows: int,
-    part: tuple[int, int],
-    device: torch.device,
-    unit: int,
-    fixed_length: int | None,
-) -> Iterator[list[Microbatch]]:
-    """The microbatches of one data-parallel rank, some at a time. All ranks get the same number of the same shapes.
-
-    Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
-
-    Args:
-        rows: Rows of a microbatch.
-        part: Number of this rank, and how many ranks share the windows.
-        unit: The length of a row is a multiple of it.
-        fixed_length: Length of all rows. None: a microbatch is as long as its longest window.
-    """
-    rank, ranks = part
-    unit = -(-_LENGTH_UNIT // unit) * unit
-    while chunk := list(islice(windows, _BATCHES * rows * ranks)):
-        chunk.sort(key=lambda window: -len(window.tokens))
-        batches = []
-        for start in range(0, len(chunk), rows * ranks):
-            length = fixed_length or -(-(len(chunk[start].tokens) - 1) // unit) * unit
-            batches.append(_window_microbatch(chunk[start : start + rows * ranks][rank::ranks], rows, length, device))
-        yield batches
-
-
-def _window_microbatch(windows: Sequence[Window], rows: int, length: int, device: torch.device) -> Microbatch:
-    """The windows as rows. What lies behind the end of a window has no label, and no token that is scored sees it."""
-    inputs, labels = np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORED, dtype=np.int64)
-    for row, (tokens, scored) in enumerate(windows):
-        last = len(tokens) - 1
-        inputs[row, :last] = tokens[:-1]
-        labels[row, last - scored : last] = tokens[last + 1 - scored :]
-    return Microbatch(torch.from_numpy(inputs).to(device), torch.from_numpy(labels).to(device))

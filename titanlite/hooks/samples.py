@@ -8,22 +8,19 @@ There is no key-value cache, because no layout has one: each token costs a forwa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.completion import Completion, Decoding, choose
-from titanlite.config.run import sequence_divisor
-from titanlite.data.batch import IGNORED, Microbatch
+from titanlite.data.batch import IGNORED, Window, padded_length, padded_microbatch
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.optim.loss import fp32_logits
-
-_LENGTH_UNIT = 64  # rows are padded to a multiple of this
 
 
 class Samples(Hook):
@@ -75,10 +72,12 @@ class Samples(Hook):
         Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token
         and a part of the vocabulary, so the largest value over all ranks is the logit.
         """
-        microbatches = self._microbatches(rows)
-        shape = sum(len(batch.labels) for batch in microbatches), self._run.arch.vocab_size
-        logits = torch.full(shape, -torch.inf, device=self._device)
-        blocks = iter(logits.split(self._run.job.training.local_batch_size))
+        size, length = self._run.job.training.local_batch_size, padded_length(self._run, max(map(len, rows)))
+        windows = [Window(np.append(row, 0), 1) for row in rows]  # a label where the next token is asked for
+        parts = [windows[i : i + size] for i in range(0, len(rows), size)]
+        microbatches = [padded_microbatch(part, size, length, self._device) for part in parts]
+        logits = torch.full((len(parts) * size, self._run.arch.vocab_size), -torch.inf, device=self._device)
+        blocks = iter(logits.split(size))
 
         def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
             if (block := next(blocks, None)) is not None:  # a pipeline's schedule adds microbatches at the end
@@ -88,20 +87,6 @@ class Samples(Hook):
         self._training.forward_backward.evaluate(microbatches, keep)
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
         return logits[: len(rows)].cpu()
-
-    def _microbatches(self, rows: Sequence[Sequence[int]]) -> list[Microbatch]:
-        """The rows, with a label where the next token is asked for. What lies behind it has no effect on it."""
-        job, size = self._run.job, self._run.job.training.local_batch_size
-        unit = math.lcm(_LENGTH_UNIT, sequence_divisor(self._run.degrees))
-        length = min(self._seq_len, -(-max(map(len, rows)) // unit) * unit)
-        if self._mesh.pipeline is not None or job.compile.enable or job.float8.enable:
-            length = self._seq_len  # one shape, that of training
-        inputs = torch.zeros(-(-len(rows) // size) * size, length, dtype=torch.int64, device=self._device)
-        labels = torch.full_like(inputs, IGNORED)
-        for i, row in enumerate(rows):
-            inputs[i, : len(row)] = torch.tensor(row)
-            labels[i, len(row) - 1] = 0
-        return [Microbatch(*part) for part in zip(inputs.split(size), labels.split(size), strict=True)]
 
     def _fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         """Write into `logits` (B, V) those at the labels that this rank has, of the classes that it has."""

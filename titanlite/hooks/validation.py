@@ -35,11 +35,9 @@ class Validation(Hook):
     def validate(self, step: int) -> Score:
         """Score the weights after `step`, log it and tell all hooks. It waits for the device."""
         mesh = self._training.mesh
-        loss = self._training.forward_backward.evaluate(list(self._rows.batches())).double()
-        counts = loss.new_tensor([self._rows.num_tokens, self._rows.num_bytes])
+        loss = self._training.forward_backward.evaluate(list(self._rows.batches()))
         dist.all_reduce(loss, group=mesh.loss_group)
-        dist.all_reduce(counts, group=mesh.data_group)
-        score = make_score(loss.item(), *counts.tolist())
+        score = make_score(loss.item(), self._rows.num_tokens, self._rows.num_bytes)
         for hook in self._training.hooks:
             hook.validated(step, asdict(score))
         self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
