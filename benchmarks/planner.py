@@ -33,8 +33,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.batch import blank_microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
-from titanlite.plan.start import with_keys
-from titanlite.plan.trace import trace_run
+from titanlite.plan.trace import trace_run, with_keys
 from titanlite.runtime.world import process_group
 from titanlite.train.step import TrainStep
 

@@ -132,24 +132,16 @@ def _say_end(error: BaseException) -> int:
 
 
 def train(argv: Sequence[str]) -> None:
-    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's.
-
-    With --dry-run it does a step without data instead, and makes no folder.
-    """
+    """`titanlite train`: check the job for this world, then train. One rank, or one of a launcher's."""
     from titanlite.load_run import load_run, world_size
-    from titanlite.plan.start import foresee, without_dry_run
+    from titanlite.observe.gpus import check_memory
 
-    words, is_dry = without_dry_run(argv)
     ranks = world_size()
     logged_ranks(ranks)
-    run = load_run(words, ranks)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the others would do the same
-        foresee(run, words, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), is_dry)
+    run = load_run(argv, ranks)
+    check_memory(run)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
-    if is_dry:
-        from titanlite.plan.dry_run import dry_run as start
-    else:
-        from titanlite.train.loop import train as start
+    from titanlite.train.loop import train
 
     gc.freeze()
-    start(run, argv)
+    train(run, argv)

@@ -86,6 +86,7 @@ def test_the_commands_of_the_page_do_what_it_says(
         (profile,) = json.loads(line)["profiles"]
         assert (profile["rank"], profile["last_step"], Path(profile["trace"]).name) == (0, 6, traces[0].name)
         assert profile["operators"]["aten::mm"] > 0
+        assert set(profile["measured"]) == {"step_time", "tps", "memory_peak"}
         said = profile["table"]
     else:
         assert {*re.findall(r"traces/profile/(\S+\.gz)", PAGE)} == {path.name for path in traces}

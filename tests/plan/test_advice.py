@@ -8,7 +8,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.load_run import broken_rules
 from titanlite.observe.gpus import find_gpu
 from titanlite.plan import advice
-from titanlite.plan.start import changed, options
 from titanlite.plan.trace import trace_run
 
 H100 = find_gpu("H100")
@@ -60,16 +59,9 @@ def test_changes_that_fit_are_listed_cheapest_first_with_their_price(capsys: pyt
     assert "cannot be traced: --activation_checkpoint.mode full (RuntimeError: no kernel for this layout)\n" in said
 
 
-def test_a_change_is_options_of_the_command_line_and_breaks_no_rule():
-    settings = {"training.enable_cpu_offload": True, "float8.enable": False, "training.local_batch_size": 2}
-    words = ("--training.enable_cpu_offload", "--float8.no-enable", "--training.local_batch_size", "2")
-    assert options(settings) == words
-    assert changed(run(), {"parallelism.tensor_parallel_degree": 3}) is None
-
-
 def test_the_layouts_keep_the_rules_and_are_not_far_too_large():
     job = run(16, compile={"enable": True})
-    found = [new for each in advice.layouts(job, H100) if (new := changed(job, each))]
+    found = [new for each in advice.layouts(job, H100) if (new := advice.changed(job, each))]
     assert len(found) > 50
     assert {new.degrees.world for new in found} == {16}
     assert not any(broken_rules(new) for new in found[::25])

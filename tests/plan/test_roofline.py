@@ -31,7 +31,6 @@ def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
     assert plan(peak=74).fits
     assert not plan(peak=78).fits
     assert "activations 30.00, weights 10.00" in result.explain_memory()  # the largest first, nothing of 0 bytes
-    assert "peak 50.00 (plan 40.00, -20.0%) GiB" in result.compared(50 * GIB, 1.0)
     assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB  # ranks share what the machine has
 
 

@@ -1,4 +1,4 @@
-"""What happens before a run starts: plans that are handed down, refusals, and the dry run."""
+"""The command, what is refused at a start, and what is said of a run without memory."""
 
 import json
 import os
@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 from ranks import start_titanlite, titanlite
-from small_runs import SMALL, launched
+from small_runs import SMALL
 from traces import GIB, run
 
+from titanlite import cli
 from titanlite.config.errors import UserError
-from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.observe.forecast import PLAN, handed_down
-from titanlite.plan.start import foresee
+from titanlite.observe import gpus
+from titanlite.observe.gpus import device_memory
+from titanlite.train.loop import Trainer
 
 
 @pytest.fixture
@@ -23,64 +24,28 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose driver says that it has an H100, and no plan so far; its nvidia-smi."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
+def test_a_state_that_cannot_fit_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """By the launcher, on a rank, and in Python; but not where a GPU does not say how much memory it has."""
+    tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 81000\n")
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv(PLAN, "")  # so that it is restored
-    monkeypatch.delenv(PLAN)
-    return tool
-
-
-def test_only_a_run_that_might_not_fit_is_planned_and_the_plan_is_handed_down(h100: Path):
-    foresee(Run(JobConfig(), 1), [], 1)
-    assert PLAN not in os.environ
-    words = ("--model.flavor", "1b", "--training.seq_len", "16384", "--training.local_batch_size", "2")
-    job = {"model": {"flavor": "1b"}, "training": {"seq_len": 16384, "local_batch_size": 2}}
-    foresee(Run(JobConfig.model_validate(job), 1), words, 1)
-    plan = handed_down()
-    assert plan is not None
-    assert (plan.gpu, plan.memory) == ("H100", 81000 * 2**20)
-    foresee(run(), ["--no-such-key"], 8)  # the plan that is there is not made again
-
-
-@pytest.mark.usefixtures("h100")
-def test_a_state_that_cannot_fit_is_refused_without_a_trace():
-    with pytest.raises(UserError, match=r"state take 119\.7 GiB .* Take 2 such devices or more, training.dtype"):
-        foresee(run(1), ["--no-such-key"], 1)
-
-
-@pytest.mark.usefixtures("h100")
-def test_a_plan_that_cannot_be_made_stops_no_run(capsys: pytest.CaptureFixture[str]):
-    foresee(run(), ["--no-such-key"], 8)
-    assert "The plan could not be made: " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_run_whose_tensors_cannot_fit_is_refused_with_its_plan(h100: Path):
-    h100.write_text(h100.read_text().replace("81000", "150"))
-    rows = ("--training.seq_len", 8192, "--training.local_batch_size", 1, "--activation_checkpoint.mode", "none")
-    said = titanlite("train", "--model.n_layers", 1, *rows, code=2)
-    assert "This run cannot fit. The plan: " in said
-    assert "GiB at the peak, on rank 0, in " in said
-
-
-@pytest.mark.slow
-def test_a_dry_run_does_a_step_and_makes_no_folder(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    before = sorted(tmp_path.rglob("*"))
-    said = launched(job_file, tmp_path / "out", "--dry-run", ranks=2)
-    for words in ("Dry run: ", "GiB of the process", "Plan: peak ", "Measured: memory of a process "):
-        assert words in said
-    assert sorted(tmp_path.rglob("*")) == before
-    options = ("--dry_run", "--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "none.jsonl"))
-    assert "none.jsonl" in launched(job_file, tmp_path / "out", *options, code=2)  # it checks what a start checks
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    device_memory.cache_clear()
+    for command in ("launch", "train"):
+        assert cli.main([command, "--model.flavor", "8b", "--job.dump_folder", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        for words in ("state take ", "has 79.1 GiB", "2 such devices", "`titanlite plan`"):
+            assert words in said
+    with pytest.raises(UserError, match="2 such devices"):
+        Trainer(JobConfig.model_validate({"model": {"flavor": "8b"}}))
+    assert not (tmp_path / "out").exists()
+    tool.write_text("#!/bin/sh\necho NVIDIA GB10, '[N/A]'\n")
+    monkeypatch.setattr(gpus, "DRIVERS", (str(tool),))
+    device_memory.cache_clear()
+    gpus.check_memory(run(1))
+    device_memory.cache_clear()
 
 
 @pytest.mark.slow
@@ -118,4 +83,4 @@ def test_the_command_prints_a_plan_and_writes_the_fastest_job(job_file: Path, tm
     assert "No single change of the job makes it fit" in said
     best = tmp_path / "best.toml"
     assert "The best of " in titanlite(*words, "--search", "--write", best)
-    assert "Memory of rank 0" in titanlite("plan", "--job.config_file", best, "--gpu", own, "--quick")
+    assert "tokens/s per device" in titanlite("plan", "--job.config_file", best, "--gpu", own, "--quick")

@@ -19,7 +19,6 @@ from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.advice import make_plan
 from titanlite.plan.counter import COUNTED
-from titanlite.plan.start import upper_bound
 from titanlite.plan.trace import count_step, trace_run
 from titanlite.train.step import TrainStep
 
@@ -151,25 +150,3 @@ def test_a_device_with_fp8_is_planned_with_its_matmuls_and_what_is_compiled_as_i
     assert "aten._scaled_mm" in ops[True] - ops[False]
     with pytest.raises(UserError, match="memory_budget"):
         trace_run(tiny_run({"activation_checkpoint": {"mode": "memory_budget"}}, 2))
-
-
-BOUND = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 640, "vocab_size": 4096}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sections"),
-    [
-        (1, {"activation_checkpoint": {"mode": "none"}}),
-        (1, {"activation_checkpoint": {"mode": "full"}, "model": {"vocab_size": 65536}}),
-        (4, {"training": {"local_batch_size": 1, "global_batch_size": 16}, "parallelism": {"fsdp_min_num_params": 0}}),
-        (2, {"parallelism": {"tensor_parallel_degree": 2}, "training": {"mixed_precision_param": "float32"}}),
-        (1, {"dataset": {"document_mask": True}, "training": {"seq_len": 1024, "local_batch_size": 1}}),
-        (4, {"parallelism": {"pipeline_parallel_degree": 4}, "training": {"global_batch_size": 16}}),
-    ],
-    ids=["no recomputation", "a large vocabulary", "accumulation", "tensor parallel", "masks", "a pipeline"],
-)
-def test_a_run_starts_without_a_plan_only_if_a_bound_above_its_peak_fits(ranks: int, sections: dict[str, Any]) -> None:
-    job = merge({"model": BOUND, "training": {"seq_len": 512, "local_batch_size": 2}}, sections)
-    run = Run(JobConfig.model_validate(job), ranks)
-    peak = max(each.peak for each in trace_run(run))
-    assert peak < upper_bound(run) < 40 * peak  # and it is not so high that every run would be traced

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import tyro
 from pydantic import Field
@@ -18,10 +18,8 @@ from titanlite.config.load import dump_config
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
-from titanlite.observe.forecast import GIB, Forecast
-from titanlite.observe.gpus import MOST_GIB, Gpu, find_gpu, gpu_of_device
-from titanlite.plan.start import Settings, device_memory, with_keys
-from titanlite.plan.start import options as in_options
+from titanlite.observe.forecast import Forecast
+from titanlite.observe.gpus import GIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
 from titanlite.runtime.logging import note
 
 
@@ -52,12 +50,8 @@ class Plan(Options):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
-    if options.write:
-        taken = (
-            "It exists already." if os.path.lexists(options.write) else not_writable(options.write.absolute().parent)
-        )
-        if taken:
-            raise UserError(f"--write {options.write}: {taken} Name another file.")
+    if options.write and (os.path.lexists(options.write) or not_writable(options.write.absolute().parent)):
+        raise UserError(f"--write {options.write}: it exists, or its folder cannot be written to. Name another file.")
     run = load_run(words, options.world_size or world_size())
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
         from titanlite.plan import advice
@@ -67,9 +61,18 @@ def main(argv: Sequence[str]) -> None:
             gpu = gpu.model_copy(update={"memory_gib": options.memory})
         gpu = gpu.of_rank(run.world_size)
         if gpu.cpu:  # device and host are one memory there
-            run = with_keys(run, {"training.enable_cpu_offload": False})
+            run = advice.with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write:
-            text = _searched(run, gpu, options, *advice.search(run, gpu))
+            found, traced = advice.search(run, gpu)
+            if not found:
+                raise UserError(
+                    f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
+                    f"{run.world_size} x {gpu.name}, or a smaller model."
+                )
+            if options.write:
+                write_whole(options.write, dump_config(advice.with_keys(run, found[0][0]).job).encode())
+            best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found]
+            text = json.dumps({"traced": traced, "best": best}) if options.as_json else _listed(best, traced)
         else:
             plan = advice.make_plan(run, gpu, options.quick, options.remedies)
             text = plan.model_dump_json() if options.as_json else "\n".join(_described(run, plan))
@@ -102,25 +105,18 @@ def _chosen_gpu(name: str | None) -> Gpu:
 
 def _described(run: Run, plan: Forecast) -> Iterator[str]:
     """The plan as text."""
-    yield f"{plan.job} on {plan.world_size} x {plan.gpu}\n"
-    alike = f", the worst of {len(plan.peaks)} kinds of ranks" if len(plan.peaks) > 1 else ", as on every rank"
-    yield f"Memory of rank {plan.rank}{alike}, GiB"
-    room = plan.memory - plan.needs
-    verdict = f"of {plan.memory / GIB:.1f}: {'fits, left over' if room >= 0 else 'DOES NOT FIT, missing'}"
-    sizes = {name: size for name, size in sorted(plan.kinds.items(), key=lambda kind: -kind[1]) if size}
-    sizes |= {f"peak, in {plan.moment}": plan.peak, "allocator and libraries (allowance)": plan.allowance}
-    sizes |= {verdict: abs(room)} | ({"in host memory, for each rank": plan.host} if plan.host else {})
-    sizes |= {f"peak of rank {rank}": peak for rank, peak in plan.peaks.items() if len(plan.peaks) > 1}
-    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items())
+    yield f"{plan.job} on {plan.world_size} x {plan.gpu}\n\nMemory at the peak, in {plan.moment}, GiB"
+    sizes = dict(sorted(plan.kinds.items(), key=lambda kind: -kind[1]))
+    sizes |= {"allocator and libraries (allowance)": plan.allowance, "in host memory": plan.host}
+    sizes |= {f"tensors of rank {rank}": peak for rank, peak in plan.peaks.items()}
+    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items() if size)
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    yield f"  {f'together, of {plan.memory / GIB:.1f}: {fits}':<36}{plan.needs / GIB:>10.3f}"
     yield f"\nTime of a step, s ({plan.basis}; a roofline, right to a third)"
-    for name, seconds in plan.parts.items():
-        yield f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}"
-    if plan.hidden_seconds > 0:
-        yield f"  {'(communication behind other work)':<36}{plan.hidden_seconds:>10.4f}"
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}"
-    yield f"  {'step':<36}{plan.step_seconds:>10.4f}  {speed}"
-    steps = run.job.training.steps
-    yield f"  {steps:,} steps take {plan.step_seconds * steps / 86400:,.2f} days.\n"
+    parts = plan.parts | {"(communication behind other work)": plan.hidden_seconds, "step": plan.step_seconds}
+    yield from (f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}" for name, seconds in parts.items())
+    days = plan.step_seconds * run.job.training.steps / 86400
+    yield f"  {plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}, {days:,.2f} days for all steps\n"
     if plan.changes:
         yield "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
     elif not plan.fits:
@@ -130,21 +126,11 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
         yield f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
 
 
-def _searched(run: Run, gpu: Gpu, options: Plan, found: Sequence[tuple[Settings, Forecast]], traced: int) -> str:
-    """What a search has found, as text or JSON. The first job is written if that is asked for."""
-    if not found:
-        raise UserError(
-            f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
-            f"{run.world_size} x {gpu.name}, or a smaller model."
-        )
-    if options.write:
-        write_whole(options.write, dump_config(with_keys(run, found[0][0]).job).encode())
-    if options.as_json:
-        best = [{"options": in_options(settings), **plan.model_dump()} for settings, plan in found]
-        return json.dumps({"traced": traced, "best": best})
-    lines = [f"The best of {traced} jobs that were traced, for {run.world_size} x {gpu.name} ({found[0][1].basis})", ""]
+def _listed(best: Sequence[Mapping[str, Any]], traced: int) -> str:
+    """What a search has found, as text."""
+    lines = [f"The best of {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}", ""]
     lines.append(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
-    for settings, plan in found:
-        words = " ".join(in_options(settings))
-        lines.append(f"{plan.tokens_per_second:>10,.0f}{plan.mfu:>7.1%}{plan.peak / GIB:>10.1f}   {words}")
+    for plan in best:
+        words = " ".join(plan["options"])
+        lines.append(f"{plan['tokens_per_second']:>10,.0f}{plan['mfu']:>7.1%}{plan['peak'] / GIB:>10.1f}   {words}")
     return "\n".join(lines)

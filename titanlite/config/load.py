@@ -182,9 +182,9 @@ def _value(word: str, kinds: set[type]) -> Any:
 # ------------------------------------------------------------------------------------------------------------- the help
 
 _TEXT = """Train the model that a job file describes. Any key of the file can be given on the command line, too, which
-wins over the file; tables such as [[dataset.sources]] stand in the file only. With --dry-run a step is done without
-data, and no folder is made. `--help training` explains one section. The defaults below are those of titanlite, or of
-the file that --job.config_file names. Without a file, debug_model.toml is trained."""
+wins over the file; tables such as [[dataset.sources]] stand in the file only. `--help training` explains one section.
+The defaults below are those of titanlite, or of the file that --job.config_file names. Without a file,
+debug_model.toml is trained."""
 
 
 def _print_help(job: JobConfig, topics: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ class Section(FileModel):
 class Job(Section):
     """What this run is and where its outputs go."""
 
-    dropped: ClassVar = {"plan": (False, "is gone: `titanlite train --dry-run` measures two steps beside their plan.")}
+    dropped: ClassVar = {"plan": (False, "is gone: `titanlite profile` measures a few steps.")}
 
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
@@ -571,6 +571,8 @@ class Whole(Section):
 
 class JobConfig(Whole):
     """One training run."""
+
+    dropped: ClassVar = {"dry_run": (None, "is gone: `titanlite profile` measures a few steps of a job.")}
 
     job: Job = Job()
     model: Model = Model()

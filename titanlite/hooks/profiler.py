@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class StepProfile:
         trace: File of the trace, for Perfetto.
         table: torch's table of the operators that took the most time.
         operators: Name -> seconds of all these steps without what the operator calls. On a GPU: of its kernels.
+        measured: Of `profile_steps`: step_time, tps and memory_peak, as `LoggedStep` explains them, from step 2 on.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class StepProfile:
     trace: str
     table: str
     operators: dict[str, float]
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 class Profiler(Hook):

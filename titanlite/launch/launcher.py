@@ -40,8 +40,6 @@ class Variables(BaseModel):
 def launch(argv: Sequence[str]) -> int:
     """Start `titanlite train ARGV` on every rank of this machine.
 
-    ARGV may have --dry-run, too.
-
     Raises:
         UserError: the job, or a variable of the environment, is wrong, or the machines did not meet.
     """
@@ -49,7 +47,7 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.launch import machines
     from titanlite.launch.ranks import Ranks
     from titanlite.load_run import load_run
-    from titanlite.plan.start import foresee, without_dry_run
+    from titanlite.observe.gpus import check_memory
 
     variables, given = read_variables()
     least, _, most = variables.NNODES.partition(":")
@@ -61,15 +59,14 @@ def launch(argv: Sequence[str]) -> int:
     if nodes[1] > 1 and variables.MASTER_ADDR is None:
         raise UserError(f"NNODES={variables.NNODES} needs MASTER_ADDR: the first machine, as others see it.")
     logged_ranks(workers * nodes[1])
-    words, is_dry = without_dry_run(argv)
-    run = load_run(words, workers * nodes[1])
+    run = load_run(argv, workers * nodes[1])
     if nodes[0] < nodes[1]:
-        load_run(words, workers * nodes[0])  # it must also work on the fewest machines
+        load_run(argv, workers * nodes[0])  # it must also work on the fewest machines
     command, seconds = ["-m", "titanlite", "train", *argv], run.job.comm.preemption_seconds
     ranks = Ranks(command, range(workers), workers, seconds, variables.MAX_RESTARTS, lambda: resume_hint(run, argv))
     if folder := os.environ.pop(machines.FOLDER, None):  # torch's agent has started this process for its machine
         return machines.run_part(Path(folder), ranks)
-    foresee(run, words, workers, is_dry)
+    check_memory(run, workers)
     command = " ".join(f"{name}={value}" for name, value in given.items())
     os.environ[COMMAND] = f"{command} {os.environ.get(COMMAND, 'titanlite launch')}".strip()
     _set_threads(workers, run.job.training.num_threads)

@@ -1,12 +1,10 @@
 """What a plan says about a run: memory, time and what would help. `titanlite plan --json` prints it.
 
-Invariant: it is data. The planner makes it in a process of its own, and a run reads it from there, so that planning
-disturbs no process group. It does not use torch, because the launcher reads it, too.
+Invariant: it is data. The planner makes it in a process of its own, and a run without memory left reads it from there.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from typing import Annotated
@@ -15,11 +13,10 @@ from pydantic import Field
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
+from titanlite.observe.gpus import GIB
 from titanlite.runtime.process import start_python
 
-PLAN_SECONDS = 300  # after which a start does not wait for its plan any longer
-PLAN = "TITANLITE_PLAN"  # environment variable with the forecast of this run, as JSON
-MIB, GIB = 2**20, 2**30
+PLAN_SECONDS = 300  # after which a run that ends does not wait for its plan any longer
 
 
 class Forecast(FileModel):
@@ -72,13 +69,6 @@ class Forecast(FileModel):
         """Whether there is room for the peak and for the allowance."""
         return self.needs <= self.memory
 
-    def line(self) -> str:
-        """The plan in a line of the log."""
-        return (
-            f"Plan: peak {self.peak / GIB:.2f} GiB ({self.moment}), {self.tokens_per_second:,.0f} tokens/s per device, "
-            f"{self.step_seconds:.3g} s a step ({self.basis})"
-        )
-
     def explain_memory(self) -> str:
         """The peak, when it is, what it consists of, and the cheapest change that fits."""
         kinds = sorted(self.kinds.items(), key=lambda kind: -kind[1])
@@ -94,25 +84,6 @@ class Forecast(FileModel):
         if self.changes:
             return f"Cheapest change that fits: {self.changes[0]}."
         return "No single change of the job makes it fit: take more or larger devices, or a smaller model."
-
-    def compared(self, peak: float, step_seconds: float) -> str:
-        """What was measured, beside the plan.
-
-        Args:
-            peak: the most bytes of tensors, or of the whole process on a CPU.
-            step_seconds: mean time of a step.
-        """
-        planned, what = (self.needs, "memory of a process") if self.shared else (self.peak, "peak")
-        return (
-            f"Measured: {what} {peak / GIB:.2f} (plan {planned / GIB:.2f}, {planned / peak - 1:+.1%}) GiB, a step in "
-            f"{step_seconds:.3g} s (plan {self.step_seconds:.3g}, {self.step_seconds / step_seconds - 1:+.1%})"
-        )
-
-
-def handed_down() -> Forecast | None:
-    """The forecast that the process which started this one has made, if it has."""
-    text = os.environ.get(PLAN)
-    return Forecast.model_validate_json(text) if text else None
 
 
 def plan_in_child(argv: Sequence[str], world_size: int, *options: str) -> Forecast:

@@ -1,12 +1,15 @@
 """Accelerators: memory, rates and links, from data sheets (gpus.toml) or from a file of one's own.
 
 Invariant: this is the only table of devices. The planner and MFU read the same numbers. It does not use torch, because
-the launcher reads it, too.
+the launcher asks whether a run can fit before anything starts.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +19,14 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel, explain, read_file
+from titanlite.config.run import Run
+from titanlite.observe.flops import state_bytes
 
 _TABLE = Path(__file__).with_name("gpus.toml")
 _MOST_BYTES = 1 << 22
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Where there is a GPU: files of NVIDIA's driver, of AMD's, and of Windows."""
+MIB, GIB = 2**20, 2**30
 
 MOST_GIB = 1e6
 """Of a device: a thousand times the largest."""
@@ -55,7 +63,7 @@ class Gpu(FileModel):
     @property
     def memory(self) -> int:
         """Bytes of one device, or of the machine if `cpu`."""
-        return int(self.memory_gib * 2**30)
+        return int(self.memory_gib * GIB)
 
     def of_rank(self, ranks: int) -> Gpu:
         """What each of `ranks` ranks has: a device, or its share of the machine if `cpu`."""
@@ -103,6 +111,53 @@ def find_gpu(name: str) -> Gpu:
         raise UserError(f"--gpu {name}: {explain(failure)}. docs/planning.md lists the keys.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--gpu {name}: not valid TOML: {error}") from None
+
+
+@cache
+def device_memory() -> tuple[str | None, int]:
+    """The name of this machine's first GPU, and its bytes, or 0 if nvidia-smi does not tell; without a GPU, None and
+    the bytes of the machine."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not hidden and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        if found := re.match(r"(.+), *(\d+)\s", listed):
+            return found[1], int(found[2]) * MIB
+    if not hidden and any(map(os.path.exists, DRIVERS)):
+        return "unknown", 0
+    return None, machine_memory()
+
+
+def machine_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(run: Run, ranks: int = 0) -> None:
+    """Compare a rank's weights, gradients and moments with the memory of its device, or with its share of the machine
+    if they are kept there.
+
+    It is a lower bound, without activations and buffers, so a run that is refused would have failed. The first rank of
+    a machine looks for all.
+
+    Args:
+        ranks: Processes of this machine. 0: as the launcher of this process says.
+
+    Raises:
+        UserError: They are larger.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    gpu, memory = device_memory()
+    if gpu is None or (memory and run.job.training.enable_cpu_offload):
+        memory = machine_memory() // (ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    state = state_bytes(run)
+    if 0 < memory < state:
+        raise UserError(
+            f'model.flavor = "{run.job.model.flavor}": weights, gradients and optimizer state take {state / GIB:.1f} '
+            f"GiB on each of {run.world_size} ranks, which has {memory / GIB:.1f} GiB. "
+            f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
+        )
 
 
 def _words(name: str) -> set[str]:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.forecast import GIB
-from titanlite.observe.gpus import peak_flops
+from titanlite.observe.gpus import GIB, peak_flops
 from titanlite.observe.logged_step import LoggedStep
 
 Part = Literal["data", "forward_backward", "optimizer", "checkpoint"]

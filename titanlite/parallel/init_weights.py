@@ -6,17 +6,11 @@ weights are bitwise the same on any mesh.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.errors import UserError
-from titanlite.config.run import Run
 from titanlite.model.llama import Llama
-
-GIB = 2**30
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
@@ -54,25 +48,3 @@ def materialize(model: Llama, device: torch.device, seed: int, offload: bool) ->
         return
     model.to_empty(device="cpu" if offload else device)
     model.init_weights(seed, keep_shard, device)
-
-
-def check_memory(run: Run, state_bytes: int, device: torch.device) -> None:
-    """Compare `state_bytes`, a rank's weights, gradients and moments, with the memory of the device, or of this machine
-    if the state is kept on the CPU.
-
-    It is a lower bound, without activations and buffers, so a run that is refused would have failed.
-
-    Raises:
-        UserError: The state is larger.
-    """
-    if device.type == "cuda" and not run.job.training.enable_cpu_offload:
-        ranks, where, memory = 1, "this GPU", torch.cuda.get_device_properties(device).total_memory
-    else:
-        ranks, where = int(os.environ["LOCAL_WORLD_SIZE"]), "this machine"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = state_bytes * ranks
-    if needed > memory:
-        raise UserError(
-            f'model.flavor = "{run.job.model.flavor}": weights, gradients and optimizer state take {needed / GIB:.1f} '
-            f"GiB on {where}, which has {memory / GIB:.1f} GiB. `titanlite plan` says what fits."
-        )

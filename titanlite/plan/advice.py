@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,19 +17,24 @@ from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
+from titanlite.load_run import broken_rules
 from titanlite.observe.flops import state_bytes
-from titanlite.observe.forecast import GIB, Forecast
-from titanlite.observe.gpus import Gpu
+from titanlite.observe.forecast import Forecast
+from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
 from titanlite.plan.roofline import forecast
-from titanlite.plan.start import BF16, HALF_STATE, Settings, changed, kept_by_blocks, options, with_keys
-from titanlite.plan.trace import MOST_TOKENS, trace_run
+from titanlite.plan.trace import MOST_TOKENS, trace_run, with_keys
 from titanlite.runtime.logging import note
 
 WORKERS = 2  # processes that trace
+Settings = Mapping[str, Any]
+"""A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
-_POWERS = (1, 2, 4, 8, 16)
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+HALF_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
+BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
+OFFLOAD = {"training.enable_cpu_offload": True}
+_POWERS = (1, 2, 4, 8, 16)
 Apply = Callable[..., Iterable[Any]]
 """`map`, or that method of a pool of processes."""
 
@@ -63,20 +68,6 @@ def workers() -> Iterator[Executor]:
         ) from None
 
 
-def _plan(run: Run, settings: Settings, gpu: Gpu, apply: Apply = map, until: float = float("inf")) -> Forecast | None:
-    """The plan of a changed run. None after the time `until`, or if it cannot be traced, which is said, because the
-    advice about other changes holds without it."""
-    try:
-        new = changed(run, settings)
-        return forecast(new, trace_run(new, gpu.fp8 > 0, apply), gpu) if new and time.time() < until else None
-    except BrokenExecutor:
-        raise  # no other trace would come to an end, either
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        note(f"Left out, because it cannot be traced: {' '.join(options(settings))} ({type(error).__name__}: {reason})")
-        return None
-
-
 def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
     """The most rows of a forward pass that fit, of those that were traced; None if one does not.
 
@@ -90,7 +81,7 @@ def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | Non
     while rows not in known and 0 < rows <= MOST_TOKENS * context // training.seq_len and len(known) < 7:
         whole = training.global_batch_size  # stays if it can be split so
         size = whole if whole == -1 or whole % (rows * run.degrees.data) == 0 else -1
-        new = _plan(run, {"training.local_batch_size": rows, "training.global_batch_size": size}, gpu, apply)
+        new = _plan({"training.local_batch_size": rows, "training.global_batch_size": size}, run, gpu, apply)
         if new is None:
             break
         known[rows] = new
@@ -101,44 +92,17 @@ def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | Non
 
 
 def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int = 5) -> tuple[str, ...]:
-    """Changes that make a run fit which does not, cheapest first. Those whose state alone is too large are not
-    traced."""
-    found: list[tuple[float, str]] = []
-    for settings in _remedies(run):
-        new = changed(run, settings)
-        if new is None or new.job == run.job or state_bytes(new) > gpu.memory:
-            continue
-        if len(settings) > 2 and len(found) >= 2:  # several changes at once are for runs that no single one helps
+    """Changes that make a run fit which does not, cheapest first."""
+    changes = list[str]()
+    for tries in _remedies(run):
+        for settings, after in _fastest(run, tries, gpu, apply)[0]:
+            if after.needs < plan.needs:
+                price = 1 - after.tokens_per_second / plan.tokens_per_second
+                speed = f"{abs(price):.0%} {'slower' if price > 0 else 'faster'}" if abs(price) > 0.005 else "as fast"
+                changes.append(f"{' '.join(options(settings))}: {after.needs / GIB:.1f} GiB, {speed}")
+        if changes:  # several at once are for runs that no single one helps
             break
-        after = _plan(run, settings, gpu, apply)
-        if after is not None and after.fits and after.needs < plan.needs:
-            price = 1 - after.tokens_per_second / plan.tokens_per_second
-            speed = f"{abs(price):.0%} {'slower' if price > 0 else 'faster'}" if abs(price) > 0.005 else "as fast"
-            found.append((price, f"{' '.join(options(settings))}: {after.needs / GIB:.1f} GiB, {speed}"))
-    return tuple(words for _, words in sorted(found, key=lambda change: change[0])[:most])
-
-
-def _remedies(run: Run) -> Iterator[Settings]:
-    """Changes that take less memory, one at a time, then together."""
-    batch, rows = run.global_batch_size, run.job.training.local_batch_size
-    smaller = [rows >> n for n in range(1, rows.bit_length()) if batch % ((rows >> n) * run.degrees.data) == 0]
-    fewer = [{"training.local_batch_size": size, "training.global_batch_size": batch} for size in smaller]
-    yield from fewer
-    yield {"parallelism.fsdp_reshard_after_forward": "always"}
-    if run.microbatches > 1 and run.degrees.pipeline == 1:
-        yield {"parallelism.fsdp_reduce": "microbatch"}
-    if run.job.activation_checkpoint.mode == "none":
-        yield SELECTIVE
-    yield from (FULL, HALF_STATE, BF16)
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor and run.world_size % degree == 0:
-            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
-            yield {**layout, "training.global_batch_size": batch}
-    offload = {"training.enable_cpu_offload": True}
-    yield offload
-    together = {**(fewer[-1] if fewer else {}), **FULL}
-    for more in ({}, HALF_STATE, BF16, {**BF16, **offload}):
-        yield {**together, **more}
+    return tuple(changes[:most])
 
 
 def search(
@@ -157,11 +121,57 @@ def search(
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
     with workers() if pooled else nullcontext() as pool:
-        one = partial(_plan, run, gpu=gpu, until=time.time() + seconds)
-        plans = list((pool.map if pool else map)(one, tries))
+        found, traced = _fastest(run, tries, gpu, pool.map if pool else map, time.time() + seconds)
+    return found[:most], traced
+
+
+def _fastest(
+    run: Run, tries: Iterable[Settings], gpu: Gpu, apply: Apply, until: float = float("inf")
+) -> tuple[list[tuple[Settings, Forecast]], int]:
+    """The changes that fit, with their plans, fastest first, and how many of all were traced."""
+    plans = apply(partial(_plan, run=run, gpu=gpu, until=until), tries)
     traced = [(settings, plan) for settings, plan in zip(tries, plans, strict=True) if plan]
-    fit = [each for each in traced if each[1].fits]
-    return sorted(fit, key=lambda each: -each[1].tokens_per_second)[:most], len(traced)
+    return sorted([each for each in traced if each[1].fits], key=lambda each: -each[1].tokens_per_second), len(traced)
+
+
+def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map, until: float = float("inf")) -> Forecast | None:
+    """The plan of a changed run. None if it breaks a rule, is the same, or has a state that is too large; after the
+    time `until`; or if it cannot be traced, which is said, because the advice about other changes holds without it."""
+    new = changed(run, settings)
+    if new is None or new.job == run.job or time.time() > until:
+        return None
+    # On a CPU device and host are one memory.
+    if gpu.cpu if new.job.training.enable_cpu_offload else state_bytes(new) > gpu.memory:
+        return None
+    try:
+        return forecast(new, trace_run(new, gpu.fp8 > 0, apply), gpu)
+    except BrokenExecutor:
+        raise  # no other trace would come to an end, either
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        note(f"Left out, because it cannot be traced: {' '.join(options(settings))} ({type(error).__name__}: {reason})")
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- what can be tried
+
+
+def _remedies(run: Run) -> tuple[list[Settings], list[Settings]]:
+    """Changes that take less memory: single ones, and several at once."""
+    batch, rows = run.global_batch_size, run.job.training.local_batch_size
+    smaller = [rows >> n for n in range(1, rows.bit_length()) if batch % ((rows >> n) * run.degrees.data) == 0]
+    fewer = [{"training.local_batch_size": size, "training.global_batch_size": batch} for size in smaller]
+    single = [*fewer, {"parallelism.fsdp_reshard_after_forward": "always"}, FULL, HALF_STATE, BF16, OFFLOAD]
+    if run.microbatches > 1 and run.degrees.pipeline == 1:
+        single.append({"parallelism.fsdp_reduce": "microbatch"})
+    if run.job.activation_checkpoint.mode == "none":
+        single.append(SELECTIVE)
+    for degree in (2, 4, 8):
+        if degree > run.degrees.tensor and run.world_size % degree == 0:
+            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
+            single.append({**layout, "training.global_batch_size": batch})
+    together = {**(fewer[-1] if fewer else {}), **FULL}
+    return single, [{**together, **more} for more in ({}, HALF_STATE, BF16, {**BF16, **OFFLOAD})]
 
 
 def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
@@ -189,9 +199,24 @@ def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
                 batch = 4 * pipeline * rows * (world // (tensor * pipeline * context))
             settings = {**layout, "training.local_batch_size": rows, "training.global_batch_size": batch}
             new = changed(run, settings)
-            if new and state_bytes(new) + kept_by_blocks(new, min(new.microbatches, pipeline)) < gpu.memory:
+            if new and state_bytes(new) + _kept_by_blocks(new) < gpu.memory:
                 fit.append(settings)
         yield from fit[-2:]
+
+
+def _kept_by_blocks(run: Run) -> float:
+    """About what the blocks of a rank keep for their backward passes, bytes: see model/llama.py, line by line."""
+    training, recompute, arch, degree = run.job.training, run.job.activation_checkpoint, run.arch, run.degrees
+    # The residual stream and its norms, twice; queries, keys and values; SwiGLU; a tenth for rotary embedding in fp32.
+    values = 7 * arch.dim + 2 * arch.n_kv_heads * arch.head_dim + 4 * arch.ffn_dim
+    of_token = 1.1 * (2 + run.job.float8.enable) * values / degree.tensor + 2 * arch.dim
+    if recompute.mode == "full":
+        of_token = 4 * arch.dim / degree.tensor  # its input
+    elif recompute.mode == "selective":
+        of_token *= 0.4  # of 8b: every second matmul and the attention
+    waiting = min(run.microbatches, degree.pipeline)
+    tokens = training.local_batch_size * training.seq_len / degree.context * waiting
+    return tokens * of_token * arch.n_layers / degree.pipeline
 
 
 def _guessed_time(run: Run) -> float:
@@ -201,3 +226,19 @@ def _guessed_time(run: Run) -> float:
     idle = 1 + (degree.pipeline - 1) / run.microbatches
     traffic = 1 + 0.1 * (degree.tensor > 1) + 0.1 * (degree.context > 1)
     return again * idle * traffic / (1.5 if job.float8.enable else 1.0) - 0.001 * job.training.local_batch_size
+
+
+def changed(run: Run, settings: Settings) -> Run | None:
+    """The run with other values of some keys; None if it breaks a rule then."""
+    new = with_keys(run, settings)
+    return None if broken_rules(new) else new
+
+
+def options(settings: Settings) -> tuple[str, ...]:
+    """The options of a command line that make these settings."""
+    listed: list[str] = []
+    for key, value in settings.items():
+        section, name = key.split(".")
+        listed.append(f"--{section}.no-{name}" if value is False else f"--{key}")
+        listed += [] if isinstance(value, bool) else [str(value)]
+    return tuple(listed)

@@ -17,8 +17,8 @@ from torch.utils.benchmark import Timer
 
 from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
-from titanlite.observe.forecast import GIB, MIB, Forecast
-from titanlite.observe.gpus import Gpu
+from titanlite.observe.forecast import Forecast
+from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
 from titanlite.plan.counter import Work
 from titanlite.plan.trace import RankTrace
 
@@ -98,7 +98,7 @@ def this_cpu() -> Gpu:
     return Gpu(
         name=f"{cores} CPU core{'s' if cores > 1 else ''}",
         cpu=True,
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        memory_gib=machine_memory() / GIB,
         bf16=2 * 768**3 / seconds("a @ a", side.bfloat16()) / 1e12,
         fp32=2 * 768**3 / seconds("a @ a", side) / 1e12,
         bandwidth=bandwidth,

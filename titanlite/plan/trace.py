@@ -36,7 +36,6 @@ from titanlite.observe.flops import num_params
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
-from titanlite.plan.start import with_keys
 from titanlite.train.step import TrainStep
 
 DEVICE = torch.device("cpu")  # of the fake tensors
@@ -120,6 +119,15 @@ def trace_run(
         work = tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items())
         traces.append(RankTrace(rank, sum(device), moment, dict(zip(KINDS, device, strict=True)), host, work))
     return tuple(traces)
+
+
+def with_keys(run: Run, settings: Mapping[str, Any]) -> Run:
+    """The run with other values of some keys ("section.key"). Whether they break a rule is not asked."""
+    job = run.job
+    for key, value in settings.items():
+        section, name = key.split(".")
+        job = job.model_copy(update={section: getattr(job, section).model_copy(update={name: value})})
+    return Run(job, run.world_size)
 
 
 # ------------------------------------------------------------------------------------------- which ranks, which blocks

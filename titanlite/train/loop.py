@@ -27,11 +27,10 @@ from titanlite.hooks.checkpoints import Checkpoints
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.hooks.validation import Validation
 from titanlite.load_run import check_run, world_size
-from titanlite.observe.flops import state_bytes
+from titanlite.observe.gpus import check_memory
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.init_weights import check_memory
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import Event
@@ -101,6 +100,7 @@ class Trainer(Training):
         super().__init__()
         try:
             run = job if isinstance(job, Run) else check_run(job, world_size())
+            check_memory(run)
             self.build(run, device or self.opened.enter_context(process_group(run.job)), hooks, standard)
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -119,7 +119,6 @@ class Trainer(Training):
     def build(self, run: Run, device: torch.device, hooks: Sequence[Hook], standard: bool) -> None:
         """Build all that the step loop needs. Each part comes after the parts that it needs."""
         self.run, self.job, self.device, self.rank = run, run.job, device, dist.get_rank()
-        check_memory(run, state_bytes(run), device)
         self.mesh, self.hosts = build_mesh(run.degrees, device.type), all_hosts()
         self.hooks = [*(standard_hooks(self) if standard else ()), *hooks]
         self.tokenizer = load_tokenizer(run.tokenizer_path)

@@ -11,8 +11,8 @@ import torch
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.observe.forecast import GIB, plan_in_child
-from titanlite.observe.gpus import gpu_of_device
+from titanlite.observe.forecast import plan_in_child
+from titanlite.observe.gpus import GIB, gpu_of_device
 
 
 class OutOfMemory(UserError):

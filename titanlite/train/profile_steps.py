@@ -7,6 +7,7 @@ the files of the profile.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.run import Run
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, Metrics
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
@@ -43,13 +44,15 @@ def profile_steps(
     folder = make_folder(run.dump_folder if out is None else Path(out))
     own = {"profile_freq": warmup + steps, "profiler_warmup": warmup, "profiler_active": steps, "profiler_repeat": 1}
     settings = run.job.profiling.model_copy(update={"enable_profiling": True, **own})
-    profiler = Profiler(settings, folder)
+    run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
+    profiler, logged = Profiler(settings, folder), None
     found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
     with Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
             for _ in range(warmup + steps):
-                trainer.step()
+                logged = trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
-        dist.all_gather_object(found, profiler.profiles)
+        measured = logged.model_dump(include={"step_time", "tps", "memory_peak"}) if logged is not None else {}
+        dist.all_gather_object(found, [replace(profile, measured=measured) for profile in profiler.profiles])
     return [profile for of_rank in found for profile in of_rank]
