@@ -84,8 +84,8 @@ def seconds(function: Callable[[], object]) -> float:
 def measure(training: Training, mode: str, folder: Path) -> Row:
     """Save several times in one mode, stepping until each is published."""
     config = schema.Checkpoint(async_mode=mode, keep_latest_k=1)  # type: ignore[arg-type]
-    opened = CheckpointFolder(config, folder, lambda line: None)
-    saver = Saver(opened, LiveState(training.model, training.optimizer))
+    opened = CheckpointFolder(config, folder, LiveState(training.model, training.optimizer), lambda line: None)
+    saver = Saver(opened)
     alone = statistics.median(training.step() for _ in range(8))
     blocked, published, meanwhile = [], [], []
     for save in range(SAVES + 1):
@@ -112,8 +112,9 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
     """Bytes; seconds of one copy of them in memory, below which no staging can come; of a whole load, and of the
     verification in it. The files are in the page cache."""
     path = step_folders.list_checkpoints(folder)[-1]
-    opened = CheckpointFolder(schema.Checkpoint(), folder, lambda line: None)
-    resumer = Resumer(opened, LiveState(training.model, training.optimizer))
+    live = LiveState(training.model, training.optimizer)
+    opened = CheckpointFolder(schema.Checkpoint(), folder, live, lambda line: None)
+    resumer = Resumer(opened)
     resumer.load()
     load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
     verify = statistics.median(seconds(lambda: step_folders.check_folder(path)) for _ in range(SAVES))

@@ -244,18 +244,6 @@ def break_the_end() -> None:
     LiveRun.ended = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
 
 
-def test_a_seed_checkpoint_is_gone_back_to_and_refused_where_there_is_none_to_make(
-    job_file: Path, tmp_path: Path
-) -> None:
-    out, seed = tmp_path / "out", "--checkpoint.create_seed_checkpoint"
-    run(job_file, out, seed)
-    assert [path.name for path in (out / "checkpoint").iterdir()] == ["step-00000000"]
-    run(job_file, out, "--training.steps", "2")
-    assert "the run has come to step 2" in run(job_file, out, seed, code=2)
-    run(job_file, out, "--checkpoint.load_step", "0", "--training.steps", "2")
-    assert (out / "checkpoint" / "step-00000002.superseded").exists()
-
-
 def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: Path) -> None:
     """Exit code 3, and the newest checkpoint is from before the damage."""
     options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--metrics.log_freq", "100"]

@@ -7,7 +7,7 @@ import pytest
 from titanlite.checkpoint.job_diff import CURVE, DATA, HARMLESS, MODEL, ORDER, compare_jobs
 from titanlite.config.schema import JobConfig
 
-SAME_DATA = ([], [], [])  # what the loader says of data that has not changed
+SAME_DATA = ([], [])  # what the loader says of data that has not changed
 
 
 def job(**keys: Any) -> dict:
@@ -47,13 +47,13 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
         ({**job(), "model": {"gone": 1}}, job(), None, HARMLESS, []),  # of another version: the shapes will tell
         (job(), job(**OTHER_DATA), None, CURVE, 3),  # the data starts afresh: never refused
         (job(), job(**OTHER_DATA), SAME_DATA, HARMLESS, 3),
-        (job(), job(**OTHER_DATA), (["place"], [], []), ORDER, ["place"]),
-        (job(), job(**OTHER_DATA), ([], ["contents"], []), DATA, ["contents"]),
-        (job(), job(), ([], [], ["contents"]), CURVE, ["contents"]),
+        (job(), job(**OTHER_DATA), (["place"], []), ORDER, ["place"]),
+        (job(), job(**OTHER_DATA), ([], ["contents"]), DATA, ["contents"]),
+        (job(), job(dataset__on_change="warn"), ([], ["contents"]), CURVE, ["contents"]),
         (job(**SEED), job(**SEED, training__seed=1), None, CURVE, ["training.seed: 0 -> 1"]),
         (mix({}, {}), mix({}, {"path": "b"}), None, HARMLESS, ["dataset.sources.1.path: a -> b"]),
         (mix({}), mix({}, {}), None, CURVE, ["dataset.sources: 1 tables -> 2 tables"]),
-        (mix({}), mix({"source": "text"}), (["hard"], [], []), ORDER, ["hard"]),  # the loader's words, not the key's
+        (mix({}), mix({"source": "text"}), (["hard"], []), ORDER, ["hard"]),  # the loader's words, not the key's
         (mix({}), mix({"weight": 2.0}), None, CURVE, [WEIGHT]),
         (mix({}), mix({"weight": 2.0}), SAME_DATA, DATA, [WEIGHT]),
         (mix({}), mix({"weight": 2.0}, dataset__on_change="warn"), SAME_DATA, CURVE, [WEIGHT]),

@@ -15,7 +15,7 @@ from titanlite.checkpoint.find import job_of, use_newest, verify
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
 
-INFO = {"train_state": {"note": 3}, "job": None, "architecture": None, "optimizer_groups": [], "versions": {}}
+INFO = {"train_state": {"note": 3}, "job": None, "architecture": None, "versions": {}}
 FILES = {"a.bin": b"weights" * 10, "b.bin": b"more"}
 
 

@@ -40,10 +40,10 @@ class Checkpoints:
 
     def __init__(self, config, folder, live, *, lines=None, job=None, write_tokenizer: Any = None, **comparisons):
         log = (lambda line: None) if lines is None else lines.append
-        self.folder = CheckpointFolder(config, folder, log)
-        self.saver = Saver(self.folder, live, job=job, write_tokenizer=write_tokenizer)
+        self.folder = CheckpointFolder(config, folder, live, log, job)
+        self.saver = Saver(self.folder, write_tokenizer)
         self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
-        self.resumer = Resumer(self.folder, live, job=job, **comparisons)
+        self.resumer = Resumer(self.folder, **comparisons)
 
     def load(self):
         state = self.resumer.load()

@@ -57,9 +57,10 @@ def save_run(folder: Path, *steps: int) -> Path:
     (folder / "config.toml").write_text(dump_config(JOB))
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
     for step in steps:
-        checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", lambda line: None)
+        live = LiveState(random_model(step))
+        checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", live, lambda line: None)
         data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
-        Saver(checkpoints, LiveState(random_model(step))).save(step, {"step": step, "tokens": 0, "data": data})
+        Saver(checkpoints).save(step, {"step": step, "tokens": 0, "data": data})
     dist.destroy_process_group()
     return folder
 

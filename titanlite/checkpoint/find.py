@@ -53,7 +53,7 @@ def use_newest(
     path: Path,
     use: Callable[[Path], T],
     *,
-    check: Callable[[Path], None] = step_folders.check_folder,
+    check: Callable[[Path], object] = step_folders.check_folder,
     look: Callable[[Callable[[], list[Path]]], list[Path]] = lambda find: find(),
     log: Callable[[str], None] = lambda line: None,
 ) -> T:

@@ -1,17 +1,13 @@
 """The folder of a run's checkpoints while the run has it, and how its ranks agree on what they see there.
 
-Invariant: one run at a time has the folder, all of its ranks see the same one, and nothing in it is left over from a
-save that was cut short. Each method of `Ranks` is called by all ranks together and gives the same on each.
+Invariant: all ranks of the run see the same folder, and nothing in it is left over from a save that was cut short. Each
+method of `Ranks` is called by all ranks together. The lock of the run keeps other runs out.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,21 +16,26 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config import schema
-from titanlite.config.errors import CheckpointError, Damage, UserError
-
-LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
+from titanlite.config.errors import Damage, UserError
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """A gloo group over all ranks, beside the one that training uses, so that nothing travels through a GPU."""
+    """A gloo group over all ranks, beside the one that training uses, so that nothing travels through a GPU.
 
-    def __init__(self, timeout_seconds: int) -> None:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.group = cast(dist.ProcessGroup, group)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    Args:
+        timeout_seconds: the longest wait for another rank; None: this process is alone, and there is no group.
+    """
+
+    def __init__(self, timeout_seconds: int | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if timeout_seconds is not None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self.group, self.rank, self.size = cast(dist.ProcessGroup, group), dist.get_rank(), dist.get_world_size()
 
     def close(self) -> None:
         """Destroy the group. Its threads must not outlive the interpreter, or the process may abort at exit."""
@@ -42,56 +43,40 @@ class Ranks:
         dist.destroy_process_group(self.group)
         del self.group
 
-    def distinct(self, value: T) -> list[T]:
-        """The different JSON values that the ranks hold. Equal ones travel once: at thousands of ranks, lists of
-        names would add up to gigabytes."""
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-        digests: list[Any] = [None] * self.size
-        dist.all_gather_object(digests, digest, group=self.group)
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, (value,) if digests.index(digest) == self.rank else None, group=self.group)
-        return [entry[0] for entry in values if entry is not None]
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, which should be small: at thousands of ranks they add up."""
+        values = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def together(self, function: Callable[[], T]) -> T:
         """Call it on every rank; each gets its own value.
 
         Raises:
-            Damage: on every rank, if some ranks raised it, and no rank another CheckpointError.
-            CheckpointError: on every rank, if one raised it: what could not be read now is not called damaged.
+            UserError: on every rank, if the function raised one, an OSError or a ValueError on any. It is Damage only
+                if no rank raised anything else: what could not be read now is not called damaged.
         """
         value, failure = None, None
         try:
             value = function()
-        except CheckpointError as error:
-            failure = isinstance(error, Damage), str(error)
-        if failures := [failure for failure in self.distinct(failure) if failure is not None]:
-            kind = Damage if all(is_damage for is_damage, _ in failures) else CheckpointError
-            raise kind("; ".join(sorted(text for _, text in failures)))
+        except UserError as error:
+            failure = error
+        except (OSError, ValueError) as error:
+            failure = UserError(f"{type(error).__name__}: {error}")
+        if failures := [failure for failure in self.gather(failure) if failure is not None]:
+            raise min(failures, key=lambda failure: isinstance(failure, Damage))
         return cast(T, value)
 
-    def check(self, path: Path) -> None:
-        """`step_folders.check_folder`; the ranks share the reading. Raises as `together`."""
-        self.together(lambda: step_folders.check_folder(path, lambda names: names[self.rank :: self.size]))
-
     def on_rank0(self, function: Callable[[], T]) -> T:
-        """Call it on rank 0; its value comes back on every rank.
+        """Call it on rank 0; its value comes back on every rank. Raises as `together`."""
+        value = [self.together(lambda: function() if self.rank == 0 else None)]
+        dist.broadcast_object_list(value, src=0, group=self.group)
+        return cast(T, value[0])
 
-        Raises:
-            UserError: on every rank, if the function raised one, an OSError or a ValueError.
-        """
-        value, failure = None, None
-        if self.rank == 0:
-            try:
-                value = function()
-            except UserError as error:
-                failure = error
-            except (OSError, ValueError) as error:
-                failure = UserError(f"Checkpoints: {type(error).__name__}: {error}")
-        result = [value, failure]
-        dist.broadcast_object_list(result, src=0, group=self.group)
-        if isinstance(result[1], UserError):
-            raise result[1]
-        return cast(T, result[0])
+    def check(self, path: Path) -> dict[str, Any]:
+        """`step_folders.check_folder`; the ranks share the reading. Raises as `together`."""
+        return self.together(lambda: step_folders.check_folder(path, lambda names: names[self.rank :: self.size]))
 
 
 class CheckpointFolder:
@@ -99,31 +84,32 @@ class CheckpointFolder:
 
     Args:
         path: where the step folders lie; all nodes must share it.
-        log: called on rank 0 with one line of text for each event that a person should know.
+        live: what is saved from there and loaded into.
+        log: called with one line of text for each event that a person should know, also from other threads.
+        job: the resolved job file as a JSON value, kept in the manifests and compared with theirs.
 
     Attributes:
         token: equal on all ranks and used by no other run; temporary folders are named after it.
 
     Raises:
-        UserError: on all ranks: another run has the folder, it cannot be written to, or the nodes do not share it.
+        UserError: on all ranks: the folder cannot be written to, or the nodes do not share it.
     """
 
-    def __init__(self, config: schema.Checkpoint, path: Path, log: Callable[[str], None]) -> None:
-        self.config, self.path, self.log = config, path, log
+    def __init__(
+        self,
+        config: schema.Checkpoint,
+        path: Path,
+        live: LiveState,
+        log: Callable[[str], None],
+        job: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.path, self.live, self.log, self.job = config, path, live, log, job
         self.ranks = Ranks(config.timeout_seconds)
-        self._lock: int | None = None  # on rank 0
-        self.token = self.ranks.on_rank0(self._take)
-        patience = time.monotonic() + 10  # network storage shows another node's file with a delay
-        while not (seen := self._probe(self.token).exists()) and time.monotonic() < patience:
-            time.sleep(0.5)
-        if not all(self.ranks.distinct(seen)):
+        self.token = self.ranks.on_rank0(self._clean)
+        probe = self._probe(self.token)
+        if not all(self.ranks.gather(probe.exists())):
             raise UserError(f"{path} is not the same folder on all nodes. Put it on storage that they share.")
-        self.ranks.on_rank0(lambda: self._probe(self.token).unlink())
-
-    def say(self, line: str) -> None:
-        """Log a line that all ranks know; rank 0 writes it."""
-        if self.ranks.rank == 0:
-            self.log(line)
+        self.ranks.on_rank0(probe.unlink)
 
     def check_room(self, size: int) -> None:
         """Raise a UserError on all ranks if a checkpoint of so many bytes, over all ranks, does not fit on the disk."""
@@ -133,16 +119,12 @@ class CheckpointFolder:
             raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
 
     def close(self) -> None:
-        """Let other runs have the folder."""
+        """End the group of the ranks."""
         self.ranks.close()
-        if self._lock is not None:
-            os.close(self._lock)
 
-    def _take(self) -> str:
-        """On rank 0: lock the folder, remove what is left over, and make a file whose name no earlier run has used."""
+    def _clean(self) -> str:
+        """On rank 0: remove what is left over, and make a file whose name no earlier run has used."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # The other ranks wait, too, and no longer than for a save.
-        self._lock = step_folders.lock(self.path, min(LOCK_PATIENCE, self.config.timeout_seconds / 2), self.log)
         beside, gone = self.path.parent, []
         for at, end in ((self.path, ""), (beside / "final", ""), (beside, "final_hf-")):
             gone += step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end)

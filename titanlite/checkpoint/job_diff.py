@@ -43,8 +43,8 @@ _LOADER_KEYS = {  # where the data lies and how it is ordered: the loader compar
 }
 _MIX_KEYS = ("weight", "max_epochs")  # of a table of dataset.sources, beside those of any source
 
-DataChanges = tuple[list[str], list[str], list[str]]
-"""`Loader.compare`: what makes the saved place meaningless; what else is refused; what the user has accepted."""
+DataChanges = tuple[list[str], list[str]]
+"""`Loader.compare`: what makes the saved place meaningless, and other contents, for which dataset.on_change decides."""
 
 
 def compare_jobs(
@@ -70,7 +70,7 @@ def compare_jobs(
     for name in old.keys() & new.keys():
         if old[name] != new[name] and (verdict := _verdict(name, old, new, data)):
             changes.append((verdict, f"{name}: {short(str(old[name]))} -> {short(str(new[name]))}"))
-    for verdict, lines in zip((ORDER, DATA, CURVE), data or (), strict=False):
+    for verdict, lines in zip((ORDER, _of_other_data(new)), data or (), strict=False):
         changes += [(verdict, line) for line in lines]
     return sorted(changes, key=lambda change: (_ORDER_OF_VERDICTS.index(change[0]), change[1]))
 
@@ -89,6 +89,10 @@ def _flat(job: dict[str, Any]) -> dict[str, Any]:
     return flat | {"dataset.sources": f"{len(tables)} tables"}
 
 
+def _of_other_data(new: dict[str, Any]) -> str:
+    return DATA if new["dataset.on_change"] == "error" else CURVE
+
+
 def _verdict(name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None) -> str | None:
     """None: the loader says it in its own words."""
     section, key = name.split(".")[0], name.split(".")[-1]
@@ -96,7 +100,7 @@ def _verdict(name: str, old: dict[str, Any], new: dict[str, Any], data: DataChan
         return MODEL if key in _SHAPE else CURVE
     if name.startswith("dataset.sources."):
         if key in _MIX_KEYS:
-            return DATA if data is not None and new["dataset.on_change"] == "error" else CURVE
+            return CURVE if data is None else _of_other_data(new)
         name = f"dataset.{key}"
     if data is not None and (name in _LOADER_KEYS or (name == "training.seed" and new["dataset.seed"] is None)):
         return None if any(data) else HARMLESS

@@ -7,8 +7,7 @@ gathered and no second copy is made.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -21,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite import __version__
-from titanlite.checkpoint.folder import Ranks
 from titanlite.config.flavors import Architecture
+from titanlite.model.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class LiveState:
         hooks: gives the tensors of the run's hooks by name.
     """
 
-    model: nn.Module
+    model: Llama
     optimizer: torch.optim.Optimizer | None = None
     hooks: Callable[[], dict[str, Tensor]] = dict
 
@@ -42,7 +41,7 @@ class LiveState:
         """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `hooks.*`, `rng.*`."""
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
         if self.optimizer is not None and optimizer:  # it has no state before the first step
-            names = self._names()
+            names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
             for parameter, state in self.optimizer.state.items():
                 for key, value in state.items():
                     assert isinstance(value, Tensor), f"state {key!r} of {names[parameter]} is no tensor: {type(value)}"
@@ -54,27 +53,6 @@ class LiveState:
                 tensors[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
         return tensors
 
-    def optimizer_groups(self, ranks: Ranks) -> list[dict[str, Any]]:
-        """Weight decay and parameter names of each group, over all ranks; empty without an optimizer or its state."""
-        if self.optimizer is None or not self.optimizer.state:
-            return []
-        names, groups = self._names(), self.optimizer.param_groups
-        own = [[names[parameter] for parameter in group["params"]] for group in groups]
-        of_ranks = zip(*ranks.distinct(own), strict=True)  # with pipeline stages, each rank knows some names only
-        params = [sorted(set(itertools.chain(*names))) for names in of_ranks]
-        return [{"weight_decay": g.get("weight_decay"), "params": p} for g, p in zip(groups, params, strict=True)]
-
-    def estimated_size(self, ranks: Ranks) -> int:
-        """Bytes of one checkpoint, over all ranks. Before the first step, two states are assumed for each weight."""
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in self.tensors().items()}
-        if self.optimizer is not None and not self.optimizer.state:
-            sizes |= {f"state of {name}": 2 * size for name, size in sizes.items()}
-        return sum({name: size for of_rank in ranks.distinct(sizes) for name, size in of_rank.items()}.values())
-
-    def _names(self) -> dict[Tensor, str]:
-        """Each parameter's name, after `model_tensors` has put the sharded ones in place."""
-        return {parameter: name for name, parameter in self.model.named_parameters()}
-
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name. A tied one appears once, under the first of its names.
@@ -84,18 +62,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = model.state_dict(keep_vars=True)
     firsts = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: plain(tensor) for name, tensor in named.items() if firsts[id(tensor)] == name}
-
-
-def group_differences(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[str]:
-    """One line for each parameter that changed its group. State is kept by name, so that it would fit, but the
-    settings of another group (such as weight decay) would silently differ from those of the run that is resumed."""
-
-    def places(groups: list[dict[str, Any]]) -> dict[str, str]:
-        return {name: f"group {number}" for number, group in enumerate(groups) for name in group["params"]}
-
-    before, now = places(saved), places(current)
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    return [f"{name}: saved in {before.get(name, 'no group')}, now in {now.get(name, 'no group')}" for name in names]
 
 
 @torch.no_grad()
@@ -116,18 +82,16 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def manifest_info(
-    model: Architecture | None,
+    arch: Architecture,
     train_state: dict[str, Any],
     job: dict[str, Any] | None = None,
-    optimizer_groups: Sequence[dict[str, Any]] = (),
     world_size: int = 1,
 ) -> dict[str, Any]:
     """What the manifest of a checkpoint says of its tensors."""
     return {
         "train_state": train_state,
         "job": job,
-        "architecture": model and dataclasses.asdict(model),
-        "optimizer_groups": optimizer_groups,
+        "architecture": dataclasses.asdict(arch),
         "layout": {"world_size": world_size},
         "versions": library_versions(),
     }

@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import Index, SafeReader, abridged, load_tensors
+from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.job_diff import CURVE, REMEDIES, DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.model.formats import differences
+from titanlite.config.flavors import Architecture
+from titanlite.model.formats import differences, parameter_shapes
+from titanlite.model.llama import Llama
 
 if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 _OTHER_SCHEDULE = "lr_scheduler: titanlite 0.2 and before decayed a step earlier; now the rate is torchtitan's"
+_ALONE = Ranks()
 
 
 @dataclass
@@ -37,19 +40,16 @@ class Resumer:
     """All ranks create one, and call `load` together.
 
     Args:
-        job: the resolved job file as a JSON value, compared with the one that was saved.
         same_tokenizer: whether the tokenizer has this fingerprint, which a saved data state holds; another is refused.
         compare_data: `Loader.compare`: what differs from the data of a saved state.
     """
 
     folder: CheckpointFolder
-    live: LiveState
-    job: dict[str, Any] | None = None
     same_tokenizer: Callable[[str], bool] = lambda fingerprint: True
     compare_data: Callable[[dict[str, Any]], DataChanges] | None = None
 
     def __post_init__(self) -> None:
-        self._ranks, self._config = self.folder.ranks, self.folder.config
+        self._ranks, self._config, self._log = self.folder.ranks, self.folder.config, self.folder.log
         self._excluded = set(self._config.exclude_from_loading)
 
     def load(self) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class Resumer:
 
     def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
         aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
-        self.folder.say(f"{why} renamed to {aside.name}")
+        self._log(f"{why} renamed to {aside.name}")
 
     def _went_back(self, candidates: list[Path]) -> bool:
         """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
@@ -118,35 +118,43 @@ class Resumer:
 
     def _load(self, path: Path) -> dict[str, Any]:
         """One checkpoint into model and optimizer. Raises Damage on all ranks, before anything is loaded."""
-        self._ranks.check(path)
-        manifest = self._ranks.on_rank0(lambda: step_folders.read_manifest(path))
-        info = manifest["info"]
-        if info.get("weights_only") or "step" not in info["train_state"]:
+        manifest = self._ranks.check(path)
+        info, state = manifest["info"], manifest["info"]["train_state"]
+        if info.get("weights_only") or "step" not in state:
             start = f'another checkpoint.folder, and checkpoint.initial_load_path = "{path}"'
             raise CheckpointError(f"{path} holds weights only: there is no run to resume. Start a new one: {start}.")
-        state = info["train_state"]
         place = (state.get("data") or {}).get("schedule", {"step": 0, "rows": []})
         if place["step"] > state["step"] or sum(place["rows"]) > state["tokens"]:  # a row has a token at least
             raise Damage("manifest.json: a place in the data that no run comes to")
         if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
-            self.folder.say(f"{path.name} was saved after {words}")
-        if self.job is not None and info["job"] is not None:
-            self._compare(path, manifest, self.job)
+            self._log(f"{path.name} was saved after {words}")
+        self._compare(path, manifest)
         reader = self._ranks.together(lambda: SafeReader(path))
-        tensors = self._tensors_to_load(path, info, reader.index)
-        load_tensors(reader, tensors, self._ranks.group)
-        _check_finite(path, tensors, self._ranks)
-        for name in (name for name in tensors if name.startswith("rng.")):
+        live, saved = self.folder.live, reader.index
+        with_optimizer = "optimizer" not in self._excluded and any(name.startswith("optimizer.") for name in saved)
+        if with_optimizer and live.optimizer is not None:
+            live_tensors.initialise_optimizer(live.optimizer)
+        rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
+        # A hook that the checkpoint does not know begins anew.
+        wanted = {
+            name: tensor
+            for name, tensor in live.tensors(optimizer=with_optimizer, rng=rng).items()
+            if name in saved or not name.startswith(("rng.cuda.", "hooks."))
+        }
+        _fill(wanted, live.model.arch, reader, self._ranks)
+        for name in (name for name in wanted if name.startswith("rng.")):
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
-            restore(tensors[name])
-        self.folder.say(f"resumed from step {manifest['step']} ({path})")
+            restore(wanted[name])
+        self._log(f"resumed from step {manifest['step']} ({path})")
         return {key: value for key, value in state.items() if key not in self._excluded}
 
-    def _compare(self, path: Path, manifest: dict[str, Any], job: dict[str, Any]) -> None:
+    def _compare(self, path: Path, manifest: dict[str, Any]) -> None:
         """Say what has changed. Raises UserError: this job cannot go on from there."""
-        info = manifest["info"]
+        info, job = manifest["info"], self.folder.job
+        if job is None or info["job"] is None:
+            return
         data = info["train_state"].get("data") or {}
         compare = self.compare_data if data and "data" not in self._excluded else None
         same_tokenizer = "tokenizer" not in data or self.same_tokenizer(data["tokenizer"])
@@ -154,41 +162,26 @@ class Resumer:
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((CURVE, _OTHER_SCHEDULE))
         for verdict, line in changes:
-            self.folder.say(f"changed since {path.name}: {line} ({verdict})")
+            self._log(f"changed since {path.name}: {line} ({verdict})")
         if refused := [(verdict, line) for verdict, line in changes if verdict in REMEDIES]:
             listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *(line for _, line in refused)])
             raise UserError(f"{listed}\n{REMEDIES[refused[0][0]].format(checkpoint=path)}")
 
-    def _tensors_to_load(self, path: Path, info: dict[str, Any], saved: Index) -> dict[str, Tensor]:
-        """The live tensors that the checkpoint fills. Raises UserError: they do not fit."""
-        optimizer = self.live.optimizer
-        if not info["optimizer_groups"] or "optimizer" in self._excluded:
-            optimizer = None
-        if optimizer is not None:
-            live_tensors.initialise_optimizer(optimizer)
-        rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
-        wanted = self.live.tensors(optimizer=optimizer is not None, rng=rng)
-        # A hook that the checkpoint does not know begins anew.
-        for name in [name for name in wanted if name not in saved and name.startswith(("rng.cuda.", "hooks."))]:
-            del wanted[name]
-        check_fit(path, wanted, saved, self._ranks)
-        now = self.live.optimizer_groups(self._ranks)
-        if optimizer is not None and (moved := live_tensors.group_differences(info["optimizer_groups"], now)):
-            remedy = "Set the [optimizer] section as it was, or start a new run from the weights alone."
-            raise UserError(f"{path}: the optimizer's groups are others:\n  {abridged(moved)}\n{remedy}")
-        return wanted
-
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:
             return
-        path, model, ranks, say = Path(self._config.initial_load_path), self.live.model, self._ranks, self.folder.say
+        path, live, ranks = Path(self._config.initial_load_path), self.folder.live, self._ranks
         if self._config.initial_load_in_hf:
-            load_hf_weights(path, model)
-            _check_finite(path, self.live.tensors(optimizer=False), ranks)
+            load_hf_weights(path, live.model)
+            ranks.together(lambda: _check_finite(path, live.tensors(optimizer=False)))
         else:
-            load = partial(load_checked_weights, model=model, ranks=ranks)
-            path = use_newest(path, lambda step: (load(step), step)[1], check=ranks.check, look=ranks.on_rank0, log=say)
-        say(f"starting from the weights in {path}")
+
+            def load(step_folder: Path) -> Path:
+                load_checked_weights(step_folder, live.model, ranks)
+                return step_folder
+
+            path = use_newest(path, load, check=ranks.check, look=ranks.on_rank0, log=self._log)
+        self._log(f"starting from the weights in {path}")
 
 
 def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
@@ -196,11 +189,11 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE) -> dict[str, Any]:
     """Load the weights of a step folder that was checked, nothing else, into a model in place.
 
     Args:
-        ranks: those that hold the model together, if there are several; all of them call this.
+        ranks: those that hold the model together; all of them call this.
 
     Returns:
         The JSON value of the manifest: train_state, job, layout.
@@ -209,21 +202,36 @@ def load_checked_weights(path: Path, model: nn.Module, ranks: Ranks | None = Non
         UserError: it holds another model.
         CheckpointError: weights that are not finite, or it cannot be read.
     """
-    tensors = LiveState(model).tensors()
-    reader = SafeReader(path) if ranks is None else ranks.together(lambda: SafeReader(path))
-    check_fit(path, tensors, reader.index, ranks)
-    load_tensors(reader, tensors, None if ranks is None else ranks.group)
-    _check_finite(path, tensors, ranks)
+    _fill(LiveState(model).tensors(), model.arch, ranks.together(lambda: SafeReader(path)), ranks)
     return step_folders.read_manifest(path)["info"]
 
 
-def _check_finite(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
-    """Raises CheckpointError, on all ranks, that names the weights which are not finite."""
-    weights = [(name[6:], live_tensors.local(t)) for name, t in tensors.items() if name.startswith("model.")]
-    bad = [name for name, tensor in weights if not live_tensors.is_finite(tensor)]
-    of_ranks = [bad] if ranks is None else ranks.distinct(bad)
-    if lines := sorted({name for names in of_ranks for name in names}):
-        raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(lines)}")
+def _fill(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: Ranks) -> None:
+    """Read live tensors of this rank. All ranks have a part of the whole model.
+
+    Raises:
+        UserError: on all ranks: the checkpoint is of another model, or lacks a tensor, or has another shape.
+        CheckpointError: on all ranks: one cannot be read, or is not finite.
+    """
+    ranks.together(lambda: _check_fit(tensors, arch, reader))
+    load_tensors(reader, tensors, ranks.group)
+    ranks.together(lambda: _check_finite(reader.path, tensors))
+
+
+def _check_fit(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader) -> None:
+    # With pipeline stages a rank has some tensors only. The architecture names the others.
+    here = {f"model.{name}": shape for name, shape in parameter_shapes(arch).items()}
+    here |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    sizes = {name: tuple(entry.size) for name, entry in reader.index.items()}
+    there = {name: size for name, size in sizes.items() if name in here or name.startswith("model.")}
+    if lines := differences(here, there):
+        raise UserError(f"{reader.path} does not fit this model:\n  {abridged(lines)}\nSet [model] as it was.")
+
+
+def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
+    weights = {name[6:]: live_tensors.local(tensor) for name, tensor in tensors.items() if name.startswith("model.")}
+    if bad := sorted(name for name, tensor in weights.items() if not live_tensors.is_finite(tensor)):
+        raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(bad)}")
 
 
 def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Tokenizer, name: object, rows: int) -> None:
@@ -241,17 +249,3 @@ def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Tokenizer, name
     if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
         problem = f"{path} was trained with another tokenizer than {name} is now"
         raise CheckpointError(f"{problem}. Put the original file back.")
-
-
-def check_fit(path: Path, wanted: dict[str, Tensor], saved: Index, ranks: Ranks | None) -> None:
-    """Compare names and shapes of the live tensors of all ranks with those of a checkpoint.
-
-    Raises:
-        UserError: on all ranks: they differ; with the differences.
-    """
-    here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    if ranks is not None:  # with pipeline stages a rank knows some names only
-        here = {name: shape for of_rank in ranks.distinct(here) for name, shape in of_rank.items()}
-    there = {name: tuple(saved[name].size) for name in saved if name in here or name.startswith("model.")}
-    if lines := differences(here, there):
-        raise UserError(f"{path} does not fit this model:\n  {abridged(lines)}\nSet [model] as it was.")

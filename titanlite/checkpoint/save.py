@@ -8,9 +8,6 @@ costs nothing but itself.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -28,11 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.published import CheckpointTensors, export_hf
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import UserError
 from titanlite.config.files import MANIFEST
-from titanlite.model.llama import Llama
 from titanlite.runtime.logging import Event
 
 
@@ -40,28 +35,26 @@ class Saver:
     """All ranks create one, and call each method together. It logs from other threads, too.
 
     Args:
-        job: the resolved job file as a JSON value, kept in the manifest.
         write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
+        saved: called with the step once its checkpoint is known to be complete on all ranks.
 
     Attributes:
         loaded_step: the step that the live state was loaded from, if it was. Who loads it sets this.
-        run: the identity of the run, as `train_state["run"]` has it; `checkpoint.keep_best` compares within a run.
+        best_step: the step whose checkpoint the link `best` is to lead to, once that is complete.
 
     Raises:
-        UserError: no checkpoint fits on the disk, or the async mode needs a GPU.
+        UserError: the async mode needs a GPU.
     """
 
     def __init__(
         self,
         folder: CheckpointFolder,
-        live: LiveState,
-        *,
-        job: dict[str, Any] | None = None,
         write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.loaded_step: int | None = None
-        self.run: str | None = None
-        self._folder, self._live, self._job, self._write_tokenizer = folder, live, job, write_tokenizer
+        self.best_step: int | None = None
+        self._folder, self._live, self._write_tokenizer, self._saved = folder, folder.live, write_tokenizer, saved
         self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
         self._final = folder.path.parent / "final"
         self._begun = self._failed = self._waits = 0
@@ -70,27 +63,19 @@ class Saver:
         self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training, and removes
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
-        folder.check_room(live.estimated_size(self._ranks))
         self._copies: Future[Any] | None = None  # that are made beside the next step
         self._pinned = self._config.async_mode == "async_with_pinned_mem"
         if self._pinned and not torch.cuda.is_available():
             raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
         staging = StagingOptions(self._pinned, False, self._pinned, self._pinned)
         self._stager = None if self._config.async_mode == "disabled" else DefaultStager(staging)
-        if self._pinned and live.optimizer is not None:
-            live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
+        if self._pinned and self._live.optimizer is not None:
+            self._live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
 
     def holds(self, step: int) -> bool:
         """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
         the newest `save` was to write for it is missing."""
         return step in (self.loaded_step, self._last_step) and step != self._failed_step
-
-    def improves(self, loss: float) -> bool:
-        """Whether `checkpoint.keep_best` asks for a save, because no checkpoint has such a low validation loss."""
-        if not self._config.keep_best or not math.isfinite(loss):
-            return False
-        self.settle()  # because a save in a thread talks to the other ranks, too
-        return self._ranks.on_rank0(lambda: loss < self._find_best()[0])
 
     def stats(self) -> dict[str, int]:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
@@ -105,22 +90,21 @@ class Saver:
 
         Args:
             train_state: small JSON value (data cursor, tokens seen), equal on all ranks; `Resumer.load` returns it.
-                `validation_loss` is that of these weights, if it is known.
             last: the run ends here: what `checkpoint.last_save_*` ask for is done. Of a state that is saved already,
                 the older checkpoints are removed that a kill has left.
         """
         self.settle()
         weights_only = last and self._config.last_save_model_only
         path = (self._final if weights_only else self._folder.path) / step_folders.step_name(step)
+        info = live_tensors.manifest_info(self._live.model.arch, train_state, self._folder.job, self._ranks.size)
         if weights_only:
             if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
-                info = self._describe(train_state) | {"weights_only": True}
-                self._write(step, self._live.tensors(optimizer=False), info, self._final)
+                self._write(step, self._live.tensors(optimizer=False), info | {"weights_only": True}, self._final)
         elif not self.holds(step):
-            self._write(step, self._live.tensors(rng=True), self._describe(train_state), self._folder.path)
+            self._write(step, self._live.tensors(rng=True), info, self._folder.path)
         if last:
             self.settle()
-            self.purge()  # the weights in `final` may be the best
+            self._purge()
             asked = self._config.last_save_in_hf and step != self._failed_step
             if asked and not self._ranks.on_rank0(lambda: self._export(path, step)):
                 self._fail(step)
@@ -130,24 +114,15 @@ class Saver:
         then know it."""
         if self._pending is None:
             return
-        (step, saved), self._pending = self._pending, None
-        if not saved.done():
+        (step, complete), self._pending = self._pending, None
+        if not complete.done():
             self._waits += 1
-            self._folder.say(f"waiting for the save of step {step}, which is still under way")
-        if all(self._ranks.distinct(saved.result())):
+            self._log(f"waiting for the save of step {step}, which is still under way")
+        if all(self._ranks.gather(complete.result())):
             self._last_step, self._failed_step = step, None
+            self._saved(step)
         else:
             self._fail(step)
-
-    def purge(self) -> None:
-        """Remove what retention does not keep, on rank 0 and in the background. A run that was killed may have left
-        it."""
-        if self._ranks.rank == 0:
-            try:
-                self._thread.submit(self._purge)
-            except RuntimeError as error:
-                self._log(Event(f"old checkpoints are removed while training waits ({error})", "foreground"))
-                self._purge()
 
     def close(self) -> None:
         """Wait for the save and the removals under way."""
@@ -161,11 +136,6 @@ class Saver:
     def _fail(self, step: int) -> None:
         self._failed += 1
         self._failed_step = step
-
-    def _describe(self, train_state: dict[str, Any]) -> dict[str, Any]:
-        arch = self._live.model.arch if isinstance(self._live.model, Llama) else None
-        groups = self._live.optimizer_groups(self._ranks)
-        return live_tensors.manifest_info(arch, train_state, self._job, groups, self._ranks.size)
 
     def _write(self, step: int, tensors: dict[str, Tensor], info: dict[str, Any], folder: Path) -> None:
         """Write a checkpoint, or stage it and leave the writing to the thread."""
@@ -195,21 +165,22 @@ class Saver:
         Returns:
             Whether it is complete. It is not if any rank failed.
         """
+        is_rank0 = self._ranks.rank == 0
         try:
             staged = tensors.result() if isinstance(tensors, Future) else tensors
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp_save(staged, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+            if is_rank0 and writer.step == self.best_step:
+                step_folders.point(self._folder.path / step_folders.BEST, writer.target)
         except (CheckpointException, OSError, RuntimeError, MemoryError) as error:
-            if self._ranks.rank == 0:
+            if is_rank0:
                 self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
                 shutil.rmtree(writer.unfinished, ignore_errors=True)
             return False
-        if self._ranks.rank == 0:
-            waited = "" if blocked is None else f", of which training waited {blocked:.2f} s"
-            text = f"saved step {writer.step} to {writer.target} in {time.perf_counter() - started:.1f} s{waited}"
-            self._log(Event(text, "save", writer.step))
-            if writer.target.parent == self._folder.path:
-                self.purge()
+        waited = "" if blocked is None else f", of which training waited {blocked:.2f} s"
+        text = f"saved step {writer.step} to {writer.target} in {time.perf_counter() - started:.1f} s{waited}"
+        self._log(Event(text, "save", writer.step))
+        self._purge()
         return True
 
     def _wait_for_copies(self) -> None:
@@ -219,48 +190,26 @@ class Saver:
             self._copies = None
 
     def _purge(self) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k. The newest, known to be good, is never among them. A
-        folder without a manifest is none of a run's, and is not counted."""
+        """Remove what retention does not keep, on rank 0 and in the background."""
+        if self._ranks.rank == 0:
+            try:
+                self._thread.submit(self._remove_old)
+            except RuntimeError as error:
+                self._log(Event(f"old checkpoints are removed while training waits ({error})", "foreground"))
+                self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be good, is never
+        among them. A folder without a manifest is none of a run's, and is not counted."""
         latest, every = self._config.keep_latest_k, self._config.keep_every_n_steps
-        try:
-            best = self._link_best() if self._config.keep_best else None
-        except OSError as error:  # then nothing is removed, because the best one could be among it
-            return self._log(f"no old checkpoint is removed, because the best one is not known: {error}")
+        best = (self._folder.path / step_folders.BEST).resolve()
         complete = [path for path in step_folders.list_checkpoints(self._folder.path) if (path / MANIFEST).is_file()]
         for path in complete[:-latest] if latest else []:
             try:
-                if path != best and (not every or (step_folders.step_of(path) or 0) % every):
+                if path.resolve() != best and (not every or (step_folders.step_of(path) or 0) % every):
                     step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
-
-    def _find_best(self) -> tuple[float, Path | None]:
-        """The lowest validation loss of the run, and the checkpoint that has it, the earlier one of two that are equal.
-        The loss is in the manifest, so that the files alone say which one it is."""
-        lowest, best = math.inf, None
-        for path in step_folders.list_checkpoints(self._folder.path, self._final):
-            with contextlib.suppress(CheckpointError):  # a damaged one is no candidate
-                info = step_folders.read_manifest(path)["info"]
-                loss = info["train_state"].get("validation_loss", math.inf)
-                ours = info["train_state"].get("run") == self.run and _rows(info["job"]) == _rows(self._job)
-                if ours and loss < lowest:
-                    lowest, best = loss, path
-        return lowest, best
-
-    def _link_best(self) -> Path | None:
-        """The best checkpoint; the link `best` leads to it then, by one rename. Without one there is no link."""
-        link, (loss, best) = self._folder.path / "best", self._find_best()
-        if best is None:
-            link.unlink(missing_ok=True)
-            return None
-        target = os.path.relpath(best, link.parent)
-        if not link.is_symlink() or os.readlink(link) != target:
-            new = link.with_name(".best.new")
-            new.unlink(missing_ok=True)
-            new.symlink_to(target)
-            new.replace(link)
-            self._log(f"{best.name} has the lowest validation loss so far, {loss:.4f}: {link} leads to it")
-        return best
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""
@@ -284,11 +233,3 @@ class Saver:
             self._log(f"writing {out} FAILED ({error})")
             return False
         return True
-
-
-def _rows(job: dict[str, Any] | None) -> object:
-    """What decides on which rows a job validates."""
-    if job is None:
-        return None
-    own = {key: value for key, value in job["validation"].items() if key != "freq"}
-    return own, job["dataset"] if own["holdout"] else None, job["training"]["seq_len"]

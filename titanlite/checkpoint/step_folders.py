@@ -29,6 +29,8 @@ from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST, STEP_FOLDER
 
 UNFINISHED = ".tmp-"
+BEST = "best"  # the link to the checkpoint with the lowest validation loss
+LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
 FORMAT_VERSION = 2  # a run of format 1 had another learning-rate schedule
 
 _CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
@@ -172,8 +174,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> None:
-    """Compare a published checkpoint with its manifest, byte by byte.
+def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> dict[str, Any]:
+    """Compare a published checkpoint with its manifest, byte by byte, and return the manifest.
 
     Args:
         share: picks the file names that this caller reads, so that several ranks can split the work.
@@ -198,6 +200,7 @@ def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda na
                 checksum.update(buffer[:count])
         if checksum.hexdigest() != expected["xxh3_128"]:
             raise Damage(f"{name}: checksum differs ({size} bytes)")
+    return manifest
 
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
@@ -280,6 +283,14 @@ def set_aside(path: Path, reason: str = "damaged") -> Path:
         target = path.with_name(f"{path.name}.{reason}-{count}")
     path.rename(target)
     return target
+
+
+def point(link: Path, target: Path) -> None:
+    """Let a link lead to a checkpoint, by one rename."""
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(target, link.parent))
+    new.replace(link)
 
 
 def remove(path: Path) -> None:

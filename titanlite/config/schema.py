@@ -432,6 +432,14 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
+    dropped: ClassVar = {
+        "create_seed_checkpoint": (
+            False,
+            "is gone: initial weights depend on training.seed and the names of the parameters alone, so that each "
+            "layout starts from the same ones.",
+        )
+    }
+
     enable: bool = True
     """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
     folder: PathText = "checkpoint"
@@ -470,8 +478,6 @@ class Checkpoint(Section):
     """After the last step, also write `final_hf` beside the folder, in the format that transformers loads."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights in `final_hf`. float32 is exact; bfloat16 halves the size."""
-    create_seed_checkpoint: bool = False
-    """Save the initial state as step 0 and stop."""
     timeout_seconds: PositiveInt = 1800
     """Longest wait for the slowest rank in a save, a load or an export, in seconds. A rank that takes longer counts as
     lost."""

@@ -163,10 +163,10 @@ class Loader:
             UserError: `compare` refuses it, or the tokenizer is another one. (A run has been told so before.)
             CheckpointError: as `compare`.
         """
-        place, contents, _ = self.compare(state)
+        place, contents = self.compare(state)
         if not self._data.tokenizer.tokenizer.is_known_as(state["tokenizer"]):
             place.append("the tokenizer is another one")
-        if place or contents:
+        if place or (contents and self._job.dataset.on_change == "error"):
             raise UserError(f"cannot go on with the data of the checkpoint: {'; '.join([*place, *contents])}")
         self.close()
         self._moved = {}
@@ -199,13 +199,13 @@ class Loader:
         self._readers = []
         self._ahead.clear()
 
-    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    def compare(self, state: dict[str, Any]) -> tuple[list[str], list[str]]:
         """What differs between this data and that of the run that saved `state`. It decides whether a run can go on
         with this data; whether it can with the tokenizer, `Tokenizer.is_known_as` says.
 
         Returns:
-            One line for each difference: those that make the saved place meaningless, which is refused; those of the
-            contents, which is refused, too, if dataset.on_change is "error", and those if it is "warn".
+            One line for each difference: those that make the saved place meaningless, and those of the contents, which
+            dataset.on_change decides about.
 
         Raises:
             CheckpointError: another version of titanlite wrote it, in a form that this one does not read.
@@ -218,7 +218,7 @@ class Loader:
         contents: list[str] = []
         if (before := len(state["sources"])) != len(self.sources):
             place.append(f"there were {before} sources, there are now {len(self.sources)}")
-            return place, [], []
+            return place, []
         for saved, source, positions in zip(state["sources"], self.sources, self._data.positions, strict=True):
             name, before, now = saved["name"], len(saved["streams"]), len(positions)
             if before != now and state["holdout"] == self._order["holdout"]:  # which decides their number, too
@@ -226,7 +226,7 @@ class Loader:
                 place.append(f"the source {name} was read in {before} streams, {source.name} is in {now}: {cause}")
             elif saved["fingerprint"] != source.fingerprint:
                 contents.append(f"the source {name} is now {source.name}, with other files, contents or text_column")
-        return (place, [], contents) if self._job.dataset.on_change == "warn" else (place, contents, [])
+        return place, contents
 
     def _meet(self) -> list[int]:
         """Report what was skipped, learn from the other ranks where their streams stand, and add up the counts."""

@@ -10,58 +10,61 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
+from titanlite.checkpoint.step_folders import BEST
 from titanlite.config.errors import CheckpointError
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook, Request, Training
+from titanlite.observe.flops import num_params
 
 
 class Checkpoints(Hook):
     """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
 
     def built(self, training: Training) -> None:
-        self._training, self._config = training, training.run.job.checkpoint
-        self._validated: tuple[int, float] = -1, math.inf  # step and loss
-        self._unsettled: int | None = None  # step of the save that may be under way
+        self._training, self._interval = training, training.run.job.checkpoint.interval
 
     def load(self) -> None:
-        training, run = self._training, self._training.run
-        folder = CheckpointFolder(self._config, run.checkpoint_folder, training.log)
-        training.opened.callback(folder.close)
+        training, run, job = self._training, self._training.run, self._training.run.job
         live = LiveState(training.model, training.optimizer, training.hook_tensors)
-        job = run.job.model_dump(mode="json")
+        json_job = job.model_dump(mode="json")
+        folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, json_job)
+        training.opened.callback(folder.close)
+        weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
+        folder.check_room(num_params(run.arch) * (weight + 2 * moment))
         write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
-        self._saver = Saver(folder, live, job=job, write_tokenizer=write_files)
+        self._saver = Saver(folder, write_files, self._saved)
         training.opened.callback(self._saver.close)
-        same_tokenizer, compare_data = training.tokenizer.is_known_as, training.loader.compare
-        resumer = Resumer(folder, live, job=job, same_tokenizer=same_tokenizer, compare_data=compare_data)
-        if (state := resumer.load()) is not None:
+        if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:
             training.load_state_dict(state)
             training.log(f"Resumed after step {state['step']}: {state['tokens']:,} tokens seen")
             self._saver.loaded_step = state["step"]
-        self._saver.run = training.identity
-        if state is not None and self._config.keep_best:
-            self._saver.purge()  # a kill may have come between a save and the link to the best
 
     def wants(self, step: int) -> Request:
-        return Request(save=step % self._config.interval == 0)
+        return Request(save=step % self._interval == 0)
 
-    def validated(self, step: int, score: Mapping[str, float]) -> None:
-        self._validated = step, score["loss"]
+    def save_best(self, step: int) -> None:
+        """Save `step`, which has just been done, and let the link `best` lead to it."""
+        self._saver.best_step = step
 
     def act(self, step: int, asked: Request) -> None:
-        best = asked.validate and self._config.keep_best and self._saver.improves(self._validated[1])
-        if asked.save or best:
-            self._save(step, asked.last)
+        if asked.save or step == self._saver.best_step:
+            for hook in self._training.hooks:
+                hook.saving(step)
+            with self._training.meter.timing("checkpoint"):
+                self._saver.settle()
+                self._saver.save(step, self._training.state_dict(), last=asked.last)
 
     def numbers(self, step: int) -> Mapping[str, Any]:
         return self._saver.stats()
 
     def ended(self, step: int, stopped: str) -> CheckpointError | None:
-        self._settle()
+        self._saver.settle()
         if self._saver.holds(step):
             return None
         return CheckpointError(
@@ -69,24 +72,36 @@ class Checkpoints(Hook):
             "mended, start again: what the newest checkpoint does not hold is trained again."
         )
 
-    def _save(self, step: int, last: bool) -> None:
+    def _saved(self, step: int) -> None:
         for hook in self._training.hooks:
-            hook.saving(step)
-        with self._training.meter.timing("checkpoint"):
-            self._settle()
-            state = self._training.state_dict()
-            validated, loss = self._validated
-            if validated == step and math.isfinite(loss):
-                state["validation_loss"] = loss
-            self._saver.save(step, state, last=last)
-            self._unsettled = step
-            if self._config.async_mode == "disabled":
-                self._settle()
+            hook.saved(step)
 
-    def _settle(self) -> None:
-        """Wait for the save under way, and tell the hooks if it is complete."""
-        self._saver.settle()
-        step, self._unsettled = self._unsettled, None
-        if step is not None and self._saver.holds(step):
-            for hook in self._training.hooks:
-                hook.saved(step)
+
+class BestCheckpoint(Hook):
+    """Lets the weights with the lowest validation loss of the run be saved, and the link `best` lead to them.
+
+    It does not look for the checkpoints on the disk. What is known of the loss comes with the one that is loaded.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints, self._lowest = checkpoints, math.inf
+
+    def built(self, training: Training) -> None:
+        self._training = training
+
+    def started(self, step: int) -> None:
+        link = self._training.run.checkpoint_folder / BEST
+        if self._training.rank == 0 and not link.exists():  # the run went back to before it
+            link.unlink(missing_ok=True)
+
+    def validated(self, step: int, score: Mapping[str, float]) -> None:
+        if step and score["loss"] < self._lowest:  # the weights before the first step do not count
+            self._lowest = score["loss"]
+            self._checkpoints.save_best(step)
+            self._training.log(f"the validation loss after step {step} is the lowest so far: {self._lowest:.4f}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self._lowest} if math.isfinite(self._lowest) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._lowest = state["loss"]

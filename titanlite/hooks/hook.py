@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.llama import Llama
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter, Part
 from titanlite.parallel.forward_backward import ForwardBackward
@@ -165,7 +166,7 @@ class Training:
     hooks: list[Hook]
     tokenizer: Tokenizer
     loader: Loader
-    model: nn.Module
+    model: Llama
     optimizer: torch.optim.Optimizer
     forward_backward: ForwardBackward
     meter: Meter

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import step_folders
-from titanlite.checkpoint.folder import LOCK_PATIENCE, Ranks
+from titanlite.checkpoint.folder import Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
 from titanlite.hooks.starts import differences, environment_of
@@ -38,12 +38,15 @@ class Records(Hook):
         self._training = training
         self._writers: list[Writer] = []
         self._failed: Counter[str] = Counter()  # name of a writer -> its failed calls
-        folder, seconds = training.run.dump_folder, training.run.job.comm.init_timeout_seconds
+        run, seconds = training.run, training.run.job.comm.init_timeout_seconds
+        folder, saves = run.dump_folder, [run.checkpoint_folder] if run.job.checkpoint.enable else []
 
         def lock() -> str:
-            folder.mkdir(parents=True, exist_ok=True)
-            if (held := step_folders.lock(folder / "run", min(LOCK_PATIENCE, seconds / 2), training.log)) is not None:
-                training.opened.callback(os.close, held)
+            for part in (folder / "run", *saves):  # checkpoints may lie elsewhere
+                part.parent.mkdir(parents=True, exist_ok=True)
+                patience = min(step_folders.LOCK_PATIENCE, seconds / 2)
+                if (held := step_folders.lock(part, patience, training.log)) is not None:
+                    training.opened.callback(os.close, held)
             return secrets.token_hex(8)
 
         ranks = Ranks(seconds)

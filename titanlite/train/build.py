@@ -12,7 +12,7 @@ import torch
 from titanlite.config.run import Run
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hooks.checkpoints import Checkpoints
+from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
 from titanlite.hooks.garbage import GarbageCollection
 from titanlite.hooks.guards import NonFiniteGuard
 from titanlite.hooks.hang_report import HangReport
@@ -36,8 +36,9 @@ def standard_hooks(training: Training) -> list[Hook]:
     records = Records(training)  # locks the folder, and opens the log in it
     checkpoints = Checkpoints() if job.checkpoint.enable else None
     validation = Validation() if job.validation.freq else None
-    # A save comes first, so that nothing is lost meanwhile. With keep_best the checkpoint holds the validation's loss.
-    saves = [validation, checkpoints] if job.checkpoint.keep_best else [checkpoints, validation]
+    saves: list[Hook | None] = [checkpoints, validation]  # a save comes first, so that nothing is lost meanwhile
+    if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides
+        saves = [validation, BestCheckpoint(checkpoints), checkpoints]
     hooks = [
         watch,
         StopSignals(),

@@ -148,7 +148,7 @@ class Trainer(Training):
         Raises:
             StoppedBySignal: A signal stopped the run, and it was saved.
             StoppedUnsaved: A signal stopped the run, and checkpoint.enable is false.
-            UserError: The data ends before the first step or cannot be read, or there is no step 0 to save.
+            UserError: The data ends before the first step or cannot be read.
             CheckpointError: The last save failed.
             GuardError: The loss or the gradient norm is not finite. Nothing was saved.
         """
@@ -160,17 +160,12 @@ class Trainer(Training):
             raise
 
     def _train(self) -> None:
-        first, steps, seed = self.steps_done, self.job.training.steps, self.job.checkpoint.create_seed_checkpoint
-        if seed:
-            if first or not self.job.checkpoint.enable:
-                why = f"the run has come to step {first}" if first else "checkpoint.enable is false"
-                raise UserError(f"checkpoint.create_seed_checkpoint: {why}, so there is no step 0 to save.")
-            steps = 0
-        elif first >= steps:
+        first, steps = self.steps_done, self.job.training.steps
+        if first >= steps:
             self.log(f"Nothing to do: step {first} is done. Set a larger training.steps to go on.")
         for hook in self.hooks:
             hook.train_begins(first)
-        if first == 0 and not seed:
+        if first == 0:
             self.validate()
         failure, asked = None, Request(data_fails=True)  # before its first step a start looks at its data
         while self.steps_done < steps and not asked.stop:
@@ -194,7 +189,7 @@ class Trainer(Training):
                 asked = asked._replace(validate=False)  # it comes below
         finished, trained = self.steps_done >= steps, self.steps_done > first
         validate = trained and not asked.validate and not asked.stop and failure is None
-        self._act(Request(save=failure is None or trained, validate=validate, last=finished and not seed))
+        self._act(Request(save=failure is None or trained, validate=validate, last=finished))
         self._finish(asked.stop, finished, failure)
 
     def step(self) -> LoggedStep | None:
