@@ -81,34 +81,6 @@ def test_the_versions(capsys: Output):
     assert re.fullmatch(r"titanlite \d\S+, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], ""),
-        (["trian"], "Did you mean `titanlite train`?"),
-        (["Export"], "Did you mean `titanlite export`?"),
-        (["llama_8b.toml"], "titanlite llama_8b.toml: unknown command."),
-        (["help", "chekpoint"], "Did you mean `titanlite help checkpoint`?"),
-        (["help", "training.stps"], "Did you mean `titanlite help training.steps`?"),
-        (["help", "xyz"], "Sections are job, model, tokenizer"),
-        (["check", "--world-siz", "3"], "did you mean --world-size?"),
-        (["check", "--world-size", "0"], "world_size = 0"),
-        (["check", "--training.global_batch_size", "8", "--world_size", "3"], "training.global_batch_size = 8"),
-        (["prepare", "--out", "--workers", "1"], "--out"),
-    ],
-)
-def test_a_wrong_command_is_answered_with_what_was_meant(words: list[str], said: str, capsys: Output):
-    assert cli.main(words) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_job_is_checked_for_the_world_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: Output):
-    for size, said in (("3", "data-parallel degree = 3"), ("abc", "abc")):
-        monkeypatch.setenv("WORLD_SIZE", size)
-        assert cli.main(["train", "--training.global_batch_size", "8"]) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
-
-
 # ------------------------------------------------------------------------------------------------------- ends
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
-from titanlite.config.load import COMMAND_LINE, Draft, read_job, with_folder
-from titanlite.config.mistakes import Mistake, shown
+from titanlite.config.load import COMMAND_LINE, Draft, read_job
+from titanlite.config.mistakes import Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
-from titanlite.config.schema import KEYS, SECTIONS, Dataset, DataSource, JobConfig, TextSource, Validation
+from titanlite.config.schema import SECTIONS, Dataset, DataSource, JobConfig, TextSource, Validation
 from titanlite.data.sources import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
@@ -48,14 +48,13 @@ def check_run(job: JobConfig, world_size: int) -> Run:
         UserError: wrong values, which `model_copy(update=...)` does not refuse, or rules that the job breaks. All of
             them are in one message.
     """
-    job = with_folder(JobConfig.model_validate(job))
-    origins = {f"{name}.{key}": "JobConfig" for name, section in job for key in section.model_fields_set}
-    return _checked(Draft(job, (), origins), world_size)
+    return _checked(Draft(JobConfig.model_validate(job), (), {}, "JobConfig"), world_size)
 
 
 def _checked(draft: Draft, world_size: int) -> Run:
-    """The run of a draft. Raises UserError: its mistakes, and the rules that it breaks."""
-    job, problems, rules = draft.job, [], []
+    """The run of a draft. Raises WrongJob: its mistakes, and the rules that it breaks."""
+    job, origins, rules = draft.job, draft.origins, []
+    problems: list[tuple[str, str]] = []
     try:
         tokenizer = load_tokenizer(Run(job).tokenizer_path)
         if job.model.vocab_size is None and job.model.flavor in FITTED_TO_TOKENIZER:
@@ -65,7 +64,7 @@ def _checked(draft: Draft, world_size: int) -> Run:
     except UserError as error:
         problems.append(("tokenizer.path", f"cannot be used: {error}"))
     run = Run(job, world_size)
-    rules += [*_of_keys(run, draft.origins), _dataset(run, draft.origins), _validation(run, draft.origins), _files(run)]
+    rules += [*_of_keys(run, origins), _dataset(run), _validation(run), _files(run)]
     # A value that has been refused is taken out of the job, which goes no further: a rule that reads it ends there.
     for mistake in draft.mistakes:
         section, _, name = mistake.key.partition(".")
@@ -74,8 +73,8 @@ def _checked(draft: Draft, world_size: int) -> Run:
     for rule in rules:
         with suppress(AttributeError) if draft.mistakes else nullcontext():
             problems.extend(rule)
-    origins = dict.fromkeys(KEYS, "default") | draft.origins
-    draft._replace(origins=origins).refuse([mistake_of(run, *problem) for problem in problems])
+    if found := [*draft.mistakes, *(mistake_of(run, *problem) for problem in problems)]:
+        raise WrongJob(found, draft.file, origins)
     return run
 
 
@@ -95,14 +94,13 @@ def world_size() -> int:
     Raises:
         UserError: WORLD_SIZE, or the rank of this process, is not a valid number.
     """
-    defaults = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     with suppress(ValueError):
-        size, rank, local_size, local_rank = map(int, found.values())
-        if rank in range(size) and local_rank in range(local_size) and local_size <= size <= MOST_RANKS:
-            return size
-    values = ", ".join(f"{name} = {value[:40]!r}" for name, value in found.items())
-    raise UserError(f"{values}: whole numbers are needed, and ranks below their sizes. A launcher sets them.")
+        if 0 <= int(rank) < int(size) <= MOST_RANKS:
+            return int(size)
+    raise UserError(
+        f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: a rank is a number from 0, less than that of all ranks."
+    )
 
 
 # ------------------------------------------------------------------------------------------------- rules that span keys
@@ -114,8 +112,7 @@ def broken_rules(run: Run) -> list[tuple[str, str]]:
 
 
 def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
-    rules = [_model(run), layout_rules(run), _schedules(run, origins), _what_has_no_effect(run, origins)]
-    return [*rules, _optimizer(run), _float8(run)]
+    return [_model(run), layout_rules(run), _schedules(run, origins), _precision(run), _float8(run), _others(run)]
 
 
 def _model(run: Run) -> Problems:
@@ -135,9 +132,7 @@ def layout_rules(run: Run) -> Problems:
     if degree.world != run.world_size:
         degrees = [name for name in type(config).model_fields if name.endswith("_degree")]
         key = max(degrees, key=lambda name: getattr(config, name))
-        text = (
-            f"makes {degree.world} ranks, times the other degrees; the world has {run.world_size} (NGPU times NNODES)."
-        )
+        text = f"makes {degree.world} ranks with the other degrees; the world has {run.world_size} (NGPU times NNODES)."
         yield f"parallelism.{key}", text
         return
     unit = training.local_batch_size * degree.data
@@ -149,15 +144,11 @@ def layout_rules(run: Run) -> Problems:
     if arch.n_kv_heads % degree.tensor or arch.ffn_dim % degree.tensor or rows * (degree.tensor - 1) >= arch.vocab_size:
         text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
         yield "parallelism.tensor_parallel_degree", text
-    if config.enable_async_tensor_parallel and (degree.tensor == 1 or not run.compiles("model")):
-        yield "parallelism.enable_async_tensor_parallel", "needs tensor parallelism of a compiled model."
     if training.seq_len % (unit := sequence_divisor(degree)):
         text = f"must be a multiple of {unit}, because context and tensor ranks cut rows. Nearest: "
         yield "training.seq_len", f"{text}{_multiples(training.seq_len, unit)}."
     if degree.pipeline > 1:
         yield from _pipeline(run)
-    elif config.pipeline_parallel_split_points:
-        yield "parallelism.pipeline_parallel_split_points", "needs pipeline_parallel_degree > 1."
 
 
 def _pipeline(run: Run) -> Problems:
@@ -171,8 +162,7 @@ def _pipeline(run: Run) -> Problems:
         text = f"must rise to at most layers.{layers - 1}, and make {of_rank} stages for each of {ranks} ranks."
         yield "parallelism.pipeline_parallel_split_points", text
     elif stages > layers:
-        text = f"makes {stages} stages, and the model has {layers} blocks. Nearest: {layers // of_rank}."
-        yield "parallelism.pipeline_parallel_degree", text
+        yield "parallelism.pipeline_parallel_degree", f"makes {stages} stages, and the model has {layers} blocks."
     if run.arch.tied_embeddings:
         yield "model.tied_embeddings", "does not go with a pipeline: its first and last stage would share a matrix."
     if config.fsdp_reduce == "microbatch":
@@ -182,20 +172,18 @@ def _pipeline(run: Run) -> Problems:
     if count < ranks or (in_rounds and count % (count // ranks)):
         text = f"makes {count} microbatches; a pipeline needs {ranks}, or a multiple. Nearest: "
         yield "training.global_batch_size", f"{text}{_multiples(count * unit, ranks * unit)}."
-    if schedule not in SPLIT_BACKWARD:
-        return
-    key, recompute = "parallelism.pipeline_parallel_schedule", job.activation_checkpoint
-    old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
-    if old and (schedule in V_SHAPED or job.float8.enable):
-        # Stages of one rank that send to each other fail, and FP8 weights cannot wait for their gradients.
-        yield key, 'needs torch 2.13 or newer, if it is V-shaped or with FP8. Nearest: "Interleaved1F1B".'
-    if run.compiles("model"):
-        # Measured with torch 2.13: the second backward pass over a compiled block fails, because the first one gave its
-        # buffers away. With donated_buffer = False it keeps them, but then the loss is 1.4e-3 off after ten fp32 steps.
-        yield key, 'needs compile.enable = false, to delay gradients of weights. Nearest: "Interleaved1F1B".'
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        text = 'needs activation_checkpoint.mode = "full" or "none", because it runs two backward passes over a block'
-        yield key, f'{text}. Nearest: "Interleaved1F1B".'
+    # Of a compiled block the second backward pass fails, because the first one gave its buffers away (torch 2.13; with
+    # donated_buffer = False the loss is 1.4e-3 off after ten fp32 steps), and so does that of a block of which some
+    # operators are recomputed. Before torch 2.13, stages of one rank that send to each other fail, too, and FP8 weights
+    # cannot wait for their gradients.
+    recompute = job.activation_checkpoint
+    by_operator = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13) and (schedule in V_SHAPED or job.float8.enable)
+    if schedule in SPLIT_BACKWARD and (run.compiles("model") or by_operator or old):
+        text = (
+            'needs compile.enable = false, activation_checkpoint.mode "full" or "none", and torch 2.13 for FP8 or a V.'
+        )
+        yield "parallelism.pipeline_parallel_schedule", text
 
 
 def _multiples(number: int, of: int) -> str:
@@ -205,51 +193,23 @@ def _multiples(number: int, of: int) -> str:
 
 
 def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
-    steps, schedule, profiling = run.job.training.steps, run.job.lr_scheduler, run.job.profiling
+    steps, schedule = run.job.training.steps, run.job.lr_scheduler
     total = schedule.total_steps or steps
     if total < steps:
         yield "lr_scheduler.total_steps", f"must be at least training.steps = {steps}: no rate is known after it."
-    needed = profiling.profiler_warmup + profiling.profiler_active
-    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and needed > profiling.profile_freq:
-        yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
-    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
-        yield "profiling.profiler_ranks", f"names a rank that is not there: the last one is {run.world_size - 1}."
-    if origins.get("training.steps") == COMMAND_LINE != origins.get("lr_scheduler.warmup_steps"):
-        return  # a look at the first steps of the run, with the rates of the file
-    if (schedule.warmup_steps or 0) > total:
+    # --training.steps alone asks for the first steps of the run, with the rates of the file.
+    is_look = origins.get("training.steps") == COMMAND_LINE != origins.get("lr_scheduler.warmup_steps")
+    if (schedule.warmup_steps or 0) > total and not is_look:
         yield "lr_scheduler.warmup_steps", f"must be at most training.steps = {steps}: the peak rate is never reached."
 
 
-def _what_has_no_effect(run: Run, origins: Mapping[str, str]) -> Problems:
-    checkpoint, samples, every = run.job.checkpoint, run.job.samples, run.job.activation_checkpoint.selective_ac_option
-    if checkpoint.keep_best and not (checkpoint.enable and run.job.validation.freq):
-        yield "checkpoint.keep_best", "keeps nothing without checkpoint.enable and validation.freq. Set them."
-    if samples.freq and not samples.prompts:
-        yield "samples.freq", "has nothing to complete: samples.prompts is empty."
-    if samples.prompts and "samples.freq" not in origins:  # a 0 that the job file sets is intended
-        yield "samples.prompts", "has no effect, because samples.freq is left out, which means 0: never. Set both."
-    if run.job.activation_checkpoint.mode == "selective" and every != "op" and int(every) > run.arch.n_layers:
-        text = f"must be at most model.n_layers = {run.arch.n_layers}, or no block is recomputed."
-        yield "activation_checkpoint.selective_ac_option", text
-    if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
-        yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
-
-
-def _optimizer(run: Run) -> Problems:
+def _precision(run: Run) -> Problems:
     """bfloat16 rounds away a change that is below 2^-8 of the value.
 
     A step changes a moment by (1 - beta) times its distance from the value that it moves to. With 1 - beta = 0.01 a
     moment can stop anywhere between 0.72 and 1.64 times that value. With 0.004 it never falls."""
-    optimizer, dtype, state = run.job.optimizer, run.job.training.dtype, run.state_dtype
-    if optimizer.stochastic_rounding and "bfloat16" not in (state, dtype):
-        yield "optimizer.stochastic_rounding", "needs bfloat16 as training.dtype or optimizer.state_dtype."
-    own = optimizer.stochastic_rounding or state != dtype or run.compiles("optimizer")
-    if own and optimizer.implementation != "fused":
-        yield (
-            "optimizer.implementation",
-            'must be "fused" with stochastic_rounding, state_dtype or a compiled optimizer.',
-        )
-    for key in ("beta1", "beta2") if state == "bfloat16" and not optimizer.stochastic_rounding else ():
+    optimizer = run.job.optimizer
+    for key in ("beta1", "beta2") if run.state_dtype == "bfloat16" and not optimizer.stochastic_rounding else ():
         if getattr(optimizer, key) > 0.99:
             text = "must be at most 0.99 with moments in bfloat16, which are rounded, or stochastic_rounding = true."
             yield f"optimizer.{key}", text
@@ -261,18 +221,26 @@ def _float8(run: Run) -> Problems:
         return
     if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
         yield "float8.enable_fsdp_float8_all_gather", 'needs float8.recipe_name = "tensorwise".'
-    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield "float8.precompute_float8_dynamic_scale_for_fsdp", "needs float8.enable_fsdp_float8_all_gather = true."
     if arch.dim < float8.min_features:
         yield "float8.enable", f"converts no layer: float8.min_features is above model.dim = {arch.dim}. Set it to 0."
         return
-    for key, size in (("dim", arch.dim), ("n_kv_heads", arch.kv_dim), ("ffn_dim", arch.ffn_dim)):
-        if size >= float8.min_features and size // tensor % 16:
-            text = f"makes FP8 layers of a side of {size} / tensor_parallel_degree, which must be a multiple of 16."
-            yield f"model.{key}", text
+    sides = [size for size in (arch.dim, arch.kv_dim, arch.ffn_dim) if size >= float8.min_features and size % 16 == 0]
+    if any(side // tensor % 16 for side in sides):
+        text = f"must divide the sides of FP8 layers, {sides}, into multiples of 16."
+        yield "parallelism.tensor_parallel_degree", text
     tokens = training.local_batch_size * training.seq_len // run.degrees.context
     if tokens % 16 and float8.recipe_name != "rowwise_with_gw_hp":  # whose weight gradients need no FP8
         yield "training.seq_len", f"makes {tokens} tokens of a batch, and an FP8 matmul takes multiples of 16."
+
+
+def _others(run: Run) -> Problems:
+    checkpoint, profiling = run.job.checkpoint, run.job.profiling
+    if checkpoint.keep_best and not (checkpoint.enable and run.job.validation.freq):
+        yield "checkpoint.keep_best", "keeps nothing without checkpoint.enable and validation.freq. Set them."
+    if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
+        yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
+    if (needed := profiling.profiler_warmup + profiling.profiler_active) > profiling.profile_freq:
+        yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
 
 
 # ------------------------------------------------------------------------------------------------ rules that read files
@@ -288,30 +256,21 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
             yield "samples.prompts", f"has a text of {tokens} tokens; 1 to {length - 1} fit into training.seq_len."
 
 
-def _dataset(run: Run, origins: Mapping[str, str]) -> Problems:
-    stages, sources, steps = run.job.dataset.stages, run.job.dataset.sources, run.job.training.steps
+def _dataset(run: Run) -> Problems:
+    sources = run.job.dataset.sources
     yield from _sources("dataset", run.job.dataset)
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(run.job.dataset.stages):
         if len(stage.weights) != len(sources) or not any(stage.weights):
             yield f"dataset.stages.{number}.weights", f"must be {len(sources)} weights, one a source, not all 0."
-        is_second = stage.start_step in [earlier.start_step for earlier in stages[:number]]
-        if is_second or (stage.start_step >= steps and origins.get("training.steps") != COMMAND_LINE):
-            yield (
-                f"dataset.stages.{number}.start_step",
-                "never runs: training.steps end before, or there is another.",
-            )
 
 
-def _validation(run: Run, origins: Mapping[str, str]) -> Problems:
+def _validation(run: Run) -> Problems:
     validation = run.job.validation
     own = _keys_set(validation) + ["sources"] * bool(validation.sources)
     if validation.holdout > 0 and own:
         yield f"validation.{own[0]}", "is not used beside validation.holdout, which reads [dataset]. Set one of them."
-    elif validation.freq == 0 and (own or validation.holdout > 0) and "validation.freq" not in origins:
-        key = own[0] if own else "holdout"
-        yield f"validation.{key}", "has no effect, because validation.freq is left out: no validation. Set both."
     elif validation.freq > 0 and validation.holdout == 0:
-        if validation.sources or "validation.source" in origins:
+        if validation.sources or "source" in validation.model_fields_set:
             yield from _sources("validation", validation)
         else:
             yield "validation.freq", "needs validation.holdout, such as 0.01, or a validation.source of its own."
@@ -349,15 +308,8 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
-    resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
-    if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
-        yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
-    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
-        yield "checkpoint.initial_load_in_hf", "says how to read checkpoint.initial_load_path, which is left out."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
-    if len({*metrics.writers}) < len(metrics.writers):
-        yield "metrics.writers", "names a writer twice."
     for name in metrics.writers:
         try:
             load_writer(name)

@@ -85,10 +85,8 @@ def problems(layout: str, feature: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("layout", "feature"), sorted(REFUSED))
-def test_what_is_refused_is_refused_with_a_layout_that_works(layout: str, feature: str) -> None:
-    found = problems(layout, feature)
-    assert found
-    assert all("Nearest" in problem[-1] for problem in found)
+def test_what_is_refused_is_refused(layout: str, feature: str) -> None:
+    assert problems(layout, feature)
 
 
 @pytest.mark.parametrize("layout", COMBINED)

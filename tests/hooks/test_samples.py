@@ -7,9 +7,6 @@ import pytest
 from ranks import titanlite
 from small_runs import SMALL, losses
 
-from titanlite.config.errors import UserError
-from titanlite.load_run import load_run
-
 pytestmark = pytest.mark.slow
 
 SAMPLES = """
@@ -87,18 +84,3 @@ def test_every_layout_writes_the_same_text(
 def test_float8_and_activation_checkpointing_sample_too(job: Path, tmp_path: Path) -> None:
     words = ["--float8.enable", "--float8.emulate", "--float8.min_features", 0, "--activation_checkpoint.mode", "full"]
     assert len(trained(job, tmp_path, *words, "--training.steps", 4)) == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--samples.freq", "5"], "samples.prompts"),
-        (["--samples.prompts", "x"], "samples.freq"),
-        (["--samples.freq", "5", "--samples.prompts", "a b c d " * 5000], "samples.prompts"),
-    ],
-)
-def test_half_of_a_section_and_a_prompt_that_does_not_fit_are_refused(
-    tmp_path: Path, words: list[str], key: str
-) -> None:
-    with pytest.raises(UserError, match=key):
-        load_run([*words, "--job.dump_folder", str(tmp_path / "out")], 1)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from titanlite.config.errors import UserError
+from titanlite.config.mistakes import explain, short
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """Name of a checkpoint's folder."""
@@ -122,22 +123,7 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
     try:
         return model.model_validate_json(content)
     except ValidationError as failure:
-        raise UserError(f"{path}: {f'not {kind}: ' if kind else ''}{explain(failure)}") from None
-
-
-def explain(failure: ValidationError) -> str:
-    """The first ten wrong values of a file: the place of each, what is allowed, and the value."""
-    lines, words = [], {"missing": "is missing", "extra_forbidden": "is unknown"}
-    for error in failure.errors(include_url=False, include_context=False)[:10]:
-        where, text = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
-        found = f"is {short(repr(error['input']))}, {text.replace('Input should be', 'expected')}"
-        lines.append(f"{short(where) or 'the file'} {words.get(error['type'], found)}")
-    return "; ".join(lines)
-
-
-def short(text: str) -> str:
-    """The text, cut if it is long."""
-    return text if len(text) <= 160 else text[:160] + "..."
+        raise UserError(f"{path}: {f'not {kind}: ' if kind else ''}{explain(model, failure)}") from None
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -6,7 +6,6 @@ over the file, and a value in the file wins over the default of the schema.
 
 from __future__ import annotations
 
-import difflib
 import os
 import typing
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import Mistake, WrongJob, mistake, report, shown, table_within, types_in, without
+from titanlite.config.mistakes import Mistake, WrongJob, shown, table_within, types_in, unknown, without
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -28,6 +27,7 @@ DEFAULT_JOB_FILE = "debug_model.toml"
 COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
+HELP = "--help"
 
 
 class Draft(NamedTuple):
@@ -36,20 +36,14 @@ class Draft(NamedTuple):
     Attributes:
         job: A valid job: each wrong value is replaced by its default.
         mistakes: What is wrong.
-        origins: "section.key" -> where its value was set: the file or the command line. Keys with their default are
-            absent.
+        origins: "section.key" -> where its value was set: the file, the command line, or "default".
         file: The job file.
     """
 
     job: JobConfig
     mistakes: Sequence[Mistake]
     origins: dict[str, str]
-    file: str = "JobConfig"
-
-    def refuse(self, problems: Sequence[Mistake] = ()) -> None:
-        """Raises a UserError if anything is wrong, `problems` included."""
-        if found := [*self.mistakes, *problems]:
-            raise UserError(report(found, self.origins, self.file))
+    file: str
 
 
 def load_job(argv: Sequence[str]) -> JobConfig:
@@ -59,22 +53,22 @@ def load_job(argv: Sequence[str]) -> JobConfig:
         UserError: anything wrong, all mistakes in one message.
     """
     draft = read_job([str(word) for word in argv])  # a program may give numbers
-    draft.refuse()
+    if draft.mistakes:
+        raise WrongJob(draft.mistakes, draft.file, draft.origins)
     return draft.job
 
 
 def read_job(argv: Sequence[str]) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
     0. Raises UserError: the job file cannot be read."""
-    words = [word for word in argv if word not in ("-h", "--help")]
-    values, mistakes = _command_line(words)
+    values, mistakes = _command_line(argv)
     path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
-    origins = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    origins = dict.fromkeys(KEYS, "default")
+    origins |= {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
         raw["job"].setdefault("config_file", str(path))
-    if len(words) < len(argv):
-        topics = [each.key for each in mistakes if each.kind == "stray"]
-        _print_help(_validate(raw)[0] if CONFIG_FILE in values else JobConfig(), topics)
+    if HELP in values:
+        _print_help(_validate(raw if CONFIG_FILE in values else {})[0], values[HELP])
     values.pop(CONFIG_FILE, None)
     for key, value in values.items():
         section, name = key.split(".")
@@ -82,13 +76,7 @@ def read_job(argv: Sequence[str]) -> Draft:
             table[name] = value
     job, wrong = _validate(raw)
     origins |= dict.fromkeys([*values, *(each.key for each in mistakes)], COMMAND_LINE)
-    return Draft(with_folder(job), [*mistakes, *wrong], origins, str(path))
-
-
-def with_folder(job: JobConfig) -> JobConfig:
-    """`job` with a folder of its outputs. If it names none: outputs/<name of the job file>, or outputs/python."""
-    folder = job.job.dump_folder or f"outputs/{Path(job.job.config_file or 'python').stem}"
-    return job.model_copy(update={"job": job.job.model_copy(update={"dump_folder": folder})})
+    return Draft(job, [*mistakes, *wrong], origins, str(path))
 
 
 def _validate(raw: dict[str, Any]) -> tuple[JobConfig, Sequence[Mistake]]:
@@ -99,73 +87,54 @@ def _validate(raw: dict[str, Any]) -> tuple[JobConfig, Sequence[Mistake]]:
         return JobConfig.model_validate(without(raw, wrong.mistakes)), wrong.mistakes
 
 
-# ------------------------------------------------------------------------------------------------------------- the file
-
-
-def find_job_file(name: str) -> Path | None:
-    """The file `name` as given, in ./train_configs, or in titanlite's own train_configs. The suffix .toml may be
-    missing."""
-    name = os.path.expanduser(name)
-    for folder in (Path(), Path("train_configs"), JOB_FILES):
-        for candidate in (folder / name, folder / f"{name}.toml"):
-            if os.path.isfile(candidate):  # Path.is_file raises if the name is too long
-                return candidate
-    return None
-
-
 def _read_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """The file that was found, and its content. Raises UserError: there is none, or it is no TOML."""
-    path = find_job_file(name)
+    """The file `name` as given, in ./train_configs, or in titanlite's own train_configs, and its content. The suffix
+    .toml may be missing. Raises UserError: there is none, or it is no TOML."""
+    home = os.path.expanduser(name)
+    places = [folder / file for folder in (Path(), Path("train_configs"), JOB_FILES) for file in (home, f"{home}.toml")]
+    path = next(filter(os.path.isfile, places), None)
     if path is None:
         known = ", ".join(sorted(file.stem for file in JOB_FILES.glob("*.toml")))
         text = f"no such file here, in ./train_configs/ or in {JOB_FILES}/. Known there: {known}."
         raise UserError(f"{CONFIG_FILE} = {shown(name)}: {text}")
     try:
-        raw = tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig"))
+        return path, tomli.loads(read_file(path, MOST_BYTES).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number of 5,000 digits, or lists 400 deep
         raise UserError(f"{path} is not valid TOML in UTF-8, as a job file must be: {error}.") from None
-    model = raw.get("model", {})
-    if isinstance(model, dict) and ("name" in model or str(model.get("flavor")).isupper()):
-        raise UserError(f"{path} looks like a job file of torchtitan's; `titanlite migrate {path}` converts it.")
-    return path, raw
-
-
-# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
     """The values of the options by key, as a job file would have them, and what is wrong."""
     values: dict[str, Any] = {}
     mistakes: list[Mistake] = []
-    words = [word.encode(errors="replace").decode() for word in argv]  # what is no UTF-8 could not be written down
-    while words:
-        word = words.pop(0)
-        flag, has_value, value = word.partition("=")
-        if not word.startswith("--"):
-            text = f"belongs to no option; a job file comes after --{CONFIG_FILE}."
-            mistakes.append(Mistake(word, word, text, "stray"))
-            continue
+    options: list[list[str]] = []  # each with the words after it
+    for word in argv:
+        word = word.encode(errors="replace").decode()  # what is no UTF-8 could not be written down
+        if word.startswith("--") or word == "-h":
+            options.append([HELP] if word == "-h" else word.split("=", 1))
+        elif options:
+            options[-1].append(word)
+        else:
+            mistakes.append(Mistake(word, word, f"belongs to no option; a job file comes after --{CONFIG_FILE}."))
+    for flag, *given in options:
         name = flag[2:].replace("-", "_")
-        name = "config_file" if name == "config" else name
+        name = "config_file" if name == "config" else name  # or dataset.config would be proposed
         key = name if name in KEYS else name.replace(".no_", ".", 1)
         field = KEYS.get(key)
         kinds = types_in(field.annotation) if field else set()
-        is_list = field is not None and typing.get_origin(field.annotation) is tuple
-        given = [value] if has_value else []
-        while words and not words[0].startswith("--") and (field is None or is_list or not given):
-            given.append(words.pop(0))
-        if field is None or (key != name and bool not in kinds):
-            error = {"loc": (name if field else key).split("."), "input": None, "type": "", "msg": ""}
-            mistakes.append(mistake(JobConfig, error)._replace(key=flag, found=flag))
-        elif bool in kinds and given:
-            mistakes.append(Mistake(flag, word, "takes no value: alone it is true, with no- before the key false."))
-        elif bool in kinds:
+        if flag == HELP:
+            values[HELP] = given
+        elif field is None or (key != name and bool not in kinds):
+            mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
+        elif bool in kinds and not given:
             values[key] = key == name
-        elif not given and not is_list:
-            mistakes.append(Mistake(flag, flag, f"needs a value. {field.description}"))
+        elif typing.get_origin(field.annotation) is tuple:
+            values[key] = [_value(word, kinds) for word in given]
+        elif bool not in kinds and len(given) == 1:
+            values[key] = _value(given[0], kinds)
         else:
-            found = [_value(word, kinds) for word in given]
-            values[key] = found if is_list else found[0]
+            wanted = "no value: alone it is true, and false with no- before the key" if bool in kinds else "one value"
+            mistakes.append(Mistake(flag, " ".join([flag, *given]), f"takes {wanted}. {field.description}"))
     return values, mistakes
 
 
@@ -178,8 +147,6 @@ def _value(word: str, kinds: set[type]) -> Any:
             return kind(word)
     return word
 
-
-# ------------------------------------------------------------------------------------------------------------- the help
 
 _TEXT = """Train the model that a job file describes. Any key of the file can be given on the command line, too, which
 wins over the file; tables such as [[dataset.sources]] stand in the file only. `--help training` explains one section.
@@ -199,31 +166,22 @@ def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
     import tyro  # takes a tenth of a second
     from pydantic import Field, create_model
 
-    keys = {key for topic in topics for key in _keys_of(topic)} or set(KEYS)
+    asked = [topic.removeprefix("--").replace("-", "_") for topic in topics]
+    for name in asked:
+        if not any(name in (key, *key.split(".")) for key in KEYS):
+            raise UserError(f"{name}: {unknown(JobConfig, name).remedy}")
     sections: dict[str, Any] = {}
     for section, model in SECTIONS.items():
-        shown: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, field in model.model_fields.items():
-            if f"{section}.{name}" in keys:
+            if not asked or {f"{section}.{name}", section, name} & {*asked}:
                 table, text = table_within(field.annotation), " ".join((field.description or "").split())
                 default = ... if table else Field(getattr(getattr(job, section), name), description=text)
-                shown[name] = table or field.annotation, default
-        if shown:
-            sections[section] = create_model(section, __doc__=model.__doc__, **shown), ...
+                fields[name] = table or field.annotation, default
+        if fields:
+            sections[section] = create_model(section, __doc__=model.__doc__, **fields), ...
     keys_of_job = create_model("Keys", **sections)
     tyro.cli(keys_of_job, args=["--help"], prog="titanlite train", description=_TEXT, use_underscores=True)
-
-
-def _keys_of(topic: str) -> list[str]:
-    name = topic.removeprefix("--").replace("-", "_")
-    if found := [key for key in KEYS if name in (key, *key.split("."))]:
-        return found
-    near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
-    meant = f"Did you mean `titanlite help {near[0]}`?" if near else f"Sections are {', '.join(SECTIONS)}."
-    raise UserError(f"{topic}: no section or key of a job has this name. {meant}")
-
-
-# ---------------------------------------------------------------------------------------------------- writing and paths
 
 
 def dump_config(job: JobConfig) -> str:

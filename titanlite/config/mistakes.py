@@ -1,7 +1,7 @@
-"""The messages about wrong values of a job: the place, the value, what is allowed, and what to do.
+"""The messages about wrong values: the place, the value, what is allowed, and what to do.
 
-Invariant: a wrong value gets the same message whether it comes from a job file, the command line or a Python program.
-All wrong values of a job are reported together.
+Invariant: a wrong value gets the same message whether it comes from a job file, the command line, a Python program or
+another file. All wrong values of a job are reported together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
 
@@ -25,8 +25,7 @@ class Mistake(NamedTuple):
         key: "section.key"; the section alone if all of it is wrong; empty if the job is no table.
         found: What was found, as it would be written in a job file.
         remedy: What is allowed instead.
-        kind: pydantic's name of the error, "gone" for a key that an earlier version had, or "stray" for a word of the
-            command line that belongs to no option.
+        kind: pydantic's name of the error, or "gone" for a key that an earlier version had.
     """
 
     key: str
@@ -36,20 +35,16 @@ class Mistake(NamedTuple):
 
 
 class WrongJob(UserError):
-    """The job, or the options of a command, have values that the schema refuses. `mistakes` lists them."""
+    """A job, or the options of a command, that cannot be used. The message has all its mistakes under one heading, each
+    with the place where it is: that of its key in `origins`, or `file`. `mistakes` lists them."""
 
-    def __init__(self, mistakes: Sequence[Mistake], place: str) -> None:
-        super().__init__(report(mistakes, {}, place))
+    def __init__(self, mistakes: Sequence[Mistake], file: str, origins: Mapping[str, str] | None = None) -> None:
+        lines = ["1 mistake:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes:"]
+        for mistake in mistakes:
+            lines.append(f"  {(origins or {}).get(mistake.key, file)}: {mistake.found}")
+            lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        super().__init__("\n".join(lines))
         self.mistakes = mistakes
-
-
-def report(mistakes: Sequence[Mistake], origins: Mapping[str, str], file: str) -> str:
-    """All mistakes under one heading, each with the place where it is: that of its key in `origins`, or `file`."""
-    lines = ["1 mistake:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes:"]
-    for mistake in mistakes:
-        lines.append(f"  {origins.get(mistake.key, file)}: {mistake.found}")
-        lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join(lines)
 
 
 def shown(value: object) -> str:
@@ -59,10 +54,11 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def mistake(job: type[BaseModel], error: Any) -> Mistake:
-    """What a pydantic error says about a job. `job` is the model of all sections, or the options of a command."""
-    place, value, model = [*map(str, error["loc"])], error["input"], job
-    key, found = ".".join(place[:2]), f"{'.'.join(place)} = {shown(value)}" if place else shown(value)
+def mistake(whole: type[BaseModel], error: Any) -> Mistake:
+    """What a pydantic error says. `whole` is the model of the job, of the options of a command, or of a file."""
+    place, value, model = [*map(str, error["loc"])], error["input"], whole
+    key, given = ".".join(place[:2]), [] if error["type"] == "missing" else [shown(value)]
+    found = " = ".join([*filter(None, [".".join(place)]), *given])
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
     for name in place:
@@ -70,21 +66,35 @@ def mistake(job: type[BaseModel], error: Any) -> Mistake:
             about, model = field.description or "", table_within(field.annotation) or model
         elif answer := getattr(model, "dropped", {}).get(name):
             return Mistake(key, found, answer[1], "gone")
-        elif not name.isdecimal():
+        elif error["type"] == "extra_forbidden" and not name.isdecimal():
             found = f"[{key}]" if isinstance(value, dict) else found
-            return Mistake(key, found, _unknown(job, model, place[: place.index(name) + 1]), error["type"])
+            return Mistake(key, found, _near(whole, model, place[: place.index(name) + 1]), error["type"])
     return Mistake(key, found, f"{text}. {about}", error["type"])
 
 
-def _unknown(job: type[BaseModel], model: type[BaseModel], place: list[str]) -> str:
+def unknown(whole: type[BaseModel], name: str) -> Mistake:
+    """What is said about a name such as "training.stepz" that no key of `whole` has."""
+    return mistake(whole, {"loc": name.split("."), "input": None, "type": "extra_forbidden", "msg": ""})
+
+
+def explain(model: type[BaseModel], failure: ValidationError) -> str:
+    """The first ten mistakes of a file in one line."""
+    found = (mistake(model, error) for error in failure.errors(include_url=False)[:10])
+    return "; ".join(f"{short(each.found)}: {each.remedy.strip().rstrip('.')}" for each in found)
+
+
+def short(text: str) -> str:
+    """The text, cut if it is long."""
+    return text if len(text) <= 160 else text[:160] + "..."
+
+
+def _near(whole: type[BaseModel], model: type[BaseModel], place: list[str]) -> str:
     """The message about an unknown name in the table `model`. It says the most similar known one, of any section."""
-    sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in job.model_fields.items()}
-    keys = [f"{section}.{key}" for section, fields in sections.items() for key in fields]
-    near = [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], model.model_fields, n=1)]
-    near = near or [key for key in keys if key.endswith(f".{place[-1]}")]
-    near = near or difflib.get_close_matches(".".join(place), keys, n=1)
-    known = ", ".join(model.model_fields)
-    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {known}."
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in whole.model_fields.items()}
+    near = [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], known, n=1)]
+    near = near or [f"{section}.{place[-1]}" for section, keys in sections.items() if place[-1] in keys]
+    return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {', '.join(known)}."
 
 
 def without(job: Mapping[str, Any], wrong: Iterable[Mistake]) -> dict[str, Any]:

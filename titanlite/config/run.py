@@ -81,7 +81,9 @@ class Run:
         """The blocks of each pipeline stage: cut at `pipeline_parallel_split_points`, or so that all stages cost the
         same. Without a pipeline there is one stage with all blocks."""
         config, pipeline = self.job.parallelism, self.degrees.pipeline
-        per_rank = 1 if config.pipeline_parallel_schedule in ONE_STAGE_A_RANK or pipeline == 1 else 2
+        if pipeline == 1:
+            return [range(self.arch.n_layers)]
+        per_rank = 1 if config.pipeline_parallel_schedule in ONE_STAGE_A_RANK else 2
         cuts = [int(point.removeprefix("layers.")) for point in config.pipeline_parallel_split_points]
         cuts = cuts or balanced_cuts(self.arch, self.job.training.seq_len, pipeline * per_rank)
         return [range(first, end) for first, end in pairwise([0, *cuts, self.arch.n_layers])]

@@ -7,10 +7,12 @@ the world size or files are in `titanlite.load_run`.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import AfterValidator, ModelWrapValidatorHandler, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from titanlite.config.files import FileModel
@@ -30,6 +32,10 @@ def usable_path(path: str) -> str:
     if "\0" in path or any(len(name.encode()) > 255 for name in path.split("/")):
         raise ValueError("is no path: it has a NUL byte, or a name of more than 255 bytes")
     return path
+
+
+def _or_of_job_file(folder: str, info: ValidationInfo) -> str:
+    return folder or f"outputs/{Path(info.data.get('config_file') or 'python').stem}"
 
 
 AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
@@ -74,7 +80,7 @@ class Job(Section):
 
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
-    dump_folder: PathText = ""
+    dump_folder: Annotated[PathText, AfterValidator(_or_of_job_file)] = Field("", validate_default=True)
     """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs. A
     job that is made in Python gets outputs/python."""
     description: str = ""
@@ -83,6 +89,8 @@ class Job(Section):
 
 class Model(Section):
     """The architecture. A key that is left out has the flavor's value."""
+
+    dropped: ClassVar = {"name": (None, "is a key of torchtitan's: `titanlite migrate FILE` converts its job files.")}
 
     flavor: Annotated[str, Field(pattern=f"^({'|'.join(FLAVORS)})$")] = "debugmodel"
     """A name in titanlite/config/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""

@@ -14,8 +14,9 @@ import torch
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
 from torch import Tensor
 
-from titanlite.config.files import FileModel, explain, short
+from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
+from titanlite.config.mistakes import explain, short
 from titanlite.model.llama import Llama
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
@@ -79,7 +80,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     try:
         parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
-        raise ValueError(explain(failure)) from None
+        raise ValueError(explain(_Config, failure)) from None
     heads, width = parsed.n_heads, parsed.dim
     kv_heads, head_dim = parsed.n_kv_heads or heads, parsed.head_dim or width // heads
     if heads % kv_heads:

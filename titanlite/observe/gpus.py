@@ -18,7 +18,8 @@ import tomli
 from pydantic import Field, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import FileModel, explain, read_file
+from titanlite.config.files import FileModel, read_file
+from titanlite.config.mistakes import explain
 from titanlite.config.run import Run
 from titanlite.observe.flops import state_bytes
 
@@ -108,7 +109,7 @@ def find_gpu(name: str) -> Gpu:
         text = read_file(Path(name).expanduser(), _MOST_BYTES).decode("utf-8-sig")
         return Gpu.model_validate(tomli.loads(text))
     except ValidationError as failure:
-        raise UserError(f"--gpu {name}: {explain(failure)}. docs/planning.md lists the keys.") from None
+        raise UserError(f"--gpu {name}: {explain(Gpu, failure)}. docs/planning.md lists the keys.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--gpu {name}: not valid TOML: {error}") from None
 
