@@ -52,9 +52,10 @@ def main() -> None:
 def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[list[float], list[Any]]:
     """The loss of each step, and the microbatch of each."""
     save(theirs.state_dict(), checkpoint_id=str(folder / "theirs"))
+    sizes = SHAPE | {"ffn_dim": 640, "max_seq_len": 131072, "rope_scaling_factor": 8}
+    model = [word for key, value in sizes.items() for word in (f"--model.{key}", str(value))]
     words = ["import", "--torchtitan", str(folder / "theirs"), "--out", str(folder / "imported")]
-    said = ["--n-heads", str(SHAPE["n_heads"]), "--rope-theta", str(SHAPE["rope_theta"]), "--torchtitan-version", "0.2"]
-    assert command([*words, *said]) == 0
+    assert command([*words, *model]) == 0
     settings = {
         "job.dump_folder": folder / "run",
         "checkpoint.initial_load_path": folder / "imported",
@@ -66,13 +67,10 @@ def train_titanlite(theirs: torch.nn.Module, folder: Path, steps: int) -> tuple[
         "optimizer.lr": ADAMW["lr"],
         "optimizer.weight_decay": ADAMW["weight_decay"],
         "metrics.log_freq": 1,
-        "model.max_seq_len": 131072,
-        "model.rope_scaling_factor": 8,
-        "model.ffn_dim": 640,
-        **{f"model.{key}": value for key, value in SHAPE.items()},
     }
     losses, rows = [], []
-    with titanlite.Trainer(titanlite.load_job([w for k, v in settings.items() for w in (f"--{k}", str(v))])) as trainer:
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    with titanlite.Trainer(titanlite.load_job([*model, *words])) as trainer:
         read = trainer.loader.next_global_batch
 
         def keep() -> Any:

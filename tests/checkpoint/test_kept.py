@@ -13,7 +13,7 @@ from tiny_run import TinyRun, assert_equal, load_model_weights, names, weights
 
 from titanlite.checkpoint import published, step_folders
 from titanlite.checkpoint.find import checkpoints_at
-from titanlite.checkpoint.published import HuggingFaceReader
+from titanlite.checkpoint.published import hf_weights
 from titanlite.config.errors import CheckpointError
 from titanlite.model.llama import Llama
 
@@ -117,7 +117,7 @@ def test_a_last_save_leaves_what_is_asked_for_and_an_earlier_one_is_superseded(t
         manager.save(step, run.train_state(step), last=True)
         manager.close()
         assert manager.holds(step)
-        found = HuggingFaceReader(tmp_path / "final_hf").read("norm.weight")
+        found = hf_weights(tmp_path / "final_hf").read("norm.weight")
         assert torch.equal(found, run.everything()["norm.weight"])
         model = Llama(run.model.arch)
         load_model_weights(tmp_path / final / step_folders.step_name(step), model)

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.published import CheckpointTensors
+from titanlite.checkpoint.published import checkpoint_weights
 from titanlite.cli import main
 from titanlite.config.flavors import Architecture
+from titanlite.config.schema import Model
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
-from titanlite.torchtitan.weights import Said, TorchtitanReader
+from titanlite.torchtitan.weights import torchtitan_weights
 
-ARCH = Architecture(32, 2, 4, 2, 48, vocab_size=64, rope_theta=10000.0, rope_scaling_factor=8.0)
-SAID = ["--n-heads", "4", "--rope-theta", "10000"]
-KNOWN = Said(n_heads=4, rope_theta=10000.0)
+SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+ARCH = Architecture(**SIZES, vocab_size=64, max_seq_len=8192, rope_theta=10000.0, rope_scaling_factor=8.0)
 TOLERANCE = 1e-5  # of logits of about 4: the channels of a head are added in another order
 
 
@@ -93,35 +93,46 @@ def logits(tokens: Tensor, factor: float, heads: int = 4) -> Tensor:
 
 @torch.no_grad()
 def imported_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, Architecture]:
-    model = Llama(CheckpointTensors(folder / "step-00000000").arch)
+    model = Llama(checkpoint_weights(folder / "step-00000000").arch)
     load_model_weights(folder, model)
     return model(tokens), model.arch
 
 
-def test_the_logits_are_torchtitans(tmp_path, capsys):
-    tokens = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
+def said(factor: float = 8.0, **keys: int) -> list[str]:
+    """The job that the checkpoint is of, on the command line; its vocabulary is that of the checkpoint."""
+    job = SIZES | {"rope_scaling_factor": factor} | keys
+    return [word for key, value in job.items() for word in (f"--model.{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
     for kind in ("0.1", "0.2", "weights"):
-        save(str(tmp_path / kind), kind)
-    for kind, version in (("0.2", "0.2"), ("0.1", "0.1"), ("weights", "0.2"), ("weights", "0.1")):
-        out, factor = tmp_path / f"{kind} {version}", 8.0 if version == "0.2" else 1.0
-        told = ["--torchtitan-version", version] if kind == "weights" else []
-        assert main(["import", "--torchtitan", str(tmp_path / kind), "--out", str(out), *SAID, *told]) == 0
-        found, arch = imported_logits(out, tokens)
-        assert arch.rope_scaling_factor == factor
-        torch.testing.assert_close(found, logits(tokens, factor), rtol=0, atol=TOLERANCE)
-    assert "[model]\ndim = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nffn_dim = 48\n" in capsys.readouterr().out
-    assert not torch.allclose(logits(tokens, 8.0), logits(tokens, 1.0), atol=100 * TOLERANCE)
+        save(str(folder / kind), kind)
+    return folder
+
+
+TOKENS = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("0.2", 8.0), ("0.1", 1.0), ("weights", 8.0), ("weights", 1.0)])
+def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
+    Path(tmp_path / "job.toml").write_text("[model]\nrope_theta = 10000.0")
+    job = ["--job.config_file", str(tmp_path / "job.toml"), *said(factor)]
+    assert main(["import", "--torchtitan", str(steps / kind), "--out", str(tmp_path), *job]) == 0
+    found, arch = imported_logits(tmp_path, TOKENS)
+    assert (arch.rope_scaling_factor, arch.vocab_size) == (factor, 64)
+    torch.testing.assert_close(found, logits(TOKENS, factor), rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(logits(TOKENS, 8.0), logits(TOKENS, 1.0), atol=100 * TOLERANCE)
 
 
 @pytest.mark.slow
-def test_shards_of_two_ranks_are_put_together(tmp_path, capsys):
-    run_ranks(2, save, str(tmp_path / "checkpoint" / "step-10"), "0.2")
-    assert len(list((tmp_path / "checkpoint/step-10").glob("*.distcp"))) == 2
-    assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "out"), *SAID]) == 0
-    tokens = torch.randint(0, 64, (2, 300), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        imported_logits(tmp_path / "out", tokens)[0], logits(tokens, 8.0), rtol=0, atol=TOLERANCE
-    )
+def test_shards_of_two_ranks_are_put_together(tmp_path):
+    run_ranks(2, save, str(tmp_path / "step-10"), "0.2")
+    assert len(list((tmp_path / "step-10").glob("*.distcp"))) == 2
+    assert main(["import", "--torchtitan", str(tmp_path / "step-10"), "--out", str(tmp_path / "out"), *said()]) == 0
+    found, _ = imported_logits(tmp_path / "out", TOKENS)
+    torch.testing.assert_close(found, logits(TOKENS, 8.0), rtol=0, atol=TOLERANCE)
 
 
 def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype(tmp_path):
@@ -134,51 +145,37 @@ def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype
         for name, w in weights().items()
     }
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
-    found = TorchtitanReader(tmp_path, KNOWN, "0.2").read("layers.1.feed_forward.w2.weight")
+    found = torchtitan_weights(tmp_path, Model(**SIZES)).read("layers.1.feed_forward.w2.weight")
     assert type(found) is Tensor
     assert torch.equal(found, weights()["layers.1.feed_forward.w2.weight"].bfloat16())
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("steps")
-    for kind in ("0.1", "0.2", "weights"):
-        save(str(folder / kind), kind)
-    return {kind: folder / kind for kind in ("0.1", "0.2", "weights")}
-
-
-WRONG = [  # the checkpoint, what is said, and words of the answer
-    ("0.2", [], "Say --flavor 8B, or --n-heads N --rope-theta X"),
-    ("0.2", ["--n-heads", "4"], "the base of the rotary frequencies"),
-    ("weights", SAID, "--torchtitan-version, of which 0.2"),
-    ("0.2", ["--flavor", "8B"], "are (32, 2, 48), which are not those of torchtitan's 8B"),
-    ("0.2", ["--flavor", "7B"], "torchtitan's Llamas are debugmodel"),
-    ("0.2", ["--n-heads", "3", "--rope-theta", "10000"], "3 heads do not fit"),
-    ("0.1", ["--n-heads", "2", "--rope-theta", "10000"], "2 heads do not fit"),
-    ("0.2", [*SAID, "--torchtitan-version", "0.1"], "written as torchtitan 0.2 does"),
-    ("0.2", ["--n-heads", "0", "--rope-theta", "10000"], "n_heads = 0"),
-    ("0.2", ["--n-heads", "4", "--rope-theta", "nan"], "rope_theta = nan"),
-    ("0.2", [*SAID, "--rope-scaling-factor", "0.5"], "rope_scaling_factor"),
-]
-
-
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, *said: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
     """What is answered in place of an import."""
     out = folder.parent / "refused"
-    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *said]) == 2
+    assert main(["import", "--torchtitan", str(folder), "--out", str(out), *words]) == 2
     assert not list(out.glob("step-*"))
     answer = " ".join(capsys.readouterr().err.split())
     assert "Traceback" not in answer
     return answer
 
 
-def test_what_is_missing_or_contradicts_is_answered(tmp_path, capsys):
-    for kind in ("0.1", "0.2", "weights"):
-        save(str(tmp_path / kind), kind)
-    for kind, said, words in WRONG:
-        assert words in refused(capsys, tmp_path / kind, *said)
-    # The width of a head is read where torchtitan saved it.
-    assert TorchtitanReader(tmp_path / "0.1", Said(rope_theta=10000.0)).arch.n_heads == 4
+WRONG = [  # the checkpoint, the job, and words of the answer
+    ("0.2", [], "--job.config_file"),
+    ("0.2", ["--flavor", "8B"], "--flavor"),
+    ("0.2", said(n_kv_heads=4, ffn_dim=80), "layers.1.feed_forward.w3.weight: shape (48, 32), expected (80, 32)"),
+    ("0.2", said(n_layers=1), "layers.1.attention.wk.weight: not part of this"),
+    ("0.2", said(vocab_size=65), "tok_embeddings.weight: shape (64, 32), expected (65, 32)"),
+    ("0.2", said(n_heads=32, n_kv_heads=16), "32 heads"),
+    ("0.1", said(1.0, n_heads=2, n_kv_heads=1), "n_heads"),  # the frequencies in it are for heads of another width
+    ("0.1", said(8.0), "torchtitan 0.1"),
+    ("0.2", said(1.0), "torchtitan 0.2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "answer"), WRONG)
+def test_what_contradicts_the_checkpoint_is_answered(kind, words, answer, steps, capsys):
+    assert answer in refused(capsys, steps / kind, *words)
 
 
 class Hostile:
@@ -216,21 +213,20 @@ def test_damage_is_answered_in_words_and_nothing_is_made(how, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     save("theirs", "weights")
     broken(Path("theirs"), how)
-    assert "theirs" in refused(capsys, Path("theirs"), *SAID, "--torchtitan-version", "0.2")
+    assert "theirs" in refused(capsys, Path("theirs"), *said())
     assert not Path("run-by-the-index").exists()
 
 
-def test_other_folders_and_models_are_named(tmp_path, capsys):
-    assert "no checkpoint of torchtitan's" in refused(capsys, tmp_path, "--flavor", "8B")
-    save(str(tmp_path / "step-6"), "0.2")
-    assert main(["import", "--torchtitan", str(tmp_path), "--out", str(tmp_path / "o"), *SAID]) == 0
-    assert "a checkpoint of titanlite's" in refused(capsys, tmp_path / "o", *SAID)
-    assert main(["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--flavor", "8B"]) == 2
-    assert "--flavor is for --torchtitan" in capsys.readouterr().err
-    for name, state, words in (
-        ("bias", weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}, "attention.wq.bias: not part of this"),
-        ("deep", weights() | {"layers.99999.x": torch.zeros(1)}, "100000 layers"),
-        ("other", {"encoder.weight": torch.zeros(1)}, "there is no tok_embeddings.weight"),
+def test_other_folders_and_models_are_named(steps, tmp_path, capsys):
+    assert ".metadata" in refused(capsys, tmp_path, *said())
+    assert main(["import", "--torchtitan", str(steps / "0.2"), "--out", str(tmp_path), *said()]) == 0
+    assert "a checkpoint of titanlite's" in refused(capsys, tmp_path / "step-00000000", *said())
+    assert main(["import", "--hf", str(tmp_path), "--out", str(tmp_path / "p"), "--model.flavor", "8b"]) == 2
+    assert "--torchtitan" in capsys.readouterr().err
+    for name, state in (
+        ("layers.0.attention.wq.bias", weights() | {"layers.0.attention.wq.bias": torch.zeros(32)}),
+        ("norm.weight: torch.int32", weights() | {"norm.weight": torch.zeros(32, dtype=torch.int32)}),
+        ("tok_embeddings.weight: missing", {"encoder.weight": torch.zeros(1)}),
     ):
         dcp_save(state, checkpoint_id=str(tmp_path / name))
-        assert words in refused(capsys, tmp_path / name, *SAID, "--torchtitan-version", "0.2")
+        assert name in refused(capsys, tmp_path / name, *said())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from titanlite.checkpoint.published import HuggingFaceReader, load_hf_weights
+from titanlite.checkpoint.published import hf_weights, load_hf_weights
 from titanlite.config.errors import UserError
 from titanlite.model import formats
 from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
@@ -54,14 +54,14 @@ def test_logits_are_those_of_transformers(tmp_path, changes):
 
     write(tmp_path, BASE | changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    reader = HuggingFaceReader(tmp_path)
-    ours = Llama(reader.arch)
+    arch = hf_weights(tmp_path).arch
+    ours = Llama(arch)
     load_hf_weights(tmp_path, ours)
     tokens = torch.randint(97, (2, 200), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(tokens)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()  # fp32 sums in another order
-    assert architecture_from_hf(hf_config(reader.arch, "float32")) == reader.arch
+    assert architecture_from_hf(hf_config(arch, "float32")) == arch
 
 
 def test_every_key_that_transformers_writes_is_known():
@@ -88,7 +88,7 @@ def rope(**changes):
         *({"partial_rotary_factor": 0.5}, {"quantization_config": {"quant_method": "fp8"}}, {"compression_config": {}}),
         *({"per_layer_config": {"0": {}}}, {"sliding_window": 4096}, {"layer_types": ["sliding_attention"] * 2}),
         *({"is_causal": False}, {"attention_bias": True}, {"mlp_bias": True}, {"attention_dropout": 0.1}),
-        *({"hidden_act": "gelu"}, {"head_dim": 16}, {"num_key_value_heads": 4}, {"num_key_value_heads": 0}),
+        *({"hidden_act": "gelu"}, {"head_dim": 16}, {"num_key_value_heads": 0}),
         *({"rope_theta": None}, {"rope_theta": float("inf")}, {"hidden_size": 10**40}, {"logits_scaling": 2.0}),
         *({"num_hidden_layers": 10**9}, {"num_hidden_layers": True}, {"tie_word_embeddings": "yes"}),
         *({"auto_map": {"AutoModel": "code.Model"}}, {"is_encoder_decoder": True}, {"pruned_heads": {"1": [0]}}),
@@ -96,14 +96,26 @@ def rope(**changes):
     ids=str,
 )
 def test_what_would_compute_something_else_is_refused_by_its_name(changes):
-    with pytest.raises(ValueError, match=next(iter(changes))):
+    with pytest.raises(UserError, match=next(iter(changes))):
         architecture_from_hf(BASE | changes)
 
 
-@pytest.mark.parametrize("heads", [16, 7])  # of width 3, and of a width that is no whole number
-def test_heads_that_do_not_fit_the_width_are_refused(heads):
-    with pytest.raises(ValueError, match="an even number"):
-        architecture_from_hf(BASE | {"num_attention_heads": heads})
+DIFFERENT = [  # from the tensors, and what is said
+    ({"num_attention_heads": 16}, "16 heads of an even width"),  # theirs would be 3 wide
+    ({"num_attention_heads": 7}, "7 heads"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads"),
+    ({"vocab_size": 98}, r"embed_tokens.weight: shape \(97, 48\), expected \(98, 48\)"),
+    ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight: not part of this architecture"),
+    ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight: missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), DIFFERENT)
+def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, changes, message):
+    write(tmp_path, BASE)
+    (tmp_path / "config.json").write_text(json.dumps(BASE | changes))
+    with pytest.raises(UserError, match=message):
+        hf_weights(tmp_path)
 
 
 def test_other_tensors_than_the_configuration_describes_are_refused(tmp_path):
@@ -111,17 +123,18 @@ def test_other_tensors_than_the_configuration_describes_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    assert HuggingFaceReader(tmp_path).arch.tied_embeddings  # a copy of the embedding is none
+    assert hf_weights(tmp_path).arch.tied_embeddings  # a copy of the embedding is none
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        HuggingFaceReader(tmp_path)
+        hf_weights(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter"):  # which is not left out in silence
-        HuggingFaceReader(tmp_path)
+        hf_weights(tmp_path)
 
 
 def test_metas_scaling_is_that_of_its_generation():
     small = MetaParams(dim=2048, n_layers=1, n_heads=32, use_scaled_rope=True)
-    assert architecture_from_meta(small, 128256, 8192).rope_scaling_factor == 32.0
-    assert architecture_from_meta(small.model_copy(update={"dim": 4096}), 128256, 8192).rope_scaling_factor == 8.0
+    assert architecture_from_meta(small, 128256, 8192, tied=True).rope_scaling_factor == 32.0
+    large = small.model_copy(update={"dim": 4096})
+    assert architecture_from_meta(large, 128256, 8192, tied=False).rope_scaling_factor == 8.0

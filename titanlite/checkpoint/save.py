@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.published import CheckpointTensors, export_hf
+from titanlite.checkpoint.published import checkpoint_weights, export_hf
 from titanlite.config.errors import UserError
 from titanlite.config.files import MANIFEST
 from titanlite.runtime.logging import Event
@@ -227,7 +227,7 @@ class Saver:
         try:
             if not self._keep_or_supersede(out, step):
                 step_folders.check_folder(path)
-                export_hf(CheckpointTensors(path), out, self._config.export_dtype, self._write_tokenizer)
+                export_hf(checkpoint_weights(path), out, self._config.export_dtype, self._write_tokenizer)
                 self._log(f"wrote {out} for transformers, {self._config.export_dtype}")
         except (OSError, UserError) as error:
             self._log(f"writing {out} FAILED ({error})")

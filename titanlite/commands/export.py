@@ -57,7 +57,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
         CheckpointError: there is no good checkpoint.
     """
     from titanlite.checkpoint.find import job_of, use_newest
-    from titanlite.checkpoint.published import CheckpointTensors, export_hf
+    from titanlite.checkpoint.published import checkpoint_weights, export_hf
     from titanlite.data.tokenizer_files import write_tokenizer
 
     def use(step_folder: Path) -> Path:
@@ -65,7 +65,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
             path = tokenizer or Run(job_of(step_folder)).tokenizer_path
         except CheckpointError as unknown:
             raise UserError(f"{unknown} Or name the tokenizer: --tokenizer FILE.") from None
-        source = CheckpointTensors(step_folder)
+        source = checkpoint_weights(step_folder)
         make_folder(out.parent)
         export_hf(source, out, dtype, lambda folder: write_tokenizer(path, folder, source.arch.max_seq_len))
         return step_folder

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import tyro
-from pydantic import Field, PositiveFloat, PositiveInt
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.flavors import Architecture
+from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
-from titanlite.config.options import OptionPath, Options, parse
-from titanlite.torchtitan.tables import Version
+from titanlite.config.options import OptionPath, Options, parse_beside_job
 
-_SAID = ("flavor", "n_heads", "rope_theta", "rope_scaling_factor", "norm_eps", "max_seq_len")
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
+_KEYS = "With --torchtitan, a job says which model it is: --job.config_file FILE, or keys such as --model.flavor 8b."
 
 
 class Import(Options):
@@ -35,23 +34,7 @@ class Import(Options):
     meta: Annotated[OptionPath | None, _ORIGIN] = None
     """Meta's folder: params.json and consolidated.*.pth files."""
     torchtitan: Annotated[OptionPath | None, _ORIGIN] = None
-    """torchtitan's folder: .metadata and *.distcp files, or step-N folders with such files. It does not say which Llama
-    it holds; the next options do."""
-    flavor: str | None = None
-    """For --torchtitan: its model.flavor, such as 8B."""
-    torchtitan_version: Version | None = None
-    """For --torchtitan: 0.1 or 0.2. Models of 0.2 scale their rotary frequencies as Llama 3.1 does, those of 0.1 do
-    not. A checkpoint with the optimizer's state tells it, one of the weights alone does not."""
-    n_heads: PositiveInt | None = None
-    """For --torchtitan without --flavor: number of query heads."""
-    rope_theta: PositiveFloat | None = None
-    """For --torchtitan without --flavor: base of the rotary frequencies."""
-    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
-    """For --torchtitan: another scaling of the rotary frequencies than the version's."""
-    norm_eps: PositiveFloat | None = None
-    """For --torchtitan: epsilon of RMSNorm. Left out: 1e-5, as all of torchtitan's Llamas have it."""
-    max_seq_len: PositiveInt | None = None
-    """For --torchtitan: longest sequence. Left out: 131072, or 8192 where rotary frequencies are not scaled."""
+    """Folder of one step of torchtitan's: .metadata and *.distcp files."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,24 +43,20 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         UserError: the folder has no Llama that this model computes exactly.
     """
-    options = parse(Import, argv, "import")
-    said = {key: getattr(options, key) for key in _SAID}
-    given = [key for key in ("torchtitan_version", *_SAID) if getattr(options, key) is not None]
-    if given and options.torchtitan is None:
-        raise UserError(f"--{given[0].replace('_', '-')} is for --torchtitan; other formats say it themselves.")
-    from titanlite.checkpoint.published import HuggingFaceReader, MetaReader, import_weights
-    from titanlite.model.formats import parameter_shapes
-    from titanlite.torchtitan.weights import Said, TorchtitanReader
+    options, words = parse_beside_job(Import, argv, "import", _KEYS)
+    if bool(words) != (options.torchtitan is not None):
+        raise UserError(f"{_KEYS} The other formats say it themselves.")
+    from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
+    from titanlite.torchtitan.weights import torchtitan_weights
 
+    origin = cast(Path, options.hf or options.meta or options.torchtitan)
     if options.torchtitan:
-        reader = TorchtitanReader(options.torchtitan, Said(**said), options.torchtitan_version)
-        origin = reader.path
+        source = torchtitan_weights(origin, load_job(words).model)
     else:
-        origin = cast(Path, options.meta or options.hf)
-        reader = MetaReader(origin) if options.meta else HuggingFaceReader(origin)
-    path = import_weights(make_folder(options.out), reader, str(origin))
-    print(f"Wrote {path}: {len(parameter_shapes(reader.arch))} tensors. A job that starts from it needs\n")
-    print(job_tables(reader.arch, path, origin))
+        source = meta_weights(origin) if options.meta else hf_weights(origin)
+    path = import_weights(make_folder(options.out), source, str(origin))
+    print(f"Wrote {path}: {len(source.dtypes)} tensors. A job that starts from it needs\n")
+    print(job_tables(source.arch, path, origin))
 
 
 def job_tables(arch: Architecture, path: Path, origin: Path) -> str:

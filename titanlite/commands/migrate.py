@@ -19,8 +19,8 @@ _MOST_BYTES = 1 << 16  # torchtitan's own have 2,000
 
 
 class Migrate(Options):
-    """Turn a job file of torchtitan 0.1 or 0.2, for a Llama, into one of titanlite's. Each key is carried over with its
-    comment, or named with the reason why it is not."""
+    """Turn a job file of torchtitan 0.1 or 0.2, for a Llama, into one of titanlite's. Each key is carried over, or
+    named with the reason why it is not. Comments stay in the old file."""
 
     file: Annotated[OptionPath, tyro.conf.Positional]
     """torchtitan's job file (TOML)."""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     except UserError as error:
         raise UserError(f"{options.file}: {error}") from None
     if options.out is None:
-        print(result.text, end="")
+        print(printable(result.text), end="")  # an escape means the same in TOML
     else:
         write_whole(options.out, result.text.encode())
     print(printable(_report(result, options)), file=sys.stderr if options.out is None else sys.stdout)
@@ -60,8 +60,8 @@ def _report(result: Migration, options: Migrate) -> str:
     where = f"Wrote {options.out}" if options.out else "This job"
     scaled = "are scaled as in Llama 3.1" if result.version == "0.2" else "are not scaled"
     lines = [
-        f"{where}: {result.carried} keys as they were. The old one is read as a job of torchtitan {result.version}, "
-        f"where rotary frequencies {scaled}."
+        f"{where}: {result.carried} keys as they were; comments stay in {options.file}. It is read as a job of "
+        f"torchtitan {result.version}, where rotary frequencies {scaled}."
     ]
     for heading, rows in (
         ("Under another name:", [f"{old} -> {new}" for old, new in result.renamed.items()]),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError
 from torch import Tensor
 
+from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import explain, short
@@ -36,7 +37,7 @@ _BLOCK_NAMES = {
     "feed_forward.w3": "mlp.up_proj",
 }
 # In old files. It is computed and not learned.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+HF_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def hf_name(name: str) -> str:
@@ -73,26 +74,20 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a config.json describes, as transformers reads it.
 
     Raises:
-        ValueError: it is no Llama that this model computes exactly. The message names every key that prevents it.
+        UserError: it is no Llama that this model computes exactly. The message names every key that prevents it.
     """
-    if (kind := config.get("model_type")) != "llama":
-        raise ValueError(f'model_type is {short(repr(kind))}, expected "llama"')
     try:
         parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
-        raise ValueError(explain(_Config, failure)) from None
-    heads, width = parsed.n_heads, parsed.dim
-    kv_heads, head_dim = parsed.n_kv_heads or heads, parsed.head_dim or width // heads
-    if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads = {heads}")
-    if head_dim * heads != width or head_dim % 2:
-        share = f"hidden_size / num_attention_heads = {width / heads}"
-        raise ValueError(f"head_dim is {head_dim}, expected {share}, an even number")
-    rotary = [table.fields(parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
+        raise UserError(f"config.json: {explain(_Config, failure)}") from None
+    if parsed.head_dim not in (None, parsed.dim / parsed.n_heads):
+        raise UserError(f"config.json: head_dim is {parsed.head_dim}, expected hidden_size / num_attention_heads")
+    rotary = [_rotary(table, parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
     if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
-        raise ValueError("rope_scaling and rope_parameters differ. Remove the one that is wrong")
-    same = {name: getattr(parsed, name) for name in _aliases(_Config)} | {"n_kv_heads": kv_heads}
-    return Architecture(**same, **(rotary or [_Plain().fields(parsed)])[0])
+        raise UserError("config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong.")
+    same = {name: getattr(parsed, name) for name in _aliases(_Config)}
+    same["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
+    return Architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
 
 
 def _aliases(model: type[FileModel]) -> dict[str, str]:
@@ -111,10 +106,6 @@ class _RotaryTable(FileModel):
 class _Plain(_RotaryTable):
     rope_type: Literal["default"] = "default"
 
-    def fields(self, config: _Config) -> dict[str, Any]:
-        """The rotary fields of Architecture."""
-        return {"rope_theta": self.rope_theta or config.rope_theta}
-
 
 class _Llama3(_RotaryTable):
     rope_type: Literal["llama3"]
@@ -123,19 +114,16 @@ class _Llama3(_RotaryTable):
     rope_high_freq_factor: Annotated[PositiveFloat, Field(alias="high_freq_factor")]
     rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
 
-    @model_validator(mode="after")
-    def _has_a_range(self) -> Self:
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise ValueError("high_freq_factor must be greater than low_freq_factor")
-        return self
 
-    def fields(self, config: _Config) -> dict[str, Any]:
-        """The rotary fields of Architecture."""
-        theta = {"rope_theta": self.rope_theta or config.rope_theta}
-        if self.rope_scaling_factor == 1.0:
-            return theta
-        scaling = {name: getattr(self, name) for name in _aliases(_Llama3)}
-        return theta | scaling | {"rope_original_max_seq_len": self.rope_original_max_seq_len or config.max_seq_len}
+def _rotary(table: _RotaryTable, config: _Config) -> dict[str, Any]:
+    """The rotary fields of Architecture."""
+    fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
+    if isinstance(table, _Llama3) and table.rope_scaling_factor > 1.0:
+        if table.rope_high_freq_factor <= table.rope_low_freq_factor:
+            raise UserError("config.json: rope_scaling: high_freq_factor must be greater than low_freq_factor.")
+        fields |= {name: getattr(table, name) for name in _aliases(_Llama3)}
+        fields["rope_original_max_seq_len"] = table.rope_original_max_seq_len or config.max_seq_len
+    return fields
 
 
 def _with_type(table: Any) -> Any:
@@ -143,7 +131,7 @@ def _with_type(table: Any) -> Any:
     return {"rope_type": table.get("type", "default"), **table} if isinstance(table, dict) and table else table or None
 
 
-_Rotary = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")] | None, BeforeValidator(_with_type)]
+_Tables = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")] | None, BeforeValidator(_with_type)]
 
 
 class _Config(FileModel):
@@ -161,8 +149,8 @@ class _Config(FileModel):
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
     head_dim: Size | None = None
     rope_theta: PositiveFloat = 10000.0
-    rope_scaling: _Rotary = None
-    rope_parameters: _Rotary = None
+    rope_scaling: _Tables = None
+    rope_parameters: _Tables = None
     # Of these, this model computes some values only.
     hidden_act: Literal["silu", "swish"] = "silu"
     is_causal: Literal[True] = True
@@ -199,17 +187,6 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def tensor_differences(arch: Architecture, found: dict[str, tuple[int, ...]]) -> list[str]:
-    """One line per tensor of a Hugging Face Llama that is missing, superfluous or of another shape.
-
-    Args:
-        found: Hugging Face name -> shape.
-    """
-    expected = {hf_name(name): shape for name, shape in parameter_shapes(arch).items()}
-    spare = {name for name in found if _DERIVED.fullmatch(name) or (arch.tied_embeddings and name == HF_OUTPUT)}
-    return differences(expected, {name: shape for name, shape in found.items() if name not in spare})
-
-
 def differences(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
     """One line per tensor that is missing, superfluous or of another shape. Both: name -> shape."""
     lines = []
@@ -235,40 +212,28 @@ class MetaParams(FileModel):
     norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat = 10000.0
     use_scaled_rope: bool = False
-    rope_scaling_factor: Annotated[float, Field(ge=1.0)] | None = None
-    high_freq_factor: Annotated[float, Field(gt=1.0)] = 4.0
     multiple_of: int | None = None
     ffn_dim_multiplier: float | None = None
-    max_seq_len: int | None = None
-    max_batch_size: int | None = None
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.dim % (2 * self.n_heads):
-            raise ValueError(f"dim = {self.dim} must be a multiple of 2 * n_heads = {2 * self.n_heads}")
-        if self.n_heads % (self.n_kv_heads or self.n_heads):
-            raise ValueError(f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.n_kv_heads}")
-        return self
 
 
-def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int) -> Architecture:
-    """The architecture of Meta's params.json and of the two sizes that are read from the tensors.
+def architecture_from_meta(params: MetaParams, vocab_size: int, ffn_dim: int, tied: bool) -> Architecture:
+    """The architecture of Meta's params.json and of what is read from the tensors.
 
     `use_scaled_rope` means the scaling of Llama 3.1, or that of Llama 3.2 for its small models, as in Meta's
     llama-models repository.
     """
-    same: dict[str, Any] = {
-        key: getattr(params, key) for key in ("dim", "n_layers", "n_heads", "norm_eps", "rope_theta")
-    }
-    if params.use_scaled_rope:
-        same["rope_scaling_factor"] = params.rope_scaling_factor or (32.0 if params.dim in (2048, 3072) else 8.0)
-        same["rope_high_freq_factor"] = params.high_freq_factor
-    same |= {"n_kv_heads": params.n_kv_heads or params.n_heads, "ffn_dim": ffn_dim, "vocab_size": vocab_size}
-    return Architecture(**same, max_seq_len=131072 if params.use_scaled_rope else 8192)
+    same = params.model_dump(include={"dim", "n_layers", "n_heads", "norm_eps", "rope_theta"})
+    same |= {"n_kv_heads": params.n_kv_heads or params.n_heads, "ffn_dim": ffn_dim, "tied_embeddings": tied}
+    same["vocab_size"] = vocab_size if params.vocab_size == -1 else params.vocab_size
+    if not params.use_scaled_rope:
+        return Architecture(**same, max_seq_len=8192)
+    return Architecture(**same, rope_scaling_factor=32.0 if params.dim in (2048, 3072) else 8.0)
 
 
-def from_meta_rotary(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of Meta's or torchtitan's wq or wk, (H * D, C). They pair the channels 2i and 2i + 1, this model
-    i and i + D / 2."""
+def from_meta_rotary(name: str, weight: Tensor, head_dim: int) -> Tensor:
+    """A weight of Meta's or torchtitan's in this model's layout: the rows of wq and wk, (H * D, C), in another order.
+    They pair the channels 2i and 2i + 1, this model i and i + D / 2."""
+    if not name.endswith(("attention.wq.weight", "attention.wk.weight")):
+        return weight
     heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # (H, D / 2, 2, C)
     return heads.transpose(1, 2).reshape(weight.shape)

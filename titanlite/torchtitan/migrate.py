@@ -1,4 +1,4 @@
-"""Turns a job file of torchtitan into one of ours: text to text, with the comments.
+"""Turns a job file of torchtitan into one of ours: text to text, values only.
 
 Invariant: a key of the old file is carried over, or named in the report with the reason. The new file is valid by the
 schema, or the old one is refused with all values that are wrong. No file is read or written here.
@@ -6,17 +6,14 @@ schema, or the old one is refused with all values that are wrong. No file is rea
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, get_args
 
 import tomli
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import AoT, Comment, InlineTable, Table
 
-from titanlite.config.errors import UserError, printable
+from titanlite.config.errors import UserError
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.mistakes import WrongJob, shown
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
@@ -24,17 +21,6 @@ from titanlite.torchtitan import tables
 from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 
 SMALL_LAYERS = "auto_filter_small_kn"
-
-
-@dataclass
-class _Entry:
-    """A key of a file: its value, the value as it is written, the comment behind it, and the lines of comment above."""
-
-    key: str
-    value: Any
-    text: str = ""
-    comment: str = ""
-    above: tuple[str, ...] = ()
 
 
 def migrate(raw: bytes, version: Version | None = None) -> Migration:
@@ -48,37 +34,27 @@ def migrate(raw: bytes, version: Version | None = None) -> Migration:
         UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has wrong values.
     """
     try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
-        tomli.loads(text)
-        heading = re.match(r"(?:(?:#.*\n)*(?=\n|\Z))?", text)  # comment before an empty line is about the whole file
-        assert heading
-        document = tomlkit.parse(text[heading.end() :])
-    except (ValueError, RecursionError, TOMLKitError) as error:  # bad TOML, a number of 5,000 digits, deep lists
+        old = _flat(tomli.loads(raw.decode("utf-8-sig")))
+    except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, deep lists
         raise UserError(f"not valid TOML in UTF-8: {error}.") from None
-    if printable(text) != text:
-        raise UserError("it has control characters or invisible ones. Remove them.")
-    return Migration(list(_entries(document.body, "", [])), version, heading[0].rstrip())
+    return Migration(old, version)
 
 
-def _entries(body: list[Any], path: str, above: list[str]) -> Iterator[_Entry]:
-    """All keys in the order of the file, with those of tables in tables. `above`: the lines of comment since the last
-    key."""
-    for key, item in body:
-        name = path if key is None else ".".join(filter(None, [path, *(part.key for part in key)]))
-        if isinstance(item, Comment):
-            above.append(item.trivia.comment)
-        elif isinstance(item, Table | InlineTable) and (item or not path):
-            above.extend(filter(None, [item.trivia.comment]))
-            yield from _entries(item.value.body, name, above)
-        elif isinstance(item, AoT):
-            raise UserError(f"[[{name}]]: a value is expected, not tables.")
-        elif item is not None and key is not None:
-            yield _Entry(name, item.unwrap(), item.as_string(), item.trivia.comment, tuple(above))
-            above.clear()
+def _flat(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """All values by their key in the order of the file, with those of tables in tables."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        is_table = isinstance(value, dict) and (value or not path)
+        values |= _flat(value, f"{path}{name}.") if is_table else {f"{path}{name}": value}
+    return values
 
 
 class Migration:
     """What became of a job file.
+
+    Args:
+        old: its keys and values.
+        version: torchtitan's. None: found out from the keys.
 
     Attributes:
         text: The new file.
@@ -92,60 +68,61 @@ class Migration:
         UserError: it is no job of torchtitan's for a Llama, or it has wrong values.
     """
 
-    def __init__(self, entries: list[_Entry], version: Version | None, heading: str) -> None:
-        self._old = {entry.key: entry for entry in entries}
-        self._values = {entry.key: entry.value for entry in entries}
-        self._new: dict[str, _Entry] = {}  # our key -> the old entry that it comes from, with its new value
+    def __init__(self, old: dict[str, Any], version: Version | None) -> None:
+        self._old = old
+        self._new: dict[str, Any] = {}
+        self._origin: dict[str, str] = {}  # our key -> the old one that its value comes from
         self.added: dict[str, str] = {}
         self.lost: dict[str, list[str]] = {}
-        if (model := self._values.get("model.name", "llama3")) != "llama3":
+        if (model := old.get("model.name", "llama3")) != "llama3":
             raise UserError(f"model.name = {shown(model)}: titanlite trains Llamas only, torchtitan's llama3.")
-        for key in self._old:
+        for key in old:
             if "." not in key or key.partition(".")[0] not in tables.SECTIONS:
-                known = f"Its sections are {', '.join(sorted(tables.SECTIONS))}."
-                ours = "Is this a job file of titanlite's already?"
-                raise UserError(f"{key} is not torchtitan's for a Llama. {ours if key in KEYS else known}")
-        self.version: Version = version or tables.version_of(self._old)
-        for key, entry in self._old.items():
+                known = ", ".join(sorted(tables.SECTIONS))
+                raise UserError(f"{key} is not torchtitan's for a Llama, whose sections are {known}.")
+        self.version: Version = version or tables.version_of(old)
+        for key, value in old.items():
             if ours := tables.EQUIVALENT.get(key):
-                self._put(ours, VALUES[ours](entry.value) if ours in VALUES else entry.value, entry)
+                self._put(ours, VALUES[ours](value) if ours in VALUES else value, key)
             elif key not in tables.CONVERTED:
                 self._lose(key, tables.WITHOUT.get(key, "It is no key of torchtitan 0.1 or 0.2."))
         for complete in (self._model, self._data, self._schedule, self._microbatches, self._float8, self._defaults):
             complete()
-        self._check()
-        self.carried = sum(entry.key == key for key, entry in self._new.items())
-        self.renamed = {entry.key: key for key, entry in self._new.items() if entry.key not in ("", key)}
-        blocks = [heading]
-        for name in SECTIONS:
-            lines = [f"[{name}]"]
-            for key, entry in self._new.items():
-                if key.startswith(f"{name}."):
-                    text = entry.text or tomlkit.item(entry.value).as_string()
-                    lines += [*entry.above, f"{key.partition('.')[2]} = {text}  {entry.comment}".rstrip()]
-            blocks.append("\n".join(lines) if len(lines) > 1 else "")
-        self.text = "\n\n".join(filter(None, blocks)) + "\n"
+        job: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for name in KEYS:
+            if name in self._new:
+                section, _, key = name.partition(".")
+                job[section][key] = self._new[name]
+        try:
+            JobConfig.model_validate(job)
+        except WrongJob as wrong:  # named as in the old file
+            errors = [
+                f"  {self._origin.get(each.key, each.key)}: {each.found} {each.remedy}" for each in wrong.mistakes
+            ]
+            text = "these values are wrong here. Change them, or leave them out, and migrate again:"
+            raise UserError("\n".join([text, *errors])) from None
+        self.renamed = {old: new for new, old in self._origin.items() if old != new and new in self._new}
+        self.carried = sum(self._origin.get(key) == key for key in self._new)
+        self.text = tomlkit.dumps({section: values for section, values in job.items() if values})
 
     def _number(self, key: str, default: int) -> int:
         """The value of a key of the new file, or of the old. Raises UserError: it is no whole number."""
-        entry = self._new.get(key) or self._old.get(key) or _Entry(key, default)
-        if type(entry.value) is not int:
-            raise UserError(f"{entry.key} = {shown(entry.value)}: a whole number is expected.")
-        return entry.value
+        value = self._new.get(key, self._old.get(key, default))
+        if type(value) is not int:
+            raise UserError(f"{self._origin.get(key, key)} = {shown(value)}: a whole number is expected.")
+        return value
 
-    def _put(self, key: str, value: Any, entry: _Entry) -> None:
-        """Write a key of the new file, with the comments of an old one. Raises UserError: two old keys become this."""
-        if key in self._new and self._new[key].value != value:
-            both = f"{self._new[key].key} and {entry.key}"
+    def _put(self, key: str, value: Any, origin: str) -> None:
+        """Write a key of the new file, whose value comes from an old one. Raises UserError: another one says more."""
+        if key in self._new and self._new[key] != value:
+            both = f"{self._origin[key]} and {origin}"
             raise UserError(f"{both} both become {key}, with different values. Remove one of them.")
-        text = entry.text if value == entry.value else ""
-        self._new[key] = _Entry(entry.key, value, text, entry.comment, entry.above)
+        self._new[key], self._origin[key] = value, origin
 
     def _add(self, key: str, value: Any, why: str = "", replace: bool = False) -> None:
         """Write a key that the old file leaves out, or has with another value. With `why`, the report says it."""
         if replace or key not in self._new:
-            old = self._new.get(key, _Entry("", None))
-            self._new[key] = _Entry(old.key, value, "", old.comment, old.above)
+            self._new[key] = value
             if why:
                 self.added[f"{key} = {shown(value)}"] = why
 
@@ -153,27 +130,15 @@ class Migration:
         """Note a key without an equivalent."""
         self.lost.setdefault(reason, []).append(key)
 
-    def _check(self) -> None:
-        """Raises UserError: values that the schema refuses, by their old names."""
-        job: dict[str, dict[str, Any]] = {}
-        for key, entry in self._new.items():
-            job.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = entry.value
-        try:
-            JobConfig.model_validate(job)
-        except WrongJob as wrong:
-            errors = [f"  {self._new[found.key].key}: {found.found} {found.remedy}" for found in wrong.mistakes]
-            text = "these values are wrong here. Change them, or leave them out, and migrate again:"
-            raise UserError("\n".join([text, *errors])) from None
-
     # ------------------------------------------------------------------------------------- what several keys decide
 
     def _model(self) -> None:
         """The sizes and the rotary frequencies in which a flavor of torchtitan's differs from ours."""
-        flavor = self._values.get("model.flavor", "debugmodel")
+        flavor = self._old.get("model.flavor", "debugmodel")
         base = _flavor(flavor)
         self._add("model.flavor", base, "torchtitan's default")
         theirs = asdict(TORCHTITAN_FLAVORS[flavor])
-        theirs["rope_scaling_factor"] = tables.rope_scaling_factor(self.version)
+        theirs["rope_scaling_factor"] = tables.ROPE_SCALING_FACTOR[self.version]
         for key, ours in asdict(FLAVORS[base]).items():
             if key not in ("vocab_size", "max_seq_len") and theirs[key] != ours:
                 self._add(f"model.{key}", theirs[key], f"torchtitan's {flavor}")
@@ -185,23 +150,14 @@ class Migration:
     def _data(self) -> None:
         """Text to train on, and to validate on if validation.enable is true."""
         self._source("dataset", "training", "c4_test")
-        if self._values.get("validation.enable", False) is not True:
-            self._new.pop("validation.freq", None)
-            for key in (key for key in self._old if key.startswith("validation.") and key not in tables.WITHOUT):
-                self._lose(key, "Without validation.enable there is none. Here validation.freq above 0 turns it on.")
+        if self._old.get("validation.enable") is True:
+            self._add("validation.freq", 10, "torchtitan's default")
+            self._source("validation", "validation", "c4_validation")
             return
-        self._add("validation.freq", 10, "torchtitan's default")
-        self._source("validation", "validation", "c4_validation")
-        rows, steps = self._number("validation.local_batch_size", 8), self._number("validation.steps", -1)
-        if rows > 0 and steps > 0:
-            self._put("validation.sequences", rows * steps, self._old["validation.steps"])
-            text = (
-                f"validation.sequences counts the rows of all ranks: {rows * steps} are those of one data-parallel rank"
-            )
-            self._lose("validation.local_batch_size", f"{text} of torchtitan's. Multiply it by their number.")
-        else:
-            text = "validation.sequences says how many rows to read; it is 64 where it is left out."
-            self._lose("validation.steps", text)
+        self._new.pop("validation.freq", None)
+        for key in ("validation.freq", "validation.dataset", "validation.dataset_path"):
+            if key in self._old:
+                self._lose(key, "Without validation.enable there is none. Here validation.freq above 0 turns it on.")
 
     def _source(self, section: str, prefix: str, default: str) -> None:
         """Describe one of torchtitan's datasets in [section]. Its keys are prefix.dataset and prefix.dataset_path.
@@ -209,25 +165,24 @@ class Migration:
         Raises:
             UserError: it is unknown, and there is no path.
         """
-        entry, place = self._old.get(f"{prefix}.dataset", _Entry("", default)), self._old.get(f"{prefix}.dataset_path")
-        of_hub = entry.value in ("c4", "c4_validation")
-        if place:
-            self._put(f"{section}.source", "huggingface", entry)
-            self._put(f"{section}.path", place.value, place)
-            for key, value in (("config", "en"), ("streaming", True)) if of_hub else ():
-                self._add(f"{section}.{key}", value)
+        key, place = f"{prefix}.dataset", f"{prefix}.dataset_path"
+        name = self._old.get(key, default)
+        of_hub = name in ("c4", "c4_validation")
+        if place in self._old:
+            self._put(f"{section}.source", "huggingface", key)
+            self._put(f"{section}.path", self._old[place], place)
+            for ours, value in (("config", "en"), ("streaming", True)) if of_hub else ():
+                self._add(f"{section}.{ours}", value)
         elif of_hub:
-            self._put(f"{section}.source", "c4", entry)
-        elif entry.value == "c4_test":
+            self._put(f"{section}.source", "c4", key)
+        elif name == "c4_test":
             text = "c4_test is a file of torchtitan's repository; python_stdlib is titanlite's text for trials. For the"
-            self._lose(
-                f"{prefix}.dataset", f'{text} other: source = "jsonl", path = ".../tests/assets/c4_test/data.json".'
-            )
+            self._lose(key, f'{text} other: source = "jsonl", path = ".../tests/assets/c4_test/data.json".')
             self._add(f"{section}.source", "python_stdlib")
         else:
             text = "torchtitan has c4, c4_test and c4_validation. Add dataset_path, a folder or a name on the hub."
-            raise UserError(f"{entry.key} = {shown(entry.value)}: {text}")
-        if entry.value == "c4_validation":
+            raise UserError(f"{key} = {shown(name)}: {text}")
+        if name == "c4_validation":
             self._add(f"{section}.split", "validation")
 
     def _schedule(self) -> None:
@@ -236,7 +191,6 @@ class Migration:
         if self._number("lr_scheduler.warmup_steps", 200) > steps:
             why = "as torchtitan does where the schedule has fewer steps"
             self._add("lr_scheduler.warmup_steps", steps, why, replace=True)
-        self._add("lr_scheduler.warmup_steps", 200, "torchtitan's default")
 
     def _microbatches(self) -> None:
         """torchtitan cuts its local batch into microbatches; here a local batch is one, and a global batch has more."""
@@ -259,39 +213,31 @@ class Migration:
 
     def _float8(self) -> None:
         """Which layers are converted, and other conversions than that to FP8."""
-        others = [name for name in _names(self._values.get("model.converters", [])) if "float8" not in str(name)]
-        if others:
-            text = "There is no such conversion of a model. float8.enable is for FP8."
-            self._lose(f"model.converters {shown(others)}", text)
-        if "float8.enable" not in self._new or self._new["float8.enable"].value is not True:
+        converters = _names(self._old.get("model.converters", []))
+        if others := [name for name in converters if "float8" not in str(name)]:
+            self._lose(f"model.converters {shown(others)}", "There is no such conversion of a model but float8.enable.")
+        if self._new.get("float8.enable") is not True:
             return
-        names = _names(
-            self._values.get("quantize.linear.float8.filter_fqns", self._values.get("float8.filter_fqns", []))
-        )
-        small = SMALL_LAYERS in names
-        why = (
-            f"{SMALL_LAYERS} leaves small layers in high precision" if small else "torchtitan converts small ones, too"
-        )
-        self._add("float8.min_features", 1024 if small else 0, why)
+        names = _names(self._old.get("quantize.linear.float8.filter_fqns", self._old.get("float8.filter_fqns", [])))
+        why = f"torchtitan leaves small layers in high precision with {SMALL_LAYERS} only"
+        self._add("float8.min_features", 1024 if SMALL_LAYERS in names else 0, why)
         if "float8.enable_float8_linear" not in self._old and not any(str(name) in "output" for name in names):
             text = "torchtitan converts it, too, where filter_fqns does not name it. Here it always stays in high"
             self._lose("the output projection in FP8", f"{text} precision, because its logits are computed in chunks.")
 
     def _defaults(self) -> None:
         """torchtitan's defaults where they differ from ours."""
-        selective = self._values.get("activation_checkpoint.mode", "selective") == "selective"
         for key, value in tables.DEFAULTS.items():
-            if selective or not key.startswith("activation_checkpoint."):
-                self._add(key, value, "torchtitan's default")
-        if self.version == "0.2" and self._new["checkpoint.enable"].value is True:
+            self._add(key, value, "torchtitan's default")
+        if self.version == "0.2" and self._new["checkpoint.enable"] is True:
             self._add("checkpoint.last_save_model_only", True, "torchtitan's default")
-        if self._values.get("checkpoint.initial_load_in_hf", False) is True:
-            folder = self._values.get("model.hf_assets_path", "./tests/assets/tokenizer")
+        if self._old.get("checkpoint.initial_load_in_hf", False) is True:
+            folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._add("checkpoint.initial_load_path", folder, "torchtitan's default: model.hf_assets_path")
-        elif "checkpoint.initial_load_path" in self._new:
-            entry = self._new.pop("checkpoint.initial_load_path")
-            command = f"`titanlite import --torchtitan {shown(entry.value)} --out FOLDER`"
-            self._lose(entry.key, f"It is a checkpoint of torchtitan's. {command} makes one of ours of its weights.")
+        elif path := self._new.pop("checkpoint.initial_load_path", None):
+            command = f"`titanlite import --torchtitan {shown(path)} --out FOLDER --job.config_file` with the new file"
+            text = f"It is a checkpoint of torchtitan's. {command} makes one of ours of its weights."
+            self._lose("checkpoint.initial_load_path", text)
 
 
 # ------------------------------------------------------------------------------------------------- values translated
@@ -320,12 +266,9 @@ def _tokenizer(path: Any) -> Any:
 def _stages(points: Any) -> Any:
     """The first block of each stage but the first: a text, a list, or the names of the modules of each stage."""
     points = _names(points)
-    if not any(isinstance(part, list) for part in points):
+    if not all(isinstance(part, list) for part in points):
         return points
-    try:
-        return [next(name for name in part if name.startswith("layers.")) for part in points[1:]]
-    except (TypeError, AttributeError, StopIteration):
-        raise UserError(f"{shown(points)}: lists of names of modules are expected, each with a block.") from None
+    return [next((name for name in part if str(name).startswith("layers.")), None) for part in points[1:]]
 
 
 def _pipeline_schedule(value: Any) -> Any:

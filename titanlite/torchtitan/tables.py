@@ -14,6 +14,8 @@ import tomli
 from titanlite.config.flavors import FLAVORS, Architecture
 
 Version = Literal["0.1", "0.2"]
+ROPE_SCALING_FACTOR: dict[Version, float] = {"0.1": 1.0, "0.2": 8.0}
+"""The rotary scaling of all models of a version: 0.1 has none, 0.2 has that of Llama 3.1."""
 
 _FILE: dict[str, Any] = tomli.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
 EQUIVALENT: dict[str, str] = {
@@ -34,11 +36,6 @@ _MODELS = {"debugmodel": _DEBUG, **{name.upper(): FLAVORS[name] for name in ("8b
 MASKED = ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
 """Flavors in which a token attends to its own document only."""
 TORCHTITAN_FLAVORS = _MODELS | {name: _MODELS[name.partition("_")[0]] for name in MASKED}
-
-
-def rope_scaling_factor(version: Version) -> float:
-    """The rotary scaling of all models of a version: 0.1 has none, 0.2 has that of Llama 3.1."""
-    return 8.0 if version == "0.2" else 1.0
 
 
 def version_of(keys: Collection[str]) -> Version:
