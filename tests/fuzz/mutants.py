@@ -2,7 +2,7 @@
 
 import json
 import random
-import resource
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +10,8 @@ import pytest
 
 from titanlite.config.errors import UserError
 
-MANY = 1500
 SAMPLE = pytest.param(40, id="sample")
-ALL = pytest.param(MANY, marks=pytest.mark.long, id="long")
+ALL = pytest.param(1500, marks=pytest.mark.long, id="long")
 
 _DEEP: Any = []
 for _ in range(400):
@@ -87,7 +86,7 @@ def _change_bytes(data: bytearray, rng: random.Random) -> bytes:
 def ends_well(number: int, act: Callable[[], object]) -> bool:
     """Whether `act` ended without an error. Fails the test for any other error than a printable UserError, and for more
     than two seconds of a processor (not of a clock, because other tests run beside this one)."""
-    before, refusal = _seconds(), None
+    before, refusal = time.process_time(), ""
     try:
         act()
     except UserError as error:
@@ -95,12 +94,7 @@ def ends_well(number: int, act: Callable[[], object]) -> bool:
     except BaseException as error:
         error.add_note(f"mutant {number}")
         raise
-    assert _seconds() - before < 2.0, f"mutant {number} took {_seconds() - before:.1f} s"
-    assert refusal is None or refusal.replace("\n", "").isprintable(), f"mutant {number}: {refusal!r}"
-    assert refusal is None or len(refusal) < 10_000, f"mutant {number}: a message of {len(refusal)} characters"
-    return refusal is None
-
-
-def _seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    assert time.process_time() - before < 2.0, f"mutant {number} took {time.process_time() - before:.1f} s"
+    assert refusal.replace("\n", "x").isprintable(), f"mutant {number}: {refusal!r}"
+    assert len(refusal) < 10_000, f"mutant {number}: a message of {len(refusal)} characters"
+    return not refusal
