@@ -25,8 +25,9 @@ from titanlite.config.mistakes import WrongJob
 from titanlite.config.options import Scoring
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
+from titanlite.data.sources import open_source, source_of_file
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.validation import TextWindows, open_files
+from titanlite.data.validation import TextWindows
 from titanlite.load_run import layout_rules, mistake_of, world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
@@ -92,7 +93,7 @@ def evaluate_text(
     stride = options.stride or max(1, window // 2)
     if stride >= window:
         raise UserError(f"--stride {stride}: must be less than the window of {window} tokens, or some are not scored.")
-    sources = open_files(files, options.text_column)
+    sources = [open_source(source_of_file(file, options.text_column)) for file in files]
     run = _run_for(saved, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), window, stride)
     folder, total = _sum_of_losses(run, Path(checkpoint), texts, log)

@@ -175,7 +175,7 @@ def test_ngpu_starts_the_ranks_and_json_stands_alone_on_standard_output(trained:
     [
         ("none.txt", None, [], "none.txt"),
         ("text.pdf", b"%PDF", [], "must end in .txt, .jsonl"),
-        ("other.jsonl", b'{"body": "x"}\n', [], "no field 'text' (--text-column); there are: 'body'"),
+        ("other.jsonl", b'{"body": "x"}\n', [], "no field 'text' (text_column); there are: 'body'"),
         ("latin.txt", b"gr\xf6\xdfer", [], "latin.txt, line 1: 'utf-8' codec can't decode"),
         ("blank.jsonl", b'{"text": ""}\n', [], "there is no text to score"),
         ("good.txt", b"x", ["--window", "65"], "--window 65: the model has 64 positions"),

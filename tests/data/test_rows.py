@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from titanlite import Loader
-from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
 from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig
 from titanlite.data.loader import OutOfData
@@ -320,6 +319,3 @@ def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(t
         rows = ranks.state()["schedule"]["rows"]
         assert [now - then for now, then in zip(rows, before, strict=True)] == [[4, 4], [2, 6], [0, 8]][step // 2]
         before = rows
-    for wrong in ((DataStage(start_step=5, weights=(1.0,)),), (DataStage(start_step=5, weights=(0.0, 0.0)),)):
-        with pytest.raises(UserError, match=r"dataset\.stages: from step 5 on"):
-            Ranks(Dataset(sources=sources, stages=wrong, num_workers=0), 1)

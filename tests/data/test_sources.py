@@ -110,7 +110,7 @@ def test_a_broken_record_is_named_by_file_and_place(tmp_path):
         b'{"text": ': "column 9",
         b'{"text": ' + b"[" * 100_000: "",
         b"[1]": "jq -c",
-        b'{"body": "x", "id": 1}': "no field 'text' (dataset.text_column); there are: 'body', 'id'",
+        b'{"body": "x", "id": 1}': "no field 'text' (text_column); there are: 'body', 'id'",
         b'{"text": null}': "must be a string",
         b'{"text": "\xff"}': "0xff",
         rb'{"text": "x\ud83d"}': "\\ud83d",

@@ -29,7 +29,6 @@ from titanlite.data.worker import Interrupted, Worker
 __all__ = ["GlobalBatch", "Interrupted", "Loader", "Microbatch", "OutOfData"]
 
 _STATE_VERSION = 2
-_MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
 
 
 class Loader:
@@ -230,13 +229,13 @@ class Loader:
 
     def _meet(self) -> list[int]:
         """Report what was skipped, learn from the other ranks where their streams stand, and add up the counts."""
-        now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
-        counts, reasons, moved = zip(*self._gather((self._counts.tolist(), now, self._moved)), strict=True)
+        of_ranks = self._gather((self._counts.tolist(), self._skipped, self._moved))
+        counts, reasons, moved = zip(*of_ranks, strict=True)
         if self._dp_rank == 0:
             report_skipped(list(itertools.chain(*reasons)))
         for (source, stream), position in itertools.chain(*(positions.items() for positions in moved)):
             self._data.positions[source][stream] = max(position, self._data.positions[source][stream])
-        self._moved = {}
+        self._skipped, self._moved = [], {}
         return [sum(each) for each in zip(*counts, strict=True)]
 
     def _gather(self, value: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.config.errors import CheckpointError, UserError
+from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.mixture import Mixture
@@ -180,8 +180,6 @@ def concat(documents: _Documents, length: int, start: StreamPosition) -> Rows:
     need, offset = length, last
     for document in documents(place):
         size = len(document.tokens)
-        if offset:
-            _check_saved(offset < size)
         while offset < size:
             read = min(need, size - offset)
             pieces.append(document.piece(offset, read))
@@ -213,7 +211,6 @@ def best_fit(documents: _Documents, length: int, start: StreamPosition) -> Rows:
         if not pieces:
             return
         rows = _fit(pieces, length)
-        _check_saved(index < len(rows))
         # The fullest rows come first. Shuffle them, so that batches are alike.
         order = permuted(np.arange(len(rows)), len(rows), f"rows {place} {total}").tolist()
         for i in range(index, len(rows)):
@@ -236,15 +233,6 @@ def _fit(pieces: list[Piece], length: int) -> list[list[Piece]]:
         if left > size:
             insort(room, (left - size, row))
     return rows
-
-
-def _check_saved(exists: bool) -> None:
-    """Raises CheckpointError if a saved place is beyond the end of a part, a window or a document: no run saves it."""
-    if not exists:
-        raise CheckpointError(
-            "The checkpoint's place in the data does not exist. Take an older checkpoint by checkpoint.load_step, or "
-            'start the data afresh by checkpoint.exclude_from_loading = ["data"].'
-        )
 
 
 # -------------------------------------------------------------------------------------------------------- global batch
@@ -312,7 +300,6 @@ class BatchReader:
         Raises:
             OutOfData: a source with max_epochs ends within the batch. All ranks see it, because each of them reads all
                 rows of such a source.
-            CheckpointError: a saved place does not exist.
             UserError: a record cannot be read.
         """
         rank, ranks, worker, workers = self._part
@@ -357,7 +344,6 @@ class BatchReader:
         count, streams = source.num_units, len(data.positions[number])
         end = data.specs[number].max_epochs * count or _NO_END
         record = source.record if isinstance(source, RandomAccess) else None
-        _check_saved(turn < _NO_END and (record is None or start == Place(turn)))
         # Many turns are permuted at once, because numpy's cost is per call; at most as many as an epoch has.
         block = max(8, min(256, count // streams))
         while turn * streams + stream < end:
@@ -379,26 +365,23 @@ class BatchReader:
         for window in self._windows(source, part, first):
             key = f"{self._data.seed} position {position} window {first}"
             order, after = permuted(np.arange(len(window)), len(window), key).tolist(), first + len(window)
-            _check_saved(index < len(window))
             for i in range(index, len(window)):
                 tokens = self._data.tokenizer.encode(window[order[i]], position >= source.num_units)
                 following = Place(turn, first, i + 1) if i + 1 < len(window) else Place(turn, after)
                 yield Document(Place(turn, first, i), following, part, first + order[i], tokens)
             first, index = after, 0
-        _check_saved(not index)
 
     def _windows(self, source: Sequential, part: int, start: int) -> Iterator[list[Record]]:
         """The documents of a part from number `start` on; a window begins behind a document that is there."""
-        window, chars, number = list[Record](), 0, 0
-        for number, record in enumerate(source.read(part, start), 1):
-            self._at[1], self._at[2] = part, number - 1
+        window, chars = list[Record](), 0
+        for number, record in enumerate(source.read(part, start)):
+            self._at[1], self._at[2] = part, number
             if record is not None:
                 window.append(record)
                 chars += len(record) if isinstance(record, str) else 0
             if len(window) == _WINDOW_DOCUMENTS or chars >= _WINDOW_CHARS:
                 yield window
                 window, chars = [], 0
-        _check_saved(number >= start)
         if window:
             yield window
 

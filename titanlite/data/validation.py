@@ -7,20 +7,17 @@ rank with more would wait for the others in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
 from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
-from titanlite.data.sources import open_source, source_of_file
 from titanlite.data.sources.base import BadRecord, Prepared, Source
 from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
 from titanlite.data.tokenizer import Tokenizer
@@ -116,7 +113,7 @@ class TextWindows:
         for text in (text for source in self.sources for text in source):
             assert not isinstance(text, Prepared)
             if isinstance(text, BadRecord):
-                raise _of_this_command(text)
+                raise text
             tokens = np.append(begin, self.tokenizer.encode_array(text))
             self.documents += 1
             self.tokens += len(tokens) - 1
@@ -142,20 +139,3 @@ class TextWindows:
                 length = padded_length(run, len(part[0].tokens) - 1)
                 batches.append(padded_microbatch(part[dp_rank::ranks], rows, length, device))
             yield batches
-
-
-def open_files(files: Sequence[Path], column: str) -> list[Source]:
-    """The sources that read `files`, as training reads them.
-
-    Raises:
-        UserError: a file is missing, is of no known kind, is empty, or cannot be read.
-    """
-    try:
-        return [open_source(source_of_file(file, column)) for file in files]
-    except UserError as error:
-        raise _of_this_command(error) from None
-
-
-def _of_this_command(error: UserError) -> UserError:
-    said = str(error).replace("dataset.path =", "--data")
-    return UserError(said.replace("dataset.text_column", "--text-column"))

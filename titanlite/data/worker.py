@@ -8,7 +8,6 @@ torch, so that a worker starts in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import pickle
@@ -29,7 +28,7 @@ from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Part, R
 from titanlite.runtime.process import serve_parent, start_python
 
 _AT_BYTES = 3 * 8  # of what a worker reads just now: numbers of source, part and document
-_LOOK_SECONDS, _SAY_SECONDS = 0.1, 5.0
+_LOOK_SECONDS = 0.1
 
 
 class WorkerError(UserError):
@@ -81,27 +80,22 @@ class Worker:
             UserError, WorkerError: the process ended, or stands still.
             Interrupted: `stopping` said so.
         """
-        at, since, said = self._at.tolist(), time.monotonic(), time.monotonic()
+        at, since = self._at.tolist(), time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
                 result = self._received.get(timeout=_LOOK_SECONDS)
                 break
             if self._stopping():
                 raise Interrupted
-            now = time.monotonic()
             if (found := self._at.tolist()) != at:
-                at, since = found, now
-            stands_still = now - since > self._patience
-            if stands_still or now - said > _SAY_SECONDS:
-                said, source = now, self._sources[at[0]]
-                where = f"{source.name}, {source.where(*at[1:])}"
-                if stands_still:
-                    raise WorkerError(
-                        f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds"
-                        f" in {where}. Look whether the disk or the network that holds it answers, and whether the "
-                        "process is stopped. Then start again."
-                    )
-                logging.getLogger("titanlite").info("waiting for data: %s", where)
+                at, since = found, time.monotonic()
+            if time.monotonic() - since > self._patience:
+                source = self._sources[at[0]]
+                raise WorkerError(
+                    f"a data worker (process {self._process.pid}) has stood still for {self._patience:,.0f} seconds in "
+                    f"{source.name}, {source.where(*at[1:])}. Look whether the disk or the network that holds it "
+                    "answers, and whether the process is stopped. Then start again."
+                )
         self._patience = self._later
         if isinstance(result, Exception):
             raise result

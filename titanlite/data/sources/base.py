@@ -206,7 +206,7 @@ def text_of(raw: object, column: str) -> str:
 def check_column(column: str, columns: Iterable[str]) -> None:
     """Raises ValueError: the text column is not there."""
     if column not in columns:
-        raise ValueError(f"no field {column!r} (dataset.text_column); there are: {', '.join(map(repr, columns))}")
+        raise ValueError(f"no field {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
 
 
 def with_column(fingerprint: str, column: str) -> str:
