@@ -29,7 +29,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig, Tokenizer, Training
 from titanlite.data.loader import Loader
 from titanlite.data.prepare import prepare
-from titanlite.data.sources import open_source
+from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from titanlite.model.llama import Llama
 

@@ -181,9 +181,9 @@ import --hf nowhere --out x => nowhere
 verify => PATH
 verify run --deep => --deep
 tokenizer => titanlite tokenizer train
-tokenizer train --data text.jsonl => --out
-tokenizer train --data text.jsonl --vocab-size 5 --out x => vocab_size = 5
-tokenizer train --data text.jsonl --vocab-size 600 --out x --text-column body => body
+tokenizer train => --out
+tokenizer train --vocab-size 5 --out x => vocab_size = 5
+tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 plan --memory 1e300 => memory
 plan --search --write job.toml => --write job.toml
 report run --out job.toml => --out job.toml

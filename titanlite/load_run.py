@@ -23,7 +23,7 @@ from titanlite.config.load import COMMAND_LINE, Draft, read_job
 from titanlite.config.mistakes import Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
 from titanlite.config.schema import SECTIONS, Dataset, DataSource, JobConfig, TextSource, Validation
-from titanlite.data.sources import find_files
+from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
 from titanlite.observe.writers import load_writer

@@ -25,7 +25,7 @@ from titanlite.config.mistakes import WrongJob
 from titanlite.config.options import Scoring
 from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
-from titanlite.data.sources import open_source, source_of_file
+from titanlite.data.sources.files import open_source, source_of_file
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.validation import TextWindows
 from titanlite.load_run import layout_rules, mistake_of, world_size

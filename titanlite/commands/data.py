@@ -8,11 +8,10 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanlite.config.errors import UserError, printable
-from titanlite.config.load import load_job, resolve_path
+from titanlite.config.errors import printable
+from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
-from titanlite.config.schema import Tokenizer as TokenizerKeys
 from titanlite.load_run import load_run
 
 
@@ -55,49 +54,25 @@ def data(argv: Sequence[str]) -> None:
 
 
 class Train(Options):
-    """Train a byte-level BPE on your own text, with Llama 3's split pattern and special tokens."""
+    """Train a byte-level BPE on the data of a job, with Llama 3's split pattern and special tokens."""
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
     """Number of ids: the 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special tokens."""
     out: OptionPath
     """Folder for tokenizer.json and tokenizer.model, which give the same ids. Neither may exist there yet."""
-    data: tuple[OptionPath, ...] = ()
-    """Text files: .jsonl (also .gz and .zst), .txt and .parquet. Left out: the data of the job."""
-    text_column: str = "text"
-    """Name of the field of --data that has the text."""
     max_bytes: PositiveInt = 1_000_000_000
     """Largest amount of text to read. It is read in random order if the source allows that, and from a mix by its
     weights. Training needs several times this memory."""
-    holdout: NonNegativeInt = 50
-    """Of this many documents one is held out, to measure tokens per byte on it. 0: none is held out, and nothing is
-    measured."""
 
 
 def tokenizer(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: an option is wrong, or the text cannot be read or is too little."""
     options, words = parse_beside_job(Train, argv[1:] if argv[:1] == ["train"] else argv, "tokenizer train")
-    if options.data and words:
-        raise UserError(f"{' '.join(words)}: either --data or keys of a job say where the text is, not both.")
-    from titanlite.data.sources import source_of_file
-    from titanlite.data.stream import source_specs
-    from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    sources = [source_of_file(file, options.text_column) for file in options.data]
-    sources = sources or source_specs(load_job(words).dataset)
-    limits = {"max_bytes": options.max_bytes, "holdout": options.holdout}
-    made = train_tokenizer(sources, options.out, options.vocab_size, **limits)
-    read = f"{made.documents:,} documents ({made.num_bytes:,} bytes)"
-    lines = [f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."]
-    if made.skipped:
-        lines.append(f"{len(made.skipped):,} records cannot be read and were left out.")
-    if made.held_out:
-        lines.append(f"{len(made.held_out):,} documents were kept back. Tokens per byte of them:")
-        size, shipped = sum(len(text.encode()) for text in made.held_out), resolve_path(TokenizerKeys().path)
-        for name, path in (("this tokenizer", made.tiktoken), ("the shipped one", shipped)):
-            loaded = load_tokenizer(path)
-            rate = sum(len(loaded.encode_array(text)) for text in made.held_out) / max(1, size)
-            lines.append(f"  {rate:.4f}  {name} ({loaded.vocab_size:,} ids)")
+    made = train_tokenizer(load_job(words).dataset, options.out, options.vocab_size, options.max_bytes)
+    read = f"{made.documents:,} documents ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
     rows = -(-options.vocab_size // 128) * 128  # a multiple that suits the matrix units
-    job = ["[tokenizer]", f"path = {shown(str(made.json))}", "", "[model]", f"vocab_size = {rows}"]
-    print(printable("\n".join([*lines, "A job that uses it needs\n", *job])))
+    job = f"[tokenizer]\npath = {shown(str(made.json))}\n\n[model]\nvocab_size = {rows}"
+    wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
+    print(printable(f"{wrote}\nA job that uses it needs\n\n{job}"))

@@ -7,7 +7,6 @@ before it. It never depends on the number of ranks, the local batch size, the wo
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
-from titanlite.data.show import lost_characters, source_table
+from titanlite.data.show import source_table
 from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Interrupted, Worker
@@ -185,9 +184,6 @@ class Loader:
     def table(self, steps: int) -> str:
         """A table of the sources for a run of `steps`, to be shown before the first one. Warns of text that the
         tokenizer cannot represent."""
-        for source in self.sources:
-            if lost := lost_characters(source, self._data.tokenizer.tokenizer):
-                logging.getLogger("titanlite").warning(lost)
         return source_table(self._job.dataset, self._data, steps, self.global_batch_size * self._data.seq_len * steps)
 
     def close(self) -> None:

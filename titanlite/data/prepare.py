@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,14 +22,13 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder, put
+from titanlite.config.files import make_folder, parse_json, put, read_file
 from titanlite.config.run import Run
-from titanlite.config.schema import DataSource
-from titanlite.data.sources import open_source
 from titanlite.data.sources.base import Record, Source, text_hash
-from titanlite.data.sources.shards import FORMAT, block_checksums
+from titanlite.data.sources.shards import FORMAT, MOST_BYTES, block_checksums
 from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -64,12 +62,11 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
             _prepare_source(source, folder, documents, workers)
         except OSError as error:
             raise UserError(f"cannot write shards to {folder}: {error}. Make room, or name another --out.") from None
-        print(f"{folder}: {open_source(DataSource(source='shards', path=str(folder))).describe()}")
     return folders
 
 
 def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, workers: int) -> None:
-    tokenizer, begun, tokens = documents.tokenizer, time.monotonic(), 0
+    tokenizer = documents.tokenizer
     header = {
         "format": FORMAT,
         "source_fingerprint": source.fingerprint,
@@ -78,7 +75,9 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         "on_bad_record": "skip" if documents.skip_bad else "error",
     }
-    if (shards := _resume(folder, header)) is None:
+    done, begun = make_folder(folder) / "manifest.json", folder / "prepare.json"
+    shards = _resume(done if done.exists() else begun, header)
+    if done.exists():
         print(f"{folder}: complete already")
         return
     units = _units(source.documents(sum(shard["documents"] for shard in shards)))
@@ -87,31 +86,23 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         results = _in_order((pool.submit(tokenize, unit) for unit in units), 2 * workers)
         while some := list(islice(results, _UNITS_PER_SHARD)):
             shards.append(_write_shard(folder, len(shards), some))
-            put(folder / "prepare.json", json.dumps({**header, "shards": shards}).encode())
-            tokens += shards[-1]["tokens"]
-            rate = tokens / 1e6 / (time.monotonic() - begun)
-            print(f"{folder}: {len(shards)} shards, {rate:.2f} million tokens/s", flush=True)
-    put(folder / "manifest.json", json.dumps({**header, "shards": shards}, indent=1).encode())
-    (folder / "prepare.json").unlink(missing_ok=True)
-    print(f"{folder}: complete, {sum(shard['skipped'] for shard in shards):,} records skipped")
+            put(begun, json.dumps({**header, "shards": shards}).encode())
+            print(f"{folder}: {len(shards)} shards, {sum(shard['tokens'] for shard in shards):,} tokens", flush=True)
+    put(done, json.dumps({**header, "shards": shards}, indent=1).encode())
+    begun.unlink()
+    counts = (f"{sum(shard[key] for shard in shards):,} {key}" for key in ("documents", "tokens", "skipped"))
+    print(f"{folder}: complete, {', '.join(counts)}")
 
 
-def _resume(folder: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The shards that are in `folder`; None if it is complete."""
-    done, begun = make_folder(folder) / "manifest.json", folder / "prepare.json"
-    if not any(folder.iterdir()):
-        put(begun, json.dumps({**header, "shards": []}).encode())
-    there = done if done.is_file() else begun
-    try:
-        found = json.loads(there.read_bytes())
-        wrong = [key for key in header if found[key] != header[key]]
-        shards = list(found["shards"])
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(f"{folder} is not empty and holds no prepared shards. Name another --out.") from None
-    if wrong:
-        other = ", another ".join(wrong).replace("_", " ")
-        raise UserError(f"{folder} holds shards made with another {other}. Name another --out, or remove the folder.")
-    return None if there == done else shards
+def _resume(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
+    """The shards that the file `path` names; none if it is not there."""
+    if not path.exists():
+        return []
+    found = parse_json(path, read_file(path, MOST_BYTES), RootModel[dict[str, Any]]).root
+    if wrong := [key.replace("_", " ") for key in header if found.get(key) != header[key]]:
+        made = f"{path.parent} holds shards made with another {', another '.join(wrong)}"
+        raise UserError(f"{made}. Name another --out, or remove the folder.")
+    return list(found["shards"])
 
 
 def _units(documents: Iterator[Record]) -> Iterator[list[Record]]:
@@ -148,16 +139,11 @@ def _write_shard(folder: Path, number: int, units: list[_Tokenized]) -> dict[str
     raw, (lengths, hashes, skipped) = b"".join(raws), (list(chain.from_iterable(each)) for each in lists)
     index = np.cumsum(lengths, dtype="<u8").tobytes() + block_checksums(raw).tobytes()
     hashed = np.array(hashes, dtype="<u8").tobytes()
+    name = f"shard-{number:05d}"
     for suffix, content in ((".bin", raw), (".idx", index), (".hash", hashed)):
-        put(folder / f"shard-{number:05d}{suffix}", content)
+        put(folder / f"{name}{suffix}", content)
     os.sync()  # they are on the disk before the file that says so
     for reason in skipped:
         print(f"skipped a record: {reason}")
-    return {
-        "name": f"shard-{number:05d}",
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "skipped": len(skipped),
-        "index_checksum": xxhash.xxh3_64_hexdigest(index),
-        "hash_checksum": xxhash.xxh3_64_hexdigest(hashed),
-    }
+    sums = {"index_checksum": xxhash.xxh3_64_hexdigest(index), "hash_checksum": xxhash.xxh3_64_hexdigest(hashed)}
+    return {"name": name, "documents": len(lengths), "tokens": sum(lengths), "skipped": len(skipped), **sums}

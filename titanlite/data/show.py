@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from titanlite.config.errors import UserError, printable
@@ -12,49 +14,39 @@ from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.sources.files import FileSpans
 from titanlite.data.sources.shards import Shards
 from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, sample, sample_numbers, training_data
-from titanlite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def source_table(dataset: Dataset, data: PackedDataset, steps: int, run_tokens: int) -> str:
-    """Documents, tokens, share and epochs of each source in a run of `steps`, which reads `run_tokens`. A "~" marks a
-    number of tokens that is estimated from 64 documents."""
-    lines = [("source", "documents", "tokens", "share", "epochs in this run")]
-    stages = stage_weights(dataset)
+    """Share, contents and epochs of each source in a run of `steps`, which reads `run_tokens`. Tokens of text are
+    estimated from 64 documents. Warns of text that the tokenizer cannot represent."""
+    lines, stages = list[str](), stage_weights(dataset)
     ends = np.clip([*(start for start, _ in stages[1:]), steps], 0, steps)
     shares = np.diff(ends, prepend=0) @ [np.divide(weights, sum(weights)) for _, weights in stages] / steps
-    for source, spec, share in zip(data.sources, data.specs, shares, strict=True):
-        documents = "unknown" if source.num_documents is None else f"{source.num_documents:,}"
-        count = epochs = "unknown"
-        if tokens := _estimate_tokens(source, data.tokenizer.tokenizer):
-            count = f"{'' if isinstance(source, Shards) else '~'}{tokens:,}"
-            epochs = f"{share * run_tokens / (tokens * (1 - data.tokenizer.holdout)):,.2f}"
-        ends_after = f" (ends after {spec.max_epochs})" if spec.max_epochs else ""
-        lines.append((source.name, documents, count, f"{share:.1%}", epochs + ends_after))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    for source, share in zip(data.sources, shares, strict=True):
+        line = f"{share:6.1%}  {source.describe()}"
+        if tokens := _count_tokens(source, data.tokenizer.tokenizer):
+            estimate = "" if isinstance(source, Shards) else f", about {tokens:,} tokens"
+            line += (
+                f"{estimate}; {share * run_tokens / (tokens * (1 - data.tokenizer.holdout)):,.2f} epochs in this run"
+            )
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def _estimate_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
-    """Tokens of a source; None: unknown."""
-    if isinstance(source, Shards):
-        return source.num_tokens
-    if not isinstance(source, RandomAccess):
-        return None
+def _count_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
+    """Tokens of a source, estimated where it is text; None: unknown. Warns of characters that the tokenizer loses."""
+    if isinstance(source, Shards) or not isinstance(source, RandomAccess):
+        return source.num_tokens if isinstance(source, Shards) else None
+    texts = [record for record in sample(source) if isinstance(record, str)]
+    characters = sorted(set("".join(texts)))
+    if lost := [c for c in characters if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]:
+        some = f"{len(lost):,} characters in a sample of {source.name}, such as {', '.join(map(repr, lost[:5]))}"
+        logging.getLogger("titanlite").warning("%s cannot represent %s", tokenizer.path, some)
     # Tokens per byte vary less than tokens per document.
     sizes = source.sizes() if isinstance(source, FileSpans) else np.ones(source.num_units, dtype=int)
-    tokens = sum(len(tokenizer.encode_array(text)) + 2 for text in sample(source) if isinstance(text, str))
+    tokens = sum(len(tokenizer.encode_array(text)) + 2 for text in texts)
     return tokens * int(sizes.sum()) // int(sizes[sample_numbers(source)].sum())
-
-
-def lost_characters(source: Source, tokenizer: Tokenizer) -> str | None:
-    """What to say about characters in a sample of `source` that the tokenizer cannot represent; None if it keeps all.
-    tiktoken's format always does."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return None
-    characters = sorted(set("".join(record for record in sample(source) if isinstance(record, str))))
-    lost = [c for c in characters if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]
-    some = f"{len(lost):,} characters in a sample of {source.name}, such as {', '.join(map(repr, lost[:5]))}"
-    return f"{tokenizer.path} cannot represent {some}: the model does not see them." if lost else None
 
 
 def show_step(run: Run, step: int, row: int | None) -> str:
@@ -65,26 +57,20 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     Raises:
         UserError: there is no such step or row, or the data cannot be read.
     """
-    data = training_data(run, load_tokenizer(run.tokenizer_path))
+    data, lines = training_data(run, load_tokenizer(run.tokenizer_path)), list[str]()
+    if row is not None and row >= run.global_batch_size:
+        raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
     for _ in range(step - 1):
         data.mixture.next_batch()
-    reader, lines = BatchReader(data), list[str]()
-    for k, (number, of_source) in enumerate(data.mixture.next_batch()):
-        if row not in (None, k):
-            continue
-        source = data.sources[number]
-        try:
-            found = reader.read(number, of_source, k)
-        except OutOfData as error:
-            raise UserError(f"step {step} does not exist: {error}") from None
-        lines.append(f"=== step {step}, row {k}, {source.name}")
-        start = 0
+    try:
+        rows = BatchReader(data).next_batch()
+    except OutOfData as error:
+        raise UserError(f"step {step} does not exist: {error}") from None
+    for found in rows if row is None else [rows[row]]:
+        source, start = data.sources[found.source], 0
+        lines.append(f"=== step {step}, row {found.k}, {source.name}")
         for part, document, offset, length in found.segments.tolist():
             lines.append(f"--- {source.where(part, document)}, tokens {offset} to {offset + length - 1}")
             lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
             start += length
-        if start < len(found.tokens):
-            lines.append(f"--- {len(found.tokens) - start} tokens of padding")
-    if not lines:
-        raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
     return printable("\n".join(lines))

@@ -32,8 +32,8 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.mixture import Mixture
 from titanlite.data.shuffle import epoch_order, permuted
-from titanlite.data.sources import open_source
 from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
+from titanlite.data.sources.files import open_source
 from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import Tokenizer
 

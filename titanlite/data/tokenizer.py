@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,26 +56,31 @@ class Tokenizer(ABC):
         vocab_size: number of ids, special tokens included; every id is below it.
         bos_id: put before each document, or None where the tokenizer has no such token.
         eos_id: put after each document.
-        file_fingerprint: by which version 0.1 knew a tokenizer: of the file, and of the choice of bos and eos.
     """
 
     path: Path
     vocab_size: int
     bos_id: int | None
     eos_id: int
-    file_fingerprint: str
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_tokenizer, (self.path,)  # in a background process
 
     @property
     @abstractmethod
+    def fingerprints(self) -> tuple[str, ...]:
+        """The first is of what decides about the ids of a text: no path, no order of keys, no setting that others alone
+        read. The next one is version 0.1's: of the file, and of the choice of bos and eos. A third one is that of a
+        tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too."""
+
+    @property
     def fingerprint(self) -> str:
-        """Of what decides about the ids of a text: no path, no order of keys, no setting that others alone read."""
+        """What checkpoints and shards know this tokenizer by."""
+        return self.fingerprints[0]
 
     def is_known_as(self, fingerprint: str) -> bool:
-        """Whether a checkpoint or shards with this fingerprint, perhaps of version 0.1, have the ids of this one."""
-        return fingerprint in (self.fingerprint, self.file_fingerprint)
+        """Whether checkpoints or shards with this fingerprint, perhaps of an older version, have these ids."""
+        return fingerprint in self.fingerprints
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without bos and eos."""
@@ -114,9 +119,9 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, raw = path, read_file(path, _MOST_BYTES)
+        self.path, self._raw = path, read_file(path, _MOST_BYTES)
         try:
-            lines = (line.split() for line in raw.splitlines() if line)
+            lines = (line.split() for line in self._raw.splitlines() if line)
             self.ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         except ValueError:
             self.ranks = {}
@@ -129,11 +134,12 @@ class TiktokenTokenizer(Tokenizer):
         self._special = {name: base + i for i, name in enumerate(llama3_special_tokens())}
         self.vocab_size = base + len(self._special)
         self.bos_id, self.eos_id = self._special["<|begin_of_text|>"], self._special["<|end_of_text|>"]
-        self.file_fingerprint = hashlib.sha256(b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + raw).hexdigest()
 
     @cached_property
-    def fingerprint(self) -> str:
-        return _fingerprint_of_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
+    def fingerprints(self) -> tuple[str, ...]:
+        file = b"tiktoken llama3 " + LLAMA3_PATTERN.encode() + self._raw
+        own = _fingerprint_of_ranks(LLAMA3_PATTERN, self.ranks, self._special, self.bos_id, self.eos_id)
+        return own, _sha256(file)
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
@@ -173,8 +179,6 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"{path}: no token ends documents. Name it in a {CONFIG} beside the file, as eos_token.")
         self.eos_id = eos_id
         self._byte_level = byte_level_symbols() if b"ByteLevel" in self._raw else {}
-        chosen = f"huggingface {self.bos_id} {self.eos_id} "
-        self.file_fingerprint = hashlib.sha256(chosen.encode() + self._raw).hexdigest()
 
     def _named(self, key: str, ids: Mapping[str, int]) -> int | None:
         name = read_config(self.path).get(key)
@@ -187,23 +191,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids[name]
 
     @cached_property
-    def fingerprint(self) -> str:
-        unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
-        kept = {key: part for key, part in json.loads(self._raw).items() if key not in unused}
-        text = json.dumps([kept, self.bos_id, self.eos_id], sort_keys=True)
-        return f"ids:{hashlib.sha256(text.encode()).hexdigest()}"
-
-    def is_known_as(self, fingerprint: str) -> bool:
+    def fingerprints(self) -> tuple[str, ...]:
         value = json.loads(self._raw)
-        try:  # that of a tokenizer.model with the same vocabulary, which version 0.2 gave to a tokenizer.json, too
+        unused = {"version", "truncation", "padding", "post_processor", "decoder"}  # encoding does without them
+        kept = {key: part for key, part in value.items() if key not in unused}
+        own = json.dumps([kept, self.bos_id, self.eos_id], sort_keys=True).encode()
+        known = [f"ids:{_sha256(own)}", _sha256(f"huggingface {self.bos_id} {self.eos_id} ".encode() + self._raw)]
+        with suppress(KeyError, TypeError, IndexError):  # it may be of another kind
             pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             to_byte, special = byte_level_symbols(), {token["content"]: token["id"] for token in value["added_tokens"]}
             ranks = {bytes(to_byte[c] for c in token): rank for token, rank in value["model"]["vocab"].items()}
-            plain = value["model"]["ignore_merges"] and not value["normalizer"]
-            as_ranks = plain and _fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id)
-        except (KeyError, TypeError, IndexError):  # it is of another kind
-            as_ranks = None
-        return fingerprint == as_ranks or super().is_known_as(fingerprint)
+            if value["model"]["ignore_merges"] and not value["normalizer"]:
+                known.append(_fingerprint_of_ranks(pattern, ranks, special, self.bos_id, self.eos_id))
+        return tuple(known)
 
     @contextmanager
     def _library(self, what: str) -> Iterator[None]:
@@ -286,7 +286,10 @@ def _fingerprint_of_ranks(
 ) -> str:
     """Of a byte-level BPE in tiktoken's way: texts are split by `pattern`; of the neighbours in a piece whose bytes
     together are a token, the one of the lowest rank is joined first."""
-    digest = hashlib.sha256(json.dumps([pattern, sorted(special.items()), bos_id, eos_id]).encode())
-    for token, rank in sorted(ranks.items()):
-        digest.update(b"%d %d " % (rank, len(token)) + token)
-    return f"ids:{digest.hexdigest()}"
+    header = json.dumps([pattern, sorted(special.items()), bos_id, eos_id]).encode()
+    lines = (b"%d %d " % (rank, len(token)) + token for token, rank in sorted(ranks.items()))
+    return f"ids:{_sha256(header + b''.join(lines))}"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

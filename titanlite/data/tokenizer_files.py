@@ -10,9 +10,9 @@ import base64
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,19 @@ import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, write_whole
-from titanlite.config.schema import TextSource
+from titanlite.config.schema import Dataset
 from titanlite.data import tokenizer as formats
+from titanlite.data.mixture import stage_weights
 from titanlite.data.shuffle import permuted
-from titanlite.data.sources import open_source
-from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Source
+from titanlite.data.sources.base import Prepared, RandomAccess, Source
+from titanlite.data.sources.files import open_source
+from titanlite.data.stream import source_specs
 from titanlite.data.tokenizer import TiktokenTokenizer, byte_level_symbols, llama3_special_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
+
+_SAMPLE_DOCUMENTS = 256
 
 
 @dataclass
@@ -38,29 +42,24 @@ class Trained:
     Attributes:
         tiktoken, json: its files, which give the same ids.
         documents, num_bytes: what it was trained on.
-        held_out: documents that were kept back.
-        skipped: records that could not be read.
+        bytes_per_token: of a sample of these documents.
     """
 
     tiktoken: Path
     json: Path
     documents: int = 0
     num_bytes: int = 0
-    held_out: list[str] = field(default_factory=list)
-    skipped: list[BadRecord] = field(default_factory=list)
+    bytes_per_token: float = 0.0
 
 
-def train_tokenizer(
-    sources: Sequence[TextSource], out: Path, vocab_size: int, *, max_bytes: int = 1_000_000_000, holdout: int = 50
-) -> Trained:
+def train_tokenizer(dataset: Dataset, out: Path, vocab_size: int, max_bytes: int = 1_000_000_000) -> Trained:
     """Make a byte-level BPE with Llama 3's split pattern and special tokens, in both file formats.
 
     Args:
-        sources: where the text is. Each source is read by its weight.
+        dataset: says where the text is. Each source of a mix is read by its weight.
         out: a folder, which is made if it is not there.
         vocab_size: number of ids, with Llama 3's 256 special tokens.
         max_bytes: largest amount of text to read.
-        holdout: of this many documents one is held out; 0: none.
 
     Raises:
         UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
@@ -70,40 +69,40 @@ def train_tokenizer(
         if os.path.lexists(file):
             raise UserError(f"{file} exists already. Choose another folder, or remove it.")
     make_folder(out)
-    weights = [getattr(spec, "weight", 1.0) for spec in sources]  # the only source of a job has none
-    most_bytes = [int(max_bytes * weight / max(sum(weights), 1e-9)) for weight in weights]
-    shares = [(open_source(spec), most) for spec, most in zip(sources, most_bytes, strict=True) if most]
-    tokens = _train(chain.from_iterable(_sample(made, source, most, holdout) for source, most in shares), vocab_size)
+    (_, weights), *_ = stage_weights(dataset)
+    most = [int(max_bytes * weight / sum(weights)) for weight in weights]
+    sources = [open_source(spec) for spec in source_specs(dataset)]
+    skip_bad = dataset.on_bad_record == "skip"
+    texts = chain.from_iterable(map(_texts, repeat(made), sources, most, repeat(skip_bad)))
+    sample = list(islice(texts, _SAMPLE_DOCUMENTS))
+    tokens = _train(chain(sample, texts), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:
-        left_out = f" {len(made.skipped):,} records were left out: {made.skipped[0]}" if made.skipped else ""
-        raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.{left_out}")
+        raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.")
     write_whole(made.tiktoken, b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
-    write_whole(made.json, tiktoken_to_json(TiktokenTokenizer(made.tiktoken)).to_str().encode())
+    tokenizer = TiktokenTokenizer(made.tiktoken)
+    write_whole(made.json, tiktoken_to_json(tokenizer).to_str().encode())
+    count = sum(len(tokenizer.encode_array(text)) for text in sample)
+    made.bytes_per_token = sum(len(text.encode()) for text in sample) / max(1, count)
     return made
 
 
-def _sample(made: Trained, source: Source, most_bytes: int, holdout: int) -> Iterator[str]:
+def _texts(made: Trained, source: Source, most_bytes: int, skip_bad: bool) -> Iterator[str]:
     """Documents of a source up to a number of bytes, in random order where it can be read so; counts them in `made`."""
     end, records = made.num_bytes + most_bytes, iter(source)
     if isinstance(source, RandomAccess):
         total = source.num_units
         records = (source.record(int(permuted(np.array([i]), total, "tokenizer")[0])) for i in range(total))
-    count = 0
     for record in records:
-        if isinstance(record, Prepared):
-            raise UserError(f"{source.name} holds tokens, not text: name the text that they were made from.")
-        if isinstance(record, BadRecord):
-            made.skipped.append(record)
-            continue
-        count += 1
-        if holdout and count % holdout == 0:
-            made.held_out.append(record)
-            continue
-        made.documents += 1
-        made.num_bytes += len(record.encode())
-        yield record
         if made.num_bytes >= end:
             return
+        if isinstance(record, Prepared):
+            raise UserError(f"{source.name} holds tokens, not text: name the text that they were made from.")
+        if isinstance(record, str):
+            made.documents += 1
+            made.num_bytes += len(record.encode())
+            yield record
+        elif not skip_bad:
+            raise record
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> list[bytes]:

@@ -125,7 +125,7 @@ class Worker:
         if code == -signal.SIGBUS:  # a file that it has mapped became shorter
             try:
                 for source in self._sources:
-                    source.files.check()
+                    source.check_files()
             except UserError as changed:
                 return changed
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""

@@ -11,6 +11,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -40,49 +41,34 @@ Record = str | Prepared | BadRecord
 """The text of a document, or its tokens, or why it cannot be read."""
 
 
-class Files:
-    """The files of a source, which stay what they were when they were first opened: size and time of the last write."""
+class File:
+    """A file that stays what it was when it was first opened: its size and the time of its last write."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        self._known: dict[int, tuple[int, int]] = {}
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: tuple[int, int] | None = None
 
-    def open(self, number: int) -> BinaryIO:
-        """File `number` for reading. Raises UserError: it cannot be read, or has changed."""
+    def open(self) -> BinaryIO:
+        """The file for reading. Raises UserError: it cannot be read, or has changed."""
         try:
-            stream = self.paths[number].open("rb")
+            stream = self.path.open("rb")
         except OSError as error:
-            raise UserError(f"cannot read {self.paths[number]}: {error.strerror}") from None
-        self._compare(number, os.fstat(stream.fileno()))
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
+        self.check(stream.fileno())
         return stream
 
-    def check(self, number: int | None = None) -> None:
-        """Raises UserError if file `number`, or any file, is gone or has changed."""
-        for each in range(len(self.paths)) if number is None else (number,):
-            try:
-                self._compare(each, os.stat(self.paths[each]))
-            except OSError as error:
-                raise UserError(f"cannot read {self.paths[each]}: {error.strerror}") from None
-
-    def _compare(self, number: int, status: os.stat_result) -> None:
+    def check(self, descriptor: int | None = None) -> None:
+        """Raises UserError if the file, or what is open as `descriptor`, is gone or has changed."""
+        try:
+            status = os.stat(self.path if descriptor is None else descriptor)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         now = status.st_size, status.st_mtime_ns
-        if (before := self._known.setdefault(number, now)) != now:
+        self._known = before = self._known or now
+        if before != now:
             sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
             remedy = 'Restore it, or go on with what it is now by dataset.on_change = "warn".'
-            raise UserError(f"{self.paths[number]} has changed while it was read ({sizes}). {remedy}")
-
-    def sampled_fingerprint(self, column: str, sample: int = 1 << 16) -> str:
-        """Hash of the names, the sizes, the first and the last `sample` bytes, for files that are too large to read
-        before the first step; and of the text column."""
-        digest = xxhash.xxh3_128()
-        for number, file in enumerate(self.paths):
-            with self.open(number) as stream:
-                size = stream.seek(0, os.SEEK_END)
-                digest.update(f"{file.name} {size}\0".encode())
-                for start in (0, max(0, size - sample)):
-                    stream.seek(start)
-                    digest.update(stream.read(sample))
-        return with_column(digest.hexdigest(), column)
+            raise UserError(f"{self.path} has changed while it was read ({sizes}). {remedy}")
 
 
 class Source(ABC):
@@ -103,7 +89,7 @@ class Source(ABC):
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
-        self.column, self.files = spec.text_column, Files(files)
+        self.column, self.files = spec.text_column, [File(file) for file in files]
 
     def describe(self) -> str:
         """One line for the log."""
@@ -112,6 +98,11 @@ class Source(ABC):
     def where(self, part: int, number: int) -> str:
         """Where a document is from, for a person."""
         return f"part {part}, document {number}"
+
+    def check_files(self, file: File | None = None) -> None:
+        """Raises UserError if `file`, or any file, is gone or has changed."""
+        for each in self.files if file is None else (file,):
+            each.check()
 
     @abstractmethod
     def documents(self, start: int = 0) -> Iterator[Record]:
@@ -136,7 +127,7 @@ class Sequential(Source):
     """Documents in parts (files, row groups), each of which can only be read from front to end.
 
     Attributes:
-        parts: the number of the file that each part is in (None: that is not known), and which part of it.
+        parts: the file that each part is in (None: that is not known), and which part of it.
     """
 
     parts: list[tuple[Any, int]]
@@ -156,22 +147,18 @@ class Sequential(Source):
             UserError: the part is damaged, or has changed.
         """
         file, number = self.parts[part]
-        place = f"the front of {self.name if file is None else self.files.paths[file]}"
+        place = f"the front of {self.name if file is None else file.path}"
         try:
             for i, (place, raw) in enumerate(self.raw(file, number)):
                 yield None if i < start else record_of(raw, self.column, place)
         except Exception as error:  # each library raises errors of its own
-            self.files.check(file)
+            self.check_files(file)
             raise UserError(f"cannot read on after {place}: {error!r}. If it is damaged, copy it again.") from None
-        self.files.check(file)
+        self.check_files(file)
 
     def documents(self, start: int = 0) -> Iterator[Record]:
-        for part in range(self.num_units):
-            for record in self.read(part, start):
-                if record is None:
-                    start -= 1
-                else:
-                    yield record
+        records = chain.from_iterable(map(self.read, range(self.num_units)))
+        return islice((record for record in records if record is not None), start, None)
 
 
 def text_hash(text: str) -> int:
@@ -207,6 +194,20 @@ def check_column(column: str, columns: Iterable[str]) -> None:
     """Raises ValueError: the text column is not there."""
     if column not in columns:
         raise ValueError(f"no field {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
+
+
+def sampled_fingerprint(files: list[File], column: str, sample: int = 1 << 16) -> str:
+    """Hash of the names, the sizes, the first and the last `sample` bytes, for files that are too large to read before
+    the first step; and of the text column."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        with file.open() as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest.update(f"{file.path.name} {size}\0".encode())
+            for start in (0, max(0, size - sample)):
+                stream.seek(start)
+                digest.update(stream.read(sample))
+    return with_column(digest.hexdigest(), column)
 
 
 def with_column(fingerprint: str, column: str) -> str:

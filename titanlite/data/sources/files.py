@@ -6,12 +6,13 @@ them is a file. Libraries are imported where they are used, because that takes u
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,12 +21,17 @@ import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import TextSource
+from titanlite.config.schema import DataSource, TextSource
 from titanlite.data.sources import base
-from titanlite.data.sources.base import BadRecord, RandomAccess, Record, Sequential, check_column, text_of
+from titanlite.data.sources.base import BadRecord, File, RandomAccess, Record, Sequential, Source, check_column, text_of
+from titanlite.data.sources.shards import Shards
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
+_WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
 COMPRESSED = (".gz", ".zst")
+_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSED), "jsonl"), ".parquet": "parquet"}
+# What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
+_INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _SCAN_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18  # of text, in memory for each compressed file that is open
 _BLANK = bytes(range(0x21))  # a line of these alone is no document
@@ -45,12 +51,12 @@ class FileSpans(RandomAccess):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         self._is_json, digest = spec.source == "jsonl", xxhash.xxh3_128()
-        most_bytes = TEXT_DOCUMENT_BYTES if spec.source == "text" else 1 << 62
+        most_bytes = TEXT_DOCUMENT_BYTES if spec.source == "text" else _WHOLE_FILE
         self._ends: list[np.ndarray] = []  # one array of end offsets a file
-        for number, file in enumerate(files):
-            label = file.relative_to(_STDLIB).as_posix() if spec.source == "python_stdlib" else file.name
+        for file in self.files:
+            label = file.path.relative_to(_STDLIB).as_posix() if spec.source == "python_stdlib" else file.path.name
             digest.update(label.encode() + b"\0")
-            with self.files.open(number) as stream:
+            with file.open() as stream:
                 ends = _line_ends(stream, digest) if self._is_json else _text_ends(stream, digest, most_bytes)
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
         self._first = np.cumsum([0, *map(len, self._ends)])  # number of the first document of each file
@@ -63,33 +69,28 @@ class FileSpans(RandomAccess):
 
     def where(self, part: int, number: int) -> str:
         file, start, end = self._span(number)
-        return f"document {number}: {self.files.paths[file]}, bytes {start} to {end - 1}"
+        return f"document {number}: {file.path}, bytes {start} to {end - 1}"
 
-    def _span(self, index: int) -> tuple[int, int, int]:
-        """Number of the file of document `index`, and its first byte and the one after its last."""
+    def _span(self, index: int) -> tuple[File, int, int]:
+        """The file of document `index`, and its first byte and the one after its last."""
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         ends, local = self._ends[number], index - int(self._first[number])
-        return number, (int(ends[local - 1]) if local else 0), int(ends[local])
+        return self.files[number], (int(ends[local - 1]) if local else 0), int(ends[local])
 
     def record(self, index: int) -> Record:
-        number, start, end = self._span(index)
-        with self.files.open(number) as stream:
+        file, start, end = self._span(index)
+        with file.open() as stream:
             stream.seek(start)
             raw = stream.read(end - start)
-        try:
-            return text_of(raw, self.column) if self._is_json else raw.decode().removeprefix("\ufeff")  # its mark
-        except (ValueError, RecursionError) as error:
-            blank = len(raw) - len(raw.lstrip())  # blank lines before this one
-            offset = error.start if isinstance(error, UnicodeDecodeError) else blank
-            return BadRecord(f"{self._line(number, start + offset)}: {error}")
-
-    def _line(self, number: int, offset: int) -> str:
-        """File and line, from 1, that hold byte `offset`. Only an error message pays for reading up to there."""
-        line, left = 1, offset
-        with self.files.open(number) as stream:
-            while left and (block := stream.read(min(left, _SCAN_BYTES))):
-                line, left = line + block.count(b"\n"), left - len(block)
-        return f"{self.files.paths[number]}, line {line}"
+            try:
+                return text_of(raw, self.column) if self._is_json else raw.decode().removeprefix("\ufeff")  # its mark
+            except (ValueError, RecursionError) as error:
+                # The line is the last one of the span: there may be blank ones before it.
+                at = start + error.start if isinstance(error, UnicodeDecodeError) else end - 1
+                stream.seek(0)
+                blocks = (stream.read(min(_SCAN_BYTES, at - done)) for done in range(0, at, _SCAN_BYTES))
+                line = 1 + sum(block.count(b"\n") for block in blocks)
+                return BadRecord(f"{file.path}, line {line}: {error}")
 
 
 class CompressedLines(Sequential):
@@ -98,21 +99,20 @@ class CompressedLines(Sequential):
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
-        self.parts = [(file, 0) for file in range(len(files))]
-        self.fingerprint = self.files.sampled_fingerprint(self.column)
+        self.parts = [(file, 0) for file in self.files]
+        self.fingerprint = base.sampled_fingerprint(self.files, self.column)
 
-    def raw(self, file: int, number: int) -> Iterator[tuple[str, bytes]]:
-        path, stream = self.files.paths[file], self.files.open(file)
-        packed: Any = stream
-        if path.suffix == ".gz":
-            packed = gzip.GzipFile(fileobj=stream)
-        elif path.suffix == ".zst":
+    def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
+        packed: Any = file.open()
+        if file.path.suffix == ".gz":
+            packed = gzip.GzipFile(fileobj=packed)
+        elif file.path.suffix == ".zst":
             import pyarrow
 
-            packed = pyarrow.CompressedInputStream(stream, "zstd")
+            packed = pyarrow.CompressedInputStream(packed, "zstd")
         for line_number, line in enumerate(io.BufferedReader(packed, _BLOCK_BYTES), 1):
             if line.strip():
-                yield f"{path}, line {line_number}", line
+                yield f"{file.path}, line {line_number}", line
 
 
 class Parquet(Sequential):
@@ -121,26 +121,26 @@ class Parquet(Sequential):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         self.parts, self.num_documents = [], 0
-        for file, path in enumerate(files):
+        for file in self.files:
             try:
                 parquet = self._open(file)
                 check_column(self.column, parquet.schema_arrow.names)
             except (OSError, ValueError, RuntimeError) as error:  # pyarrow's errors are of these
-                raise UserError(f"cannot read {path} as parquet: {error}") from None
+                raise UserError(f"cannot read {file.path} as parquet: {error}") from None
             rows = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
             self.parts += [(file, group) for group, count in enumerate(rows) if count]
             self.num_documents += sum(rows)
-        self.fingerprint = self.files.sampled_fingerprint(self.column)
+        self.fingerprint = base.sampled_fingerprint(self.files, self.column)
 
-    def _open(self, file: int) -> Any:
+    def _open(self, file: File) -> Any:
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.files.open(file))
+        return pyarrow.parquet.ParquetFile(file.open())
 
-    def raw(self, file: int, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    def raw(self, file: File, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
         batches = self._open(file).iter_batches(_BATCH_ROWS, row_groups=[number], columns=[self.column])
         for row, record in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            yield f"{self.files.paths[file]}, row group {number}, row {row}", record
+            yield f"{file.path}, row group {number}, row {row}", record
 
 
 class MappedDataset(RandomAccess):
@@ -148,7 +148,7 @@ class MappedDataset(RandomAccess):
 
     def __init__(self, spec: TextSource, dataset: Any) -> None:
         super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
-        self.files.check()
+        self.check_files()
         column = spec.text_column
         self._dataset = dataset.select_columns([column]).with_format(None)
         self.num_documents = self.num_units = count = len(dataset)
@@ -158,8 +158,8 @@ class MappedDataset(RandomAccess):
         self.fingerprint = digest.hexdigest()
 
     def record(self, index: int) -> Record:
-        if self.files.paths:  # to read behind the end of a mapped file that became shorter ends the process
-            self.files.check(index % len(self.files.paths))
+        if self.files:  # to read behind the end of a mapped file that became shorter ends the process
+            self.files[index % len(self.files)].check()
         return base.record_of(self._dataset[index], self.column, f"{self.name}, row {index}")
 
 
@@ -176,7 +176,7 @@ class StreamedDataset(Sequential):
         self.fingerprint = xxhash.xxh3_128(content).hexdigest()
 
     def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        self.files.check()
+        self.check_files()
         for row, record in enumerate(self._dataset.shard(self.num_units, number)):
             yield f"{self.name}, part {number}, document {row}", record
 
@@ -208,7 +208,61 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
         raise UserError(f"cannot load {what} from {place}: {error.__cause__ or error!r}") from None
 
 
-def stdlib_files() -> list[Path]:
+_READERS: dict[str, Callable[[TextSource, list[Path]], Source]] = {
+    **dict.fromkeys(("python_stdlib", "text", "jsonl"), FileSpans),
+    **dict.fromkeys(("huggingface", "c4", "arrow"), open_datasets),
+    **{"parquet": Parquet, "shards": Shards},
+}
+
+
+def open_source(spec: TextSource) -> Source:
+    """The source that a table names.
+
+    Raises:
+        UserError: a file is missing, the source is empty, or cannot be opened.
+    """
+    files = find_files(spec)
+    packed = spec.source == "jsonl" and any(file.suffix in COMPRESSED for file in files)
+    source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
+    if not source.num_units:
+        raise UserError(f"{source.name} is empty: it holds no document")
+    return source
+
+
+def source_of_file(file: Path, column: str) -> DataSource:
+    """The table for a file that the option --data of a command names. Raises UserError: its ending is unknown."""
+    if file.suffix.lower() not in _KINDS:
+        raise UserError(f"--data {file}: the name of a file must end in {', '.join(_KINDS)}.")
+    keys = {"source": _KINDS[file.suffix.lower()], "path": str(file), "text_column": column}
+    return DataSource.model_validate(keys)
+
+
+def find_files(spec: TextSource) -> list[Path]:
+    """The files of a source in a stable order; none for what `datasets` loads. Opens none of them, so that the checks
+    before a run can call it.
+
+    Raises:
+        UserError: the path is missing, or matches no readable file.
+    """
+    if spec.source == "python_stdlib":
+        return _stdlib_files()
+    if spec.source == "c4":
+        return []
+    if spec.path is None:
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if spec.source == "huggingface":
+        return []
+    pattern = spec.path
+    if spec.source in _INSIDE:
+        pattern = os.path.join(glob.escape(pattern), _INSIDE[spec.source])
+    # A name that holds glob characters is still a name.
+    names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if not (files := [Path(name) for name in names if os.path.isfile(name)]):
+        raise UserError(f"dataset.path = {spec.path!r} matches no file (of {pattern}; current folder: {Path.cwd()})")
+    return files
+
+
+def _stdlib_files() -> list[Path]:
     """The .py files that are not empty (nor dangling links), sorted by their path in the library."""
     files = []
     for folder, folders, names in os.walk(_STDLIB):
@@ -230,20 +284,17 @@ def _line_ends(stream: BinaryIO, digest: xxhash.xxh3_128) -> Iterator[int]:
 def _text_ends(stream: BinaryIO, digest: xxhash.xxh3_128, most_bytes: int) -> Iterator[int]:
     """End offsets of documents of at most `most_bytes`, cut at line ends where there are any, so that the shuffle
     reaches within a large file; otherwise between two characters."""
-    rest, base = b"", 0
-    while block := stream.read(_SCAN_BYTES):
-        digest.update(block)
-        rest += block
-        start = 0
-        while len(rest) - start > most_bytes:
-            limit = start + most_bytes
-            end = rest.rfind(b"\n", start, limit) + 1
-            if end <= start:
-                end = limit
-                while rest[end] & 0xC0 == 0x80 and limit - end < 4:  # step back over UTF-8 continuation bytes
-                    end -= 1
-            yield base + end
-            start = end
-        base, rest = base + start, rest[start:]
-    if rest:
-        yield base + len(rest)
+    start = 0
+    while len(block := stream.read(most_bytes + 1)) > most_bytes:
+        size = block.rfind(b"\n", 0, most_bytes) + 1
+        if not size:
+            size = most_bytes
+            while block[size] & 0xC0 == 0x80 and most_bytes - size < 4:  # step back over UTF-8 continuation bytes
+                size -= 1
+        digest.update(block[:size])
+        start += size
+        yield start
+        stream.seek(start)
+    digest.update(block)
+    if block:
+        yield start + len(block)

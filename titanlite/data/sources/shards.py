@@ -26,16 +26,17 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from titanlite.config.errors import UserError
 from titanlite.config.files import parse_json, read_file
 from titanlite.config.schema import TextSource
-from titanlite.data.sources.base import Files, Prepared, RandomAccess
+from titanlite.data.sources.base import File, Prepared, RandomAccess
 from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 2
 """Format 1 had no hashes of the texts."""
 BLOCK_BYTES = 1 << 16
-_NUMBERS = ("", "<Q", "<2Q")
-_TOKENS, _INDEX, _HASHES = range(3)  # the files of a shard
+_ENDINGS = (".bin", ".idx", ".hash")
+_PAIR, _ZERO = struct.Struct("<2Q"), bytes(8)
+_MOST_OPEN = 500  # files; each shard has two or three, and a process may usually open 1,024
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
-_MOST_BYTES = 1 << 28  # of a manifest: a million shards
+MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
 class ShardEntry(BaseModel, strict=True, frozen=True):
@@ -75,18 +76,61 @@ class Shards(RandomAccess):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         (path,) = files
-        raw = read_file(path, _MOST_BYTES)
+        raw = read_file(path, MOST_BYTES)
         self._manifest = manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
-        self._shards = [_Shard(path.with_name(entry.name), entry, manifest) for entry in manifest.shards]
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._shards = [[File(path.with_name(entry.name + end)) for end in _ENDINGS] for entry in manifest.shards]
         self._first = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self.num_units = self._first[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
         self._with_hashes = False
+        self._open: dict[File, BinaryIO] = {}
+        self._checked: list[bytearray] = []  # whether each block of each shard was
+        for entry, (tokens, index, _) in zip(manifest.shards, self._shards, strict=True):
+            size = entry.tokens * self._dtype.itemsize
+            with tokens.open() as stream:
+                if (found := stream.seek(0, os.SEEK_END)) != size:
+                    raise _damage(tokens, f"is truncated or altered: it has {found:,} of {size:,} bytes")
+            _check_whole(index, entry.index_checksum)
+            self._checked.append(bytearray(-(-size // BLOCK_BYTES)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a background process opens the files itself
 
     def record(self, index: int) -> Prepared:
         number = bisect_right(self._first, index) - 1
-        return self._shards[number].document(index - self._first[number], self._with_hashes)
+        local, width, text_hash = index - self._first[number], self._dtype.itemsize, -1
+        tokens, ends, hashes = self._shards[number]
+        start, end = _PAIR.unpack(self._read(ends, 8 * local - 8, 16) if local else _ZERO + self._read(ends, 0, 8))
+        start, end = start * width, end * width
+        raw, checked = self._read(tokens, start, end - start), self._checked[number]
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            if not checked[block]:
+                self._check(number, block)
+        if self._with_hashes:
+            text_hash = int.from_bytes(self._read(hashes, 8 * local, 8), "little")
+        return Prepared(np.frombuffer(raw, self._dtype), text_hash)
+
+    def _read(self, file: File, start: int, size: int) -> bytes:
+        if (stream := self._open.get(file)) is None:
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            stream = self._open[file] = file.open()
+        raw = os.pread(stream.fileno(), size, start)
+        if len(raw) < size:
+            raise _damage(file, "has become shorter while it was read")
+        return raw
+
+    def _check(self, number: int, block: int) -> None:
+        """Compare a block of a shard with its checksum."""
+        entry, (tokens, index, _) = self._manifest.shards[number], self._shards[number]
+        start = block * BLOCK_BYTES
+        raw = self._read(tokens, start, min(BLOCK_BYTES, entry.tokens * self._dtype.itemsize - start))
+        checksum = int.from_bytes(self._read(index, 8 * (entry.documents + block), 8), "little")
+        if xxhash.xxh3_64_intdigest(raw) != checksum:
+            raise _damage(tokens, f"is altered: the checksum of block {block} does not match")
+        self._checked[number][block] = 1
 
     def check(self, tokenizer: Tokenizer, holdout: float) -> None:
         """Refuse ids of another tokenizer, and shards that do not know which documents are held out.
@@ -101,73 +145,19 @@ class Shards(RandomAccess):
         if self._with_hashes and self._manifest.format == 1:
             made = f"{self.name} was prepared by an older titanlite, which did not keep what validation.holdout needs"
             raise UserError(f"{made}. Prepare it again, or give [validation] a source of its own.")
+        for entry, (*_, hashes) in zip(self._manifest.shards, self._shards, strict=True):
+            if self._with_hashes:
+                _check_whole(hashes, entry.hash_checksum)
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.num_tokens:,} tokens"
 
 
-class _Shard:
-    """One shard. Each of its files is opened once, when it is first read.
+def _check_whole(file: File, checksum: str | None) -> None:
+    with file.open() as stream:
+        if xxhash.xxh3_64_hexdigest(stream.read()) != checksum:
+            raise _damage(file, "is altered: its checksum does not match manifest.json")
 
-    Args:
-        path: of its files, without a file.
-    """
 
-    def __init__(self, path: Path, entry: ShardEntry, manifest: Manifest) -> None:
-        self._entry, self._dtype = entry, np.dtype(manifest.dtype).newbyteorder("<")
-        size = entry.tokens * self._dtype.itemsize
-        self._checked = bytearray(-(-size // BLOCK_BYTES))
-        self._sizes = [size, 8 * (entry.documents + len(self._checked))]
-        if manifest.format > 1:
-            self._sizes.append(8 * entry.documents)
-        self._files = Files([path.with_suffix(end) for end in (".bin", ".idx", ".hash")[: len(self._sizes)]])
-        self._open: dict[int, BinaryIO] = {}
-        for file, expected in enumerate(self._sizes):
-            with self._files.open(file) as stream:
-                if (found := stream.seek(0, os.SEEK_END)) != expected:
-                    raise self._error(file, f"is truncated or altered: it has {found:,} of {expected:,} bytes")
-        self._check_whole(_INDEX, entry.index_checksum)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a background process opens the files itself
-
-    def document(self, index: int, with_hash: bool) -> Prepared:
-        """Document `index`. `with_hash`: also the hash of its text."""
-        start, end = self._numbers(_INDEX, index - 1, 2) if index else (0, *self._numbers(_INDEX, 0, 1))
-        width, text_hash = self._dtype.itemsize, -1
-        start, end = start * width, end * width
-        raw = self._read(_TOKENS, start, end)
-        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            if not self._checked[block]:
-                self._check(block)
-        if with_hash:
-            if _HASHES not in self._open:
-                self._check_whole(_HASHES, self._entry.hash_checksum)
-            (text_hash,) = self._numbers(_HASHES, index, 1)
-        return Prepared(np.frombuffer(raw, self._dtype), text_hash)
-
-    def _read(self, file: int, start: int, end: int) -> bytes:
-        if file not in self._open:
-            self._open[file] = self._files.open(file)
-        raw = os.pread(self._open[file].fileno(), end - start, start)
-        if len(raw) < end - start:
-            raise self._error(file, "has become shorter while it was read")
-        return raw
-
-    def _numbers(self, file: int, start: int, count: int) -> tuple[int, ...]:
-        return struct.unpack(_NUMBERS[count], self._read(file, 8 * start, 8 * (start + count)))
-
-    def _check(self, block: int) -> None:
-        start = block * BLOCK_BYTES
-        raw = self._read(_TOKENS, start, min(start + BLOCK_BYTES, self._sizes[_TOKENS]))
-        (checksum,) = self._numbers(_INDEX, self._entry.documents + block, 1)
-        if xxhash.xxh3_64_intdigest(raw) != checksum:
-            raise self._error(_TOKENS, f"is altered: the checksum of block {block} does not match")
-        self._checked[block] = 1
-
-    def _check_whole(self, file: int, checksum: str | None) -> None:
-        if xxhash.xxh3_64_hexdigest(self._read(file, 0, self._sizes[file])) != checksum:
-            raise self._error(file, "is altered: its checksum does not match manifest.json")
-
-    def _error(self, file: int, fault: str) -> UserError:
-        return UserError(f"{self._files.paths[file]} {fault}. {_REMEDY}")
+def _damage(file: File, fault: str) -> UserError:
+    return UserError(f"{file.path} {fault}. {_REMEDY}")
