@@ -205,9 +205,8 @@ def test_outputs_reload_to_an_equal_job_a_finished_run_does_nothing_more_and_a_n
     names = ("metrics.jsonl", "config.toml", "environment.json", "train.log")
     before = {name: (out / name).read_text() for name in names}
     assert "Training: debugmodel" in before["train.log"]
-    assert "renamed to ....superseded" in run(job_file, out, "--checkpoint.no-enable", "--training.steps", "3")
-    # The start that did nothing has set aside another config.toml.
-    assert {name: (out / f"{name}.superseded-2").read_text() for name in before} == before
+    assert f"{out}/superseded-1: " in run(job_file, out, "--checkpoint.no-enable", "--training.steps", "3")
+    assert {name: (out / "superseded-1" / name).read_text() for name in before} == before
     assert sorted(logged(out)) == [1, 2, 3]
 
 
@@ -223,7 +222,7 @@ def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_
     first.kill(0, signal.SIGINT)
     first.ends_with(75)
     assert "another run" not in (tmp_path / "out" / "train.log").read_text()
-    assert not list((tmp_path / "out").glob("*.superseded*"))
+    assert not list((tmp_path / "out").glob("superseded*"))
 
 
 def test_the_reason_of_a_crash_stands_in_the_log_as_on_the_terminal(job_file: Path, tmp_path: Path) -> None:

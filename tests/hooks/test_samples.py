@@ -60,7 +60,7 @@ def test_training_does_not_notice_and_neither_does_a_resume(
     assert not (tmp_path / "none" / "samples.jsonl").exists()
     assert trained(job, folder, "--checkpoint.load_step", 5) == samples
     assert losses(folder) == losses(tmp_path / "none")
-    aside = (folder / "samples.jsonl.superseded").read_text().splitlines()
+    aside = (folder / "superseded-1" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in aside] == [8] * 3 + [12] * 3
 
 

@@ -1,7 +1,6 @@
 """What a start says of itself, and what differs from the start before."""
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,31 +58,25 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> N
     assert "Training starts after step 3\n" in starts(3)
 
 
-def git(package: Path, *words: str) -> str:
-    identity = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    command = ["git", "-C", str(package.parent), "-c", "user.name=x", "-c", "user.email=x@x", *words]
-    return subprocess.run(command, env={**os.environ, **identity}, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_in_a_clone_code_has_the_commit_and_whether_the_package_differs_from_it(
+def test_in_a_clone_code_has_the_commit_and_whether_a_file_differs_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "module.py").write_text("x = 1\n")
-    assert list(describe_code(package)) == ["files"]
-    git(package, "init", "-q")
-    git(package, "add", ".")
-    git(package, "commit", "-q", "-m", "first")
-    clean = describe_code(package)
-    assert (clean["commit"], clean["state"]) == (git(package, "rev-parse", "HEAD").strip(), "clean")
-    (package.parent / "notes.txt").write_text("beside the package")
-    (package / ".#module.py").symlink_to("someone@machine.1234")  # an editor's lock, which git sees
-    assert describe_code(package)["files"] == clean["files"]
+    (package / ".#module.py").symlink_to("someone@machine.1234")  # an editor's lock
+    before = describe_code(package)
+    assert list(before) == ["files"]
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert describe_code(package) == before | {"commit": commit}
     (package / "module.py").write_text("x = 2\n")
-    other = describe_code(package)
-    assert (other["commit"], other["state"]) == (clean["commit"], "changed")
-    assert other["files"] != clean["files"]
+    after = describe_code(package)
+    assert after["commit"] == f"{commit}-dirty"
+    assert after["files"] != before["files"]
     monkeypatch.setenv("PATH", "")
-    assert describe_code(package) == {"files": other["files"]}
+    assert describe_code(package) == {"files": after["files"]}

@@ -1,6 +1,5 @@
 """What a run measures: metrics.jsonl, validation.jsonl and TensorBoard have the same numbers, in every start once."""
 
-import itertools
 import json
 import resource
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_a_line_has_these_numbers(folder: Path) -> None:
 
 
 def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path) -> None:
-    first = [json.loads(line)["step"] for line in (folder / "metrics.jsonl.superseded").open()]
+    first = [json.loads(line)["step"] for line in (folder / "superseded-1" / "metrics.jsonl").open()]
     assert first == [6, 7, 8, 9]
     validated = [json.loads(line) for line in (folder / "validation.jsonl").open()]
     assert [line["step"] for line in validated] == [0, 4, 8, 12]
@@ -68,9 +67,8 @@ def test_what_is_trained_again_stands_in_each_file_once_and_is_kept(folder: Path
     assert f"step 12/12  loss {logged(folder)[12]['loss']:.4f}  grad_norm" in (folder / "train.log").read_text()
 
 
-def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> None:
+def test_tensorboard_has_the_same_numbers_in_groups(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.custom_scalar import layout_pb2  # pyright: ignore
 
     board: Any = EventAccumulator(str(folder / "tb"))
     board.Reload()
@@ -83,13 +81,7 @@ def test_tensorboard_has_the_same_numbers_in_groups_with_units(folder: Path) -> 
         *("1_loss", "2_optimizer", "3_speed", "4_memory", "5_validation", "6_progress", "7_counters"),
         "8_gradient_norms",
     }
-    assert "GiB" in board.SummaryMetadata("4_memory/memory").summary_description
     assert board.Tags()["histograms"]
-    layout = layout_pb2.Layout()  # pyright: ignore
-    layout.ParseFromString(board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
-    assert charts["loss"] == ["1_loss/train", "1_loss/train_max", "1_loss/validation"]
-    assert set(itertools.chain(*charts.values())) - set(tags) == {"4_memory/memory_active"}  # a GPU has it
     job, environment = (
         board.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in ("job", "environment")
     )

@@ -1,4 +1,4 @@
-"""What a start does to the files of earlier ones: continued or renamed, never deleted or overwritten."""
+"""What a start does to the files of earlier ones: continued or set aside, never deleted or overwritten."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Checkpoint, JobConfig, Training
+from titanlite.config.schema import JobConfig, Training
 from titanlite.observe.outputs import OutputFolder
 from titanlite.runtime.logging import Event, setup_logging
 
 
-def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10, load_step: int = -1) -> str:
+def start(folder: Path, run: str, resumed_step: int | None = None, steps: int = 10) -> str:
     """One start of a run, as the trainer does it; returns what it has to say."""
     output = OutputFolder(folder)
     log = setup_logging(0, folder / "train.log")
     log.info(Event(f"{run} begins", "start"))
-    job = JobConfig(training=Training(steps=steps), checkpoint=Checkpoint(load_step=load_step))
-    said = output.begin(job, {"run": run}, resumed_step)
+    said = output.begin(JobConfig(training=Training(steps=steps)), {"run": run}, resumed_step)
     log.info(f"{run} trains")
     return said
 
@@ -45,10 +44,10 @@ def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_p
     start(tmp_path, "first")
     assert start(tmp_path, "first") == ""  # nothing was measured
     measure(tmp_path, 5, 10, note="of the first")
-    before = {f"{path.name}.superseded": everything(path) for path in tmp_path.iterdir()}
+    before = {path.name: everything(path) for path in tmp_path.iterdir()}
     said = start(tmp_path, "second", steps=2)
-    assert {path.name: everything(path) for path in tmp_path.glob("*.superseded")} == before
-    assert all(name.removesuffix(".superseded") in said for name in before)
+    assert {path.name: everything(path) for path in (tmp_path / "superseded-1").iterdir()} == before
+    assert all(name in said for name in before)
     log = (tmp_path / "train.log").read_text()
     assert "second begins" in log
     assert "second trains" in log
@@ -56,58 +55,30 @@ def test_a_run_that_begins_anew_sets_all_of_the_earlier_one_aside_together(tmp_p
     assert [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").open()] == ["second begins"]
 
 
-def test_what_is_trained_again_is_kept_and_so_is_the_curve_of_a_run_that_goes_back(tmp_path: Path) -> None:
-    start(tmp_path, "one", steps=20)
-    measure(tmp_path, 5, 10, 12)
-    said = start(tmp_path, "one", resumed_step=10, steps=20)
-    assert "validation.jsonl, metrics.jsonl" in said
-    assert {path.name for path in tmp_path.glob("*.superseded")} == {
-        "metrics.jsonl.superseded",
-        "validation.jsonl.superseded",
-    }
-    measure(tmp_path, 11)
-    start(tmp_path, "one", resumed_step=5, load_step=5, steps=30)
-    assert [steps_in(tmp_path / f"metrics.jsonl{end}") for end in ("", ".superseded", ".superseded-2")] == [
-        *([5], [12], [10, 11])
-    ]
-    assert (tmp_path / "tb.superseded-2" / "events.12").exists()
-    assert (tmp_path / "tb" / "events.12").exists()  # continued
-    assert "steps = 20" in (tmp_path / "config.toml.superseded-2").read_text()
-    assert "steps = 30" in (tmp_path / "config.toml").read_text()
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_no_sequence_of_starts_loses_a_measurement(tmp_path: Path) -> None:
     marks = []
     plan = [("a", None), ("a", 10), ("b", None), ("a", 5), ("c", None), ("b", 5), ("b", 0), ("a", 10), ("d", 3)]
     for number, (run, resumed_step) in enumerate(plan):
-        start(tmp_path, run, resumed_step, steps=10 + number)
+        start(tmp_path, run, resumed_step)
         marks.append(f"mark-{number}.")
         measure(tmp_path, 1 + (resumed_step or 0), 5 + (resumed_step or 0), note=marks[-1])
         found = everything(tmp_path)
         for mark in marks:
             assert found.count(f'"note": "{mark}"') == 4  # two steps, metrics and validation
-            assert list(tmp_path.glob(f"tb*/events.*{mark}"))
-    for number in range(len(plan)):
-        assert f"steps = {10 + number}\n" in everything(tmp_path)
+            assert list(tmp_path.glob(f"**/tb/events.*{mark}"))
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b'{"step": 1e999}', b'{"step": 2, "lo', b""])
-def test_a_damaged_line_is_set_aside_and_the_next_starts_afresh(tmp_path: Path, damage: bytes) -> None:
-    """A whole line without its end is kept, and so are the files of version 0.1, which name no run."""
+@pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1e999}\n', b'{"step": 2, "lo', b'{"step": 1}', b""])
+def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(tmp_path: Path, damage: bytes) -> None:
+    """The files are of version 0.1, which names no run."""
     (tmp_path / "environment.json").write_text('{"python": "3.11"}')
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 8.0}' + (damage and b"\n" + damage))
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 3}\n' + damage)
+    (tmp_path / "validation.jsonl").write_bytes(b'{"step": 0}\n')
     start(tmp_path, "one", resumed_step=2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1, "loss": 8.0}\n'
-    aside = tmp_path / "metrics.jsonl.superseded"
-    assert aside.read_bytes() == damage + b"\n" if damage else not aside.exists()
-
-
-def test_a_resumed_run_of_step_0_validates_once_more_and_stands_there_once(tmp_path: Path) -> None:
-    measure(tmp_path, 0)
-    start(tmp_path, "one", resumed_step=0)
-    assert steps_in(tmp_path / "validation.jsonl") == []
-    assert steps_in(tmp_path / "metrics.jsonl") == [0]
+    assert [steps_in(tmp_path / name) for name in ("metrics.jsonl", "validation.jsonl")] == [[1], [0]]
+    assert (tmp_path / "superseded-1" / "metrics.jsonl").read_bytes() == b'{"step": 3}\n' + damage
+    start(tmp_path, "one", resumed_step=0)  # it validates once more
+    assert steps_in(tmp_path / "superseded-2" / "validation.jsonl") == [0]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ USE = """
 const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
 const mean = () => charts[0].plot.data[charts[0].plot.data.length - 1].at(-1);
 const seen = { scales: scale(), canvases: document.querySelectorAll("canvas").length, charts: D.charts.length };
-const speed = charts.find((chart) => chart.spec.key === "tps");
-seen.planned = [speed.plot.scales.y.max, speed.box.textContent];
 setZoom([100, 200]);
 (async () => {
   const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later
@@ -63,10 +61,6 @@ def test_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_noth
         a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)
         clock = (line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501))
         (tmp_path / name / "metrics.jsonl").write_text("".join(clock))
-    events = tmp_path / "a" / "events.jsonl"
-    # The plan said that it would be twice as fast.
-    plan = {"time": 1e9, "event": "plan", "step": None, "text": "Plan", "planned": {"tps": 200.0}}
-    events.write_text(json.dumps(plan) + "\n" + events.read_text())
     (tmp_path / "a" / "validation.jsonl").write_text('{"step": 250, "loss": 6.25}\n')
     page = make_page([tmp_path / "a", tmp_path / "b"])
 
@@ -84,7 +78,5 @@ def test_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_noth
     seen = json.loads(unquote(found[1]))
     assert seen["canvases"] == seen["charts"] == len(seen["scales"])
     assert all(place == [0, 500] for place in seen["scales"])
-    assert seen["planned"][0] >= 200  # the line of the plan is in sight
-    assert "(planned 200)" in seen["planned"][1]
     assert all(place == [100, 200] for place in seen["zoomed"])
     assert (seen["whole"], seen["tokens"], seen["smoother"], seen["resources"]) == ([0, 500], [0, 50_000], True, 0)

@@ -1,6 +1,5 @@
 """The page of `titanlite report`: what is in it, that nothing in it comes alive, and that it stays small."""
 
-import io
 import json
 import os
 import random
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 from report.test_run_files import a_run, line
-from rich.console import Console
 
 from titanlite.cli import main
-from titanlite.observe.live import View, plain_line
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
 
@@ -87,7 +84,7 @@ def test_text_from_files_is_in_the_data_only_and_printable(tmp_path: Path) -> No
 def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(tmp_path: Path) -> None:
     run = a_run(tmp_path / "long")
     odd = {12_345: 99.0, 54_321: -7.0, **dict.fromkeys(range(50_000, 50_070), None)}
-    rows = (line(step, loss=odd.get(step, 1.0), elapsed=step, time=1e9 + step) for step in range(1, 100_001))
+    rows = (line(step, loss=odd.get(step, 1.0), step_time=1.0) for step in range(1, 100_001))
     (run / "metrics.jsonl").write_text("".join(rows))
     curves = data_of(run)["runs"][0]["curves"]
     loss, steps, hours = curves["y"]["loss"], curves["x"]["step"], curves["x"]["hours"]
@@ -107,12 +104,12 @@ def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(tmp
 
 def test_hours_are_those_of_training_and_steps_that_come_again_count_once(tmp_path: Path) -> None:
     week, run = 7 * 24 * 3600, a_run(tmp_path)
-    clocks = [(1, 3600, 3600), (2, 7200, 7200), (3, 9000, 9000), (3, 7300, week), (4, 10900, week + 3600)]
-    (run / "metrics.jsonl").write_text("".join(line(s, elapsed=e, time=t, parts={"a": s}) for s, e, t in clocks))
+    clocks = [(1, 3600, 3600), (2, 7200, 3600), (4, 9000, 900), (4, week, 1.0), (5, week + 3600, 3600)]
+    (run / "metrics.jsonl").write_text("".join(line(s, time=t, step_time=e, parts={"a": s}) for s, t, e in clocks))
     curves = data_of(run)["runs"][0]["curves"]
-    assert curves["x"]["step"] == [1, 2, 3, 4]
-    assert curves["x"]["hours"] == pytest.approx([1, 2, 2 + 7300 / 3600, 3 + 7300 / 3600])
-    assert curves["y"]["parts/a"]["mean"] == [1, 2, 3, 4]
+    assert curves["x"]["step"] == [1, 2, 4, 5]
+    assert curves["x"]["hours"] == pytest.approx([1, 2, 2.5, 3.5])
+    assert curves["y"]["parts/a"]["mean"] == [1, 2, 4, 5]
 
 
 def test_the_command_writes_a_page_without_torch_and_answers_mistakes(
@@ -131,21 +128,7 @@ def test_the_command_writes_a_page_without_torch_and_answers_mistakes(
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 
-ODD = [
-    b"NaN",
-    b"1e999",
-    b"-1",
-    b"null",
-    b"{}",
-    b"[]",
-    b'"x"',
-    b"true",
-    b"9" * 400,
-    b"\xff",
-    b"\n",
-    b"-1e308",
-    b'"step"',
-]
+ODD = [b"NaN", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true", b"9" * 400, b"\xff", b"\n", b'"step"']
 
 
 def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> None:
@@ -166,9 +149,5 @@ def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> N
                 start, end = chance.choice([chance.choice(numbers), (start, start + 5)])
                 content = content[:start] + chance.choice(ODD) + content[end:]
             path.write_bytes(content)
-        status = read_status(run)
-        file = io.StringIO()
-        Console(file=file, width=60).print(View(status))
-        assert all(len(shown) <= 60 for shown in file.getvalue().splitlines())
-        assert plain_line(status).isprintable()
+        assert all(shown.isprintable() for shown in read_status(run).lines())
         json.dumps(page_data([run]), allow_nan=False)

@@ -1,7 +1,10 @@
-"""What a run's files show: its state, from this machine or another, whatever they hold; and `watch` and `runs`."""
+"""What a run's files show: its state, from this machine or another, whatever they hold; `watch`, `runs` and training
+on a terminal."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -12,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe.test_live import in_terminal, without_codes
+from small_runs import SMALL
 
-from titanlite.checkpoint import step_folders
 from titanlite.cli import main
-from titanlite.report.run_files import read_status
+from titanlite.report.run_files import read_status, sparkline
 
 
 def line(step: int, **changes: Any) -> str:
@@ -59,29 +61,17 @@ def test_the_last_event_says_how_a_run_ended(tmp_path: Path, events: list[Any], 
     assert seen(a_run(tmp_path, *events)) == expected
 
 
-def test_a_run_that_was_killed_has_crashed_where_its_lock_tells(tmp_path: Path) -> None:
-    """The process that trains may look at its own run, and keeps its lock."""
-    a_run(tmp_path, host=socket.gethostname(), process=os.getpid())
-    held = step_folders.lock(tmp_path / "run", 0, print)
-    assert held is not None
-    assert seen(tmp_path)[0] == "running"
-    os.fstat(held)
-    os.close(held)
-    code = (
-        "import sys, pathlib; from titanlite.checkpoint.step_folders import lock\n"
-        "lock(pathlib.Path(sys.argv[1]) / 'run', 0, print); print('locked', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
-        a_run(tmp_path, host=socket.gethostname(), process=holder.pid)
+def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as trains:
+        a_run(tmp_path, host=socket.gethostname(), process=trains.pid)
         assert seen(tmp_path)[0] == "running"
-        holder.kill()
-        holder.wait()
-    state, reason, _ = seen(tmp_path)
-    assert state == "crashed"
-    assert "killed" in reason
+        a_run(tmp_path, host=socket.gethostname(), process=trains.pid, time=time.time() - 60)  # it had another process
+        assert seen(tmp_path)[0] == "crashed"
+        trains.kill()
+    a_run(tmp_path, host=socket.gethostname(), process=trains.pid)
+    assert seen(tmp_path)[0] == "crashed"
+    a_run(tmp_path, ("data", None, "of the next start"), host=socket.gethostname(), process=trains.pid)
+    assert seen(tmp_path)[0] == "running"
 
 
 def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path: Path) -> None:
@@ -99,11 +89,11 @@ def test_a_resumed_run_is_at_the_step_of_its_start_and_of_a_large_file_the_end_i
     (tmp_path / "metrics.jsonl").write_text(line(10) + line(20))
     status = read_status(tmp_path)
     assert (status.state, status.step, status.total_steps) == ("running", 20, 999)
-    assert [step for step, _ in status.losses] == [10, 20]
+    assert status.losses == [7.9, 7.8]
     (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 20_001)))
     status = read_status(tmp_path)
     assert (status.step, status.problems) == (20_000, [])
-    assert status.losses[0][0] > 10_000
+    assert 1000 < len(status.losses) < 10_000
 
 
 DAMAGE = {
@@ -132,42 +122,74 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path: Pat
         (tmp_path / name).rmdir() if make is os.mkdir else (tmp_path / name).unlink()
 
 
+def in_terminal(*words: str, **environment: str) -> str:
+    """What `titanlite WORDS` writes to a terminal, without its codes."""
+    ours, theirs = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "40", "LOG_RANK": "0", **environment}
+    command = [sys.executable, "-m", "titanlite", *words]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=variables)
+    os.close(theirs)
+    output = b""
+    with contextlib.suppress(OSError):  # Linux reports the closed terminal as an error
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    assert process.wait() == 0, output
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+
+
 def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a_run(tmp_path, ("save", 50, "saved step 50"), ("finish", 50, "Finished after step 50."), steps=50)
+    a_run(tmp_path, ("save", 50, "saved [red]step 50\nin\x1b[2J"), ("finish", 50, "Finished\u202e \r"), steps=50)
     assert main(["watch", str(tmp_path)]) == 0
-    *events, last = capsys.readouterr().out.splitlines()
-    assert [event.split("  ", 1)[1] for event in events] == ["starts", "saved step 50", "Finished after step 50."]
-    assert last == "finished  step 50/50  loss 7.5000  100 tokens/s  0.1 s a step"
-    script = f"import sys; from titanlite.cli import main; sys.exit(main(['watch', {str(tmp_path)!r}]))"
-    output = without_codes(in_terminal(0, script, COLUMNS="40"))
+    *lines, started, saved, finished = capsys.readouterr().out.splitlines()
+    numbers = ["step 50/50", "loss 7.5000  █▆▅▃▁", "100 tokens/s  0.1 s a step"]
+    assert lines == [f"finished  {tmp_path.name}: mine", *numbers]
+    assert [text[15:] for text in (started, saved, finished)] == ["starts", "saved [red]step 50", "Finished\\u202e \\r"]
+    (tmp_path / "config.toml").write_text(f"[job]\ndescription = '{'漢字' * 40}'")
+    output = in_terminal("watch", str(tmp_path))
     assert "finished  " in output
     assert all(len(text) <= 40 for text in output.splitlines())
+
+
+def test_a_sparkline_goes_from_the_first_to_the_last_value() -> None:
+    assert (sparkline([], 10), sparkline([3.0], 10), sparkline([8.0, 4.0, 1.0], 3)) == ("", "▄", "█▄▁")
+    assert sparkline([-float(i) for i in range(1001)], 8) == "█▇▆▅▄▃▂▁"
 
 
 @pytest.mark.slow
 def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(tmp_path: Path) -> None:
     a_run(tmp_path)
-    command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path), "--interval", "0.05"]
+    command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
     watching = [subprocess.Popen(command, **pipes) for _ in range(2)]
     for process in watching:
         assert process.stdout is not None
-        while not process.stdout.readline().startswith("running  step 50/100"):
+        while "starts" not in process.stdout.readline():
             pass
     watching[0].send_signal(signal.SIGINT)
     _, errors = watching[0].communicate(timeout=60)
     assert (watching[0].returncode, errors) == (130, "")
-    stdout = watching[1].stdout
-    assert stdout is not None
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("[]\n" + line(60))
-    assert stdout.readline().startswith("running  step 60/100")
-    assert stdout.readline() == "metrics.jsonl: 1 line cannot be read\n"
+    stdout = watching[1].stdout
+    assert stdout is not None
+    assert stdout.readline() == "step 60/100\n"
+    while stdout.readline() != "metrics.jsonl: 1 line cannot be read\n":
+        pass
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "event": "finish", "step": 100, "text": "Finished"}) + "\n")
     said, errors = watching[1].communicate(timeout=60)
     assert (watching[1].returncode, errors) == (0, "")
-    assert "finished  step 100/100" in said
+    assert said.startswith("finished  ")
+
+
+@pytest.mark.slow
+def test_training_on_a_terminal_shows_its_log_and_the_view_below_it(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    words = ["train", "--job.config_file", f"{tmp_path}/small.toml", "--job.dump_folder", f"{tmp_path}/mine"]
+    output = in_terminal(*words, COLUMNS="120")
+    assert re.search(r"\[\d\d:\d\d:\d\d\] step  3/12  loss", output)
+    assert "running  mine" in output
+    assert "running  mine" not in in_terminal(*words, TERM="dumb")  # it cannot move its cursor
 
 
 def test_runs_are_listed_the_latest_first_and_each_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,4 +215,3 @@ def test_mistakes_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for words in (["watch", str(tmp_path)], ["runs", str(tmp_path)], ["runs", nowhere]):
         assert main(words) == 2
         assert str(tmp_path) in capsys.readouterr().err
-    assert main(["watch", str(a_run(tmp_path)), "--interval", "0"]) == 2

@@ -15,8 +15,6 @@ import json
 import os
 import shutil
 import stat
-import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -218,7 +216,7 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
     Raises:
         UserError: another run is still there.
     """
-    descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     used, deadline = f"{folder.parent}: another run is using it", 0.0
     while True:
         try:
@@ -235,25 +233,6 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
         if time.monotonic() > deadline:
             raise UserError(f"{used}. Stop that one, or choose another job.dump_folder.")
         time.sleep(0.1)
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Whether another process on a machine that shares the folder holds its `lock`. None if that cannot be known.
-
-    It must not be asked by the process that holds the lock, because closing the file would release it.
-    """
-    if sys.platform != "linux":
-        return None
-    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
-    try:
-        with open(os.open(_lock_file(folder), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_GETLK, wanted))[0] != fcntl.F_UNLCK
-    except OSError:
-        return None
-
-
-def _lock_file(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
 
 
 def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UNFINISHED) -> list[str]:

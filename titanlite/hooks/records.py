@@ -21,7 +21,7 @@ from titanlite.checkpoint.folder import Ranks
 from titanlite.config.errors import ERROR_FOLDER
 from titanlite.hooks.hook import Hook, Training
 from titanlite.hooks.starts import differences, environment_of
-from titanlite.observe.logged_step import LoggedStep, StepLine
+from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.outputs import OutputFolder
 from titanlite.observe.writers import RunStart, Writer, open_writers
 from titanlite.runtime.logging import LOG_FILE, LOGGER_NAME, Event, failed_writes, setup_logging
@@ -89,7 +89,7 @@ class Records(Hook):
             f"lr {entry.lr:.2e}  {entry.tps:,.0f} tokens/s  {mfu}{entry.memory:.2f} GiB  "
             f"eta {timedelta(seconds=round(entry.time_left))}"
         )
-        self._training.log(StepLine(line))  # after the writers: who reads it finds the step in each file
+        self._training.log(line)  # after the writers: who reads it finds the step in each file
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
         self._tell(lambda writer: writer.validated(step, score))

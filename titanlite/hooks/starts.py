@@ -65,24 +65,18 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def describe_code(package: Path = PACKAGE) -> dict[str, str]:
-    """Which code of this package runs. "files": a hash of its files. In a clone of the repository also "commit", and
-    "state": "clean" or "changed", if the package differs from the commit."""
+    """Which code of this package runs. "files": a hash of its files. In a clone of the repository also "commit", which
+    ends with "-dirty" if a file of the clone differs from it."""
     digest = xxhash.xxh3_64()
     for file in sorted(package.rglob("*.py")):
         if file.is_file():  # an editor's lock is a link to nothing
             digest.update(os.fsencode(file.relative_to(package)) + b"\0" + file.read_bytes())
-    code = {"files": digest.hexdigest()}
-    if not (package.parent / ".git").exists():
-        return code
-    # No lock in the repository and no process that outlives this one; GIT_DIR may name another repository.
-    command = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--", "."]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    folder = package.parent
+    # Of this repository alone, without a lock in it, and without a process that outlives this one.
+    git = ["git", f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
+    command = [*git, "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        lines = subprocess.run(
-            command, cwd=package, env=variables | {"GIT_OPTIONAL_LOCKS": "0"}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=True,
-        ).stdout.splitlines()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):  # no git, or another user's repository
-        return code
-    state = "clean" if all(line.startswith("#") for line in lines) else "changed"
-    return {**code, "commit": lines[0].removeprefix("# branch.oid "), "state": state}
+        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or no clone
+        return {"files": digest.hexdigest()}
+    return {"files": digest.hexdigest(), "commit": said.stdout.decode().strip()}

@@ -9,26 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
-
-
-class StepLine(str):
-    """The log's line of a logged step. A live view, which shows the same numbers, keeps it off the terminal."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """How TensorBoard shows a number: it sorts groups, and the tags in a group, by name."""
-
-    tag: str
-    description: str
-
-    def of(self, part: str) -> Curve:
-        """The curve of one part of a number that has several."""
-        return Curve(f"{self.tag}/{part}", f"{part}: {self.description}")
 
 
 class LoggedStep(BaseModel):
@@ -137,36 +120,22 @@ def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in {**values, **objects, **extra}.items() if x != {}} | dict.fromkeys(nonfinite)
 
 
-def points(values: Mapping[str, Any]) -> Iterator[tuple[Curve, float]]:
-    """The curves of a logged step with their values, from `model_dump`."""
+def points(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The tags of a logged step's numbers with their values, from `model_dump`."""
     for name, value in values.items():
-        known = name in LoggedStep.model_fields
-        curve = CURVES.get(name) if known else Curve(f"7_counters/{name}", "A number that a hook has added.")
-        if curve is None:
-            continue
-        if isinstance(value, dict):
-            yield from ((curve.of(part), number) for part, number in value.items() if isinstance(number, int | float))
-        elif value is not None:
-            yield curve, value
+        # What is not declared here is a number that a hook has added.
+        tag = TAGS.get(name) if name in LoggedStep.model_fields else f"7_counters/{name}"
+        parts = value if isinstance(value, dict) else {"": value}
+        for part, number in parts.items() if tag else ():
+            if isinstance(number, int | float):
+                yield f"{tag}/{part}".rstrip("/"), number
 
 
-def curve_of(key: str) -> Curve | None:
-    """The curve of a number of metrics.jsonl; "OBJECT/KEY" is one in an object. None: it is not titanlite's own."""
-    name, _, part = key.partition("/")
-    curve = CURVES.get(name)
-    return curve.of(part) if curve is not None and part else curve
-
-
-CURVES = {
-    name: Curve(info.metadata[0], (info.description or "").replace("\n", " "))
-    for name, info in LoggedStep.model_fields.items()
-    if info.metadata
-}
-TIME_PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
-"""What step_time consists of."""
-# The fields of a validation's score.
+# Name of a number -> its curve in TensorBoard, which sorts groups, and the tags in a group, by name.
+TAGS: dict[str, str] = {name: info.metadata[0] for name, info in LoggedStep.model_fields.items() if info.metadata}
+# The fields of a validation's score: tag and meaning.
 VALIDATION_CURVES = {
-    "loss": Curve("1_loss/validation", "Mean cross entropy of a token of the validation data, nats."),
-    "perplexity": Curve("5_validation/perplexity", "exp(loss)."),
-    "bits_per_byte": Curve("5_validation/bits_per_byte", "Cross entropy in bits per byte of text, not per token."),
+    "loss": ("1_loss/validation", "Mean cross entropy of a token of the validation data, nats."),
+    "perplexity": ("5_validation/perplexity", "exp(loss)."),
+    "bits_per_byte": ("5_validation/bits_per_byte", "Cross entropy in bits per byte of text, not per token."),
 }

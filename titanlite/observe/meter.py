@@ -31,8 +31,6 @@ class Meter:
 
     Attributes:
         tokens: Number of tokens trained on up to the last logged step. Who resumes a run sets it before `start`.
-        memory_peak: GiB, the highest of all logged steps.
-        pace: Seconds of a step, the mean since the first logged one, whose steps warm up.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
@@ -41,15 +39,14 @@ class Meter:
         self._flops_per_token = flops_per_token(run.arch, run.job.training.seq_len)
         self._total_steps = run.job.training.steps
         self._max_norm = run.job.training.max_norm or float("inf")
-        self.tokens, self.memory_peak = 0, 0.0
-        self.pace: float | None = None
-        self._warm: tuple[int, float] | None = None  # step and time of the first line
+        self.tokens = 0
         self.start(0)
 
     def start(self, step: int) -> None:
         """Begin to measure after `step`, the last one of the checkpoint that was loaded, or 0."""
         self._start_time = time.perf_counter()
         self._first_step = step + 1
+        self._warm: tuple[int, float] | None = None  # step and time of the first line, whose steps warm up
         self._begin_window(step, self._start_time)
 
     def _begin_window(self, step: int, now: float) -> None:
@@ -103,15 +100,15 @@ class Meter:
         tps_per_device = tokens / seconds / self._run.world_size
         flops = tps_per_device * self._flops_per_token
         self.tokens += int(tokens)
-        memory = _memory(self._device)
-        self.memory_peak = max(self.memory_peak, memory["memory_peak"])
+        warm_step, warm_time = self._warm = self._warm or (step, now)
+        pace = (now - warm_time) / (step - warm_step) if step > warm_step else seconds / steps
         entry = LoggedStep(
             step=step, loss=loss, loss_max=loss_max, grad_norm=grad_norm, clipped=clipped / steps, lr=lr,
             tokens=self.tokens, tps=tokens / seconds, tps_per_device=tps_per_device, tflops=flops / 1e12,
-            mfu=None if self._peak_flops is None else flops / self._peak_flops, **memory, step_time=seconds / steps,
+            mfu=None if self._peak_flops is None else flops / self._peak_flops, step_time=seconds / steps,
             **{f"{part}_time": spent / steps for part, spent in self._seconds.items()},
             other_time=max(0.0, seconds - sum(self._seconds.values())) / steps, elapsed=now - self._start_time,
-            time_left=self._time_left(step, now, seconds / steps), time=time.time(), **more,
+            time_left=pace * (self._total_steps - step), time=time.time(), **_memory(self._device), **more,
         )  # fmt: skip
         self._begin_window(step, now)
         return entry
@@ -119,15 +116,6 @@ class Meter:
     def tokens_so_far(self) -> int:
         """Number of tokens trained on since step 1, for a checkpoint. Waits for the device if the number is there."""
         return self.tokens + int(self._window_tokens)
-
-    def _time_left(self, step: int, now: float, step_time: float) -> float:
-        """The time left at the mean pace since the first line, whose steps include compilation and warm-up."""
-        if self._warm is None:
-            self._warm = (step, now)
-        warm_step, warm_time = self._warm
-        if step > warm_step:
-            self.pace = (now - warm_time) / (step - warm_step)
-        return (step_time if self.pace is None else self.pace) * (self._total_steps - step)
 
 
 def _memory(device: torch.device) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """The files of a run in its output folder, apart from checkpoints, and what the next start does with them.
 
 Invariant: no start deletes or overwrites what a run has measured. A start keeps of each file what it continues; the
-rest goes to `NAME.superseded`, with a number from the second time on.
+rest goes to a folder `superseded-N`, which is read like that of a run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from titanlite.config.schema import JobConfig
 from titanlite.observe.writers import JSON_FILES
 from titanlite.runtime.logging import EVENTS_FILE, LOG_FILE
 
-CURVES = tuple(reversed(JSON_FILES))
 LOGS = (LOG_FILE, EVENTS_FILE)  # both have lines of this start before it is known whether it continues them
 PROFILES = "profile"
-FOLDERS = ("tb", "wandb", PROFILES)
 # They are set aside in this order. If a start is interrupted, the curves that remain let the next one go on with it.
-FILES = ("config.toml", "environment.json", *LOGS, *FOLDERS, *CURVES)
+FILES = ("config.toml", "environment.json", *LOGS, "tb", "wandb", PROFILES, *reversed(JSON_FILES))
 
 
 class OutputFolder:
@@ -33,13 +30,13 @@ class OutputFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sizes = {name: _size(folder / name) for name in LOGS}
+        self._sizes = {name: path.stat().st_size if (path := folder / name).exists() else 0 for name in LOGS}
 
     def begin(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> str:
         """Continue the files or set them aside. Then write config.toml, which loads to `job`, and environment.json.
 
-        A start that resumes the run which has written the files sets aside what it trains again, and a configuration
-        that has changed. Any other start sets all of them aside.
+        A start that resumes the run which has written the files sets aside what it measures again. Any other start
+        sets all of them aside.
 
         Args:
             environment: The content of environment.json. `run` in it is the identity of the run.
@@ -53,50 +50,31 @@ class OutputFolder:
         """
         folder, run = self._folder, environment["run"]
         anew = resumed_step is None or self.environment().get("run", run) != run  # version 0.1 named none
-        now = {"config.toml": dump_config(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
-        suffixes = (".superseded", *(f".superseded-{number}" for number in range(2, 10_000)))
-        suffix = next(suffix for suffix in suffixes if not any(folder.glob(f"*{suffix}")))
-        went_back, aside = job.checkpoint.load_step == resumed_step, []
+        measured = [name for name in JSON_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
+        target = next(path for n in range(1, 10_000) if not (path := folder / f"superseded-{n}").exists())
         try:
-            for name in FILES if not anew or any(_size(folder / name) for name in CURVES) else ():
-                path, target = folder / name, folder / f"{name}{suffix}"
-                if path.is_file():
-                    self._split(path, target, None if anew else resumed_step, now.get(name, ""))
-                elif anew and _size(path):
-                    path.rename(target)
-                elif name == "tb" and went_back and _size(path):
-                    shutil.copytree(path, target)  # TensorBoard hides in the other one what is trained again
-                aside += [name] * target.exists()
-            for name, content in now.items():
-                (folder / name).write_text(content, encoding="utf-8")
+            for name in FILES if anew and measured else measured:
+                path = folder / name
+                if name in LOGS:
+                    content, size = path.read_bytes() if path.exists() else b"", self._sizes[name]
+                    _split(path, target, rest=content[:size], kept=content[size:])
+                elif anew and path.exists():
+                    target.mkdir(exist_ok=True)
+                    path.rename(target / name)
+                elif not anew:
+                    # After step 0 a resume validates again.
+                    last = resumed_step if name == "metrics.jsonl" else resumed_step or -1
+                    lines: dict[bool, list[bytes]] = {True: [], False: []}
+                    for line in path.read_bytes().splitlines(keepends=True):
+                        lines[_is_until(line, last)].append(line)
+                    _split(path, target, rest=b"".join(lines[False]), kept=b"".join(lines[True]))
+            (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
+            (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+            aside = ", ".join(sorted(os.listdir(target))) if target.exists() else ""
         except OSError as error:
             raise UserError(f"{folder}: the files of this run cannot be written: {error}. Correct that.") from None
-        why = "of an earlier run, which this one does not continue" if anew else "which differs or is trained again"
-        return f"{folder}: {', '.join(aside)}, {why}: renamed to ...{suffix}" if aside else ""
-
-    def _split(self, path: Path, target: Path, step: int | None, now: str) -> None:
-        """Move what is not continued of a file to `target`.
-
-        Args:
-            step: The last one that is continued; None: nothing of an earlier start is.
-            now: What this start is going to write there.
-        """
-        content = path.read_bytes()
-        if path.name in LOGS:
-            cut = self._sizes[path.name] if step is None else 0
-            rest, kept = content[:cut], content[cut:]
-        elif path.name in CURVES and step is not None:
-            lines: tuple[list[bytes], list[bytes]] = [], []
-            last = step if path.name == "metrics.jsonl" else step or -1  # after step 0 a resume validates again
-            for line in content.splitlines():
-                lines[_is_until(line, last)].append(line + b"\n")
-            rest, kept = map(b"".join, lines)
-        else:
-            rest, kept = (content, b"") if step is None or content != now.encode() else (b"", content)
-        if rest:
-            put(target, rest)
-        if kept != content:
-            put(path, kept)
+        why = "of an earlier run, which this one does not continue" if anew else "which is measured again"
+        return f"{target}: {aside}, {why}" if aside else ""
 
     def environment(self) -> dict[str, Any]:
         """environment.json of the start before; empty where there is none."""
@@ -106,14 +84,17 @@ class OutputFolder:
             return {}
 
 
-def _size(path: Path) -> int:
-    """0 for a file that is empty or not there, and for an empty folder."""
-    return len(os.listdir(path)) if path.is_dir() else path.stat().st_size if path.exists() else 0
+def _split(path: Path, target: Path, rest: bytes, kept: bytes) -> None:
+    """Move the rest of a file to one of the same name in `target`."""
+    if rest:
+        target.mkdir(exist_ok=True)
+        put(target / path.name, rest)
+        put(path, kept)
 
 
 def _is_until(line: bytes, step: int) -> bool:
     """Whether a line of JSON is of `step` or before. What a crash has left of a line is not."""
     try:
-        return int(json.loads(line)["step"]) <= step
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError, OverflowError):
         return False

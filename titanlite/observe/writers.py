@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from titanlite.config.errors import UserError, one_line
 from titanlite.config.load import dump_config
 from titanlite.config.mistakes import shown
 from titanlite.config.run import Run
-from titanlite.observe.logged_step import CURVES, TIME_PARTS, VALIDATION_CURVES, Curve, LoggedStep, json_line, points
+from titanlite.observe.logged_step import TAGS, VALIDATION_CURVES, LoggedStep, json_line, points
 
 JSON_FILES = ("metrics.jsonl", "validation.jsonl", "samples.jsonl")
 
@@ -99,30 +98,24 @@ class JsonLines(Writer):
             file.close()
 
 
-# TensorBoard's tab "Custom scalars": title of a chart -> its curves, by their names in metrics.jsonl.
-_CHARTS = {
-    "loss": ("loss", "loss_max"),
-    "seconds of a step": ("step_time", *TIME_PARTS),
-    "memory, GiB": ("memory", "memory_peak", "memory_active"),
-}
-
-
 class TensorBoard(Writer):
-    """Event files in the folder tb: curves with their units, validations, samples, job file and environment as text.
+    """Event files in the folder tb: curves, validations, samples, job file and environment as text. Weights & Biases
+    (the extra `wandb`) reads along, if the job asks for it.
 
     A resumed run has each step once, because TensorBoard hides what an earlier start wrote after the step of the
     checkpoint. Each call ends with its events in the file, so that a killed run keeps them.
+
+    Raises:
+        UserError: W&B refuses to begin, for example because there is no API key.
     """
 
     def __init__(self, start: RunStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         super().__init__(start)
+        self._wandb = _start_wandb(start) if start.run.job.metrics.enable_wandb else None
         purge = start.step + 1 if start.step else 0  # a run that resumes from step 0 validates again
         self._board = SummaryWriter(str(start.folder / "tb"), purge_step=purge)
-        layout = {title: ["Multiline", [CURVES[name].tag for name in names]] for title, names in _CHARTS.items()}
-        layout["loss"][1].append(VALIDATION_CURVES["loss"].tag)
-        self._board.add_custom_scalars({"titanlite": layout})
         environment = json.dumps(dict(start.environment), indent=2)
         self._add_texts({"job": dump_config(start.run.job), "environment": environment}, start.step)
 
@@ -132,11 +125,11 @@ class TensorBoard(Writer):
         for name, parts in entry.distributions.items():
             for part, values in parts.items():
                 if finite := [value for value in values if math.isfinite(value)]:
-                    self._board.add_histogram(CURVES[name].of(part).tag, np.array(finite), entry.step)
+                    self._board.add_histogram(f"{TAGS[name]}/{part}", np.array(finite), entry.step)
         self._add_points(points(entry.model_dump()), entry.step)
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        self._add_points(((VALIDATION_CURVES[name], value) for name, value in score.items()), step)
+        self._add_points(((VALIDATION_CURVES[name][0], value) for name, value in score.items()), step)
 
     def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         texts = {f"samples/{i}": f"{sample['prompt']}{sample['completion']}" for i, sample in enumerate(samples)}
@@ -144,18 +137,12 @@ class TensorBoard(Writer):
 
     def close(self) -> None:
         self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
-    def _add_points(self, found: Iterable[tuple[Curve, float]], step: int) -> None:
-        """Add points of curves with their descriptions, which `SummaryWriter.add_scalar` cannot write."""
-        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary  # pyright: ignore
-        from tensorboard.plugins.scalar.metadata import create_summary_metadata
-
-        assert self._board.file_writer is not None
-        for curve, value in found:
-            metadata = create_summary_metadata(curve.tag, curve.description)
-            metadata.data_class = DATA_CLASS_SCALAR  # otherwise TensorBoard ignores the rest of the metadata
-            point = Summary.Value(tag=curve.tag, simple_value=value, metadata=metadata)
-            self._board.file_writer.add_summary(Summary(value=[point]), step)
+    def _add_points(self, found: Iterable[tuple[str, float]], step: int) -> None:
+        for tag, value in found:
+            self._board.add_scalar(tag, value, step)
         self._board.flush()
 
     def _add_texts(self, texts: Mapping[str, str], step: int) -> None:
@@ -164,60 +151,28 @@ class TensorBoard(Writer):
         self._board.flush()
 
 
-class WeightsAndBiases(Writer):
-    """A run of W&B (the extra `wandb`), the same one for all starts. What it keeps on disk is in the folder wandb.
+def _start_wandb(start: RunStart) -> Any:
+    """A run of W&B, the same one for all starts, which takes what is written to TensorBoard from now on. What it keeps
+    on disk is in the folder wandb, and its own variables say where the numbers go."""
+    import wandb
 
-    A step that W&B has cannot be replaced: those that come again after a resume are left out, and after
-    checkpoint.load_step a new run begins in the same group. W&B's own variables say where the numbers go:
-    WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline, WANDB_API_KEY.
-
-    Raises:
-        UserError: W&B refuses to begin, for example because there is no API key.
-    """
-
-    def __init__(self, start: RunStart) -> None:
-        import wandb
-
-        super().__init__(start)
-        identity, job = start.environment["run"], start.run.job
-        went_back = start.step > 0 and job.checkpoint.load_step == start.step
-        try:
-            self._run = wandb.init(
-                dir=start.folder,
-                project=os.environ.get("WANDB_PROJECT", "titanlite"),
-                name=os.environ.get("WANDB_NAME", start.folder.resolve().name),
-                group=os.environ.get("WANDB_RUN_GROUP", identity),
-                config={**job.model_dump(mode="json"), "environment": dict(start.environment)},
-                allow_val_change=True,
-                id=f"{identity}-{os.urandom(3).hex()}" if went_back else identity,
-                resume="allow",
-                settings=wandb.Settings(console="off"),  # train.log has it
-            )
-        except (wandb.Error, ValueError) as error:  # ValueError: a variable WANDB_... that it does not understand
-            raise UserError(
-                f"metrics.enable_wandb: Weights & Biases cannot begin: {one_line(str(error)).rstrip('.')}. Correct "
-                "that, set WANDB_MODE=offline to write to the output folder only, or leave metrics.enable_wandb out."
-            ) from None
-
-    def logged(self, entry: LoggedStep) -> None:
-        self._send(entry.step, points(entry.model_dump()))
-
-    def validated(self, step: int, score: Mapping[str, float]) -> None:
-        self._send(step, ((VALIDATION_CURVES[name], value) for name, value in score.items()))
-
-    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        import wandb
-
-        texts: list[Any] = [[sample["prompt"], sample["completion"]] for sample in samples]
-        self._run.log({"samples": wandb.Table(["prompt", "completion"], texts)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-    def _send(self, step: int, found: Iterable[tuple[Curve, float]]) -> None:
-        if step >= self._run.starting_step:
-            # The tags without the numbers that sort TensorBoard's.
-            self._run.log({re.sub(r"(^|/)\d+_", r"\1", curve.tag): value for curve, value in found}, step=step)
+    try:
+        return wandb.init(
+            dir=start.folder,
+            project=os.environ.get("WANDB_PROJECT", "titanlite"),
+            name=os.environ.get("WANDB_NAME", start.folder.resolve().name),
+            config={**start.run.job.model_dump(mode="json"), "environment": dict(start.environment)},
+            allow_val_change=True,
+            id=start.environment["run"],
+            resume="allow",
+            sync_tensorboard=True,
+            settings=wandb.Settings(console="off"),  # train.log has it
+        )
+    except (wandb.Error, ValueError) as error:  # ValueError: a variable WANDB_... that it does not understand
+        raise UserError(
+            f"metrics.enable_wandb: Weights & Biases cannot begin: {one_line(str(error)).rstrip('.')}. Correct that, "
+            "set WANDB_MODE=offline to write to the output folder only, or leave metrics.enable_wandb out."
+        ) from None
 
 
 def load_writer(name: str) -> type[Writer]:
@@ -249,10 +204,9 @@ def open_writers(start: RunStart) -> list[Writer]:
         UserError: One cannot begin, for example because of the permissions of its files.
     """
     metrics = start.run.job.metrics
-    own = {JsonLines: True, TensorBoard: metrics.enable_tensorboard, WeightsAndBiases: metrics.enable_wandb}
-    kinds = [kind for kind, asked in own.items() if asked] + [load_writer(name) for name in metrics.writers]
+    board = [TensorBoard] if metrics.enable_tensorboard or metrics.enable_wandb else []
     opened: list[Writer] = []
-    for kind in kinds:
+    for kind in (JsonLines, *board, *map(load_writer, metrics.writers)):
         try:
             opened.append(kind(start))
         except OSError as error:

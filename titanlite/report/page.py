@@ -14,7 +14,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from titanlite import __version__
 from titanlite.config.errors import printable
 from titanlite.config.schema import JobConfig
-from titanlite.observe.logged_step import VALIDATION_CURVES, curve_of
+from titanlite.observe.logged_step import TAGS, VALIDATION_CURVES, LoggedStep
 from titanlite.report.run_files import json_lines, number, read_config, read_status, read_table
 from titanlite.runtime.logging import ENDS, EVENTS_FILE
 
@@ -36,7 +36,6 @@ _NUMBERS = 300_000  # of all curves, at 6 to 9 bytes each
 _POINTS = 2_000  # of a curve: more than a screen has columns
 _EVENTS, _SAMPLES, _TEXT = 1_000, 40, 20_000
 _KEYS = 1_000  # of an object
-_QUIET = ("save", "validation")  # kinds of events of which a long run has many
 
 
 def make_page(folders: Sequence[Path]) -> str:
@@ -64,13 +63,12 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
     for run in runs:
         run |= {name: thin(run[name], points) for name in ("curves", "validations")}
         run["name"] = os.path.relpath(run["folder"], above)
-    keys = {key for run in runs for key in run["curves"]["y"]}
     data = {
         "version": __version__,
         "written": time.time(),
         "runs": runs,
-        "tags": {key: [curve.tag, curve.description] for key in keys if (curve := curve_of(key))},
-        "validation_tags": {key: [curve.tag, curve.description] for key, curve in VALIDATION_CURVES.items()},
+        "tags": {key: [tag, LoggedStep.model_fields[key].description] for key, tag in TAGS.items()},
+        "validation_tags": VALIDATION_CURVES,
         "defaults": JobConfig().model_dump(mode="json"),
     }
     return _safe(data, min(1_000, _TEXT // len(folders)))
@@ -98,16 +96,14 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
     metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
     validations = read_columns(json_lines(folder / "validation.jsonl", problems))
     events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
-    quiet = [event for event in events if event["kind"] in _QUIET]
-    loud = [event for event in events if event["kind"] not in _QUIET]
-    most = max(20, _EVENTS // shares)
+    most = _EVENTS // shares
     return {
         "folder": folder,
         **{name: getattr(status, name) for name in ("state", "reason", "last_word", "step", "total_steps", "numbers")},
         "curves": metrics,
         "validations": validations,
-        "events": sorted([*loud[-most:], *quiet[-most:]], key=lambda event: event["time"]),
-        "older_events": max(0, len(loud) - most) + max(0, len(quiet) - most),
+        "events": events[-most:],
+        "older_events": max(0, len(events) - most),
         "samples": [*json_lines(folder / "samples.jsonl", problems)][-max(4, _SAMPLES // shares) :],
         "config": read_config(folder, problems),
         "environment": read_table(folder / "environment.json", json.loads, problems),
@@ -116,26 +112,23 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
 
 
 def read_columns(entries: Iterable[dict[str, Any]]) -> Columns:
-    """All numbers of lines that have a step, by key; NaN where there is none. Those of an object in a line have keys
-    such as "OBJECT/KEY". The steps rise: what a later line goes behind is left out."""
+    """All numbers of lines whose step is above those before, by key; NaN where there is none. Those of an object in a
+    line have keys such as "OBJECT/KEY"."""
     columns: dict[str, array[float]] = {"step": array("d")}
-    for row, entry in enumerate(entry for entry in entries if number(entry, "step") is not None):
-        for key, value in _numbers(entry):
-            column = columns.setdefault(key, array("d"))
-            column.extend([math.nan] * (row - len(column)))
-            column.append(math.nan if value is None else value)
-    rows = len(columns["step"])
-    table = {key: np.append(column, np.full(rows - len(column), np.nan)) for key, column in columns.items()}
-    later = np.append(np.minimum.accumulate(table["step"][::-1])[::-1][1:], np.inf)
-    return {key: column[table["step"] < later] for key, column in table.items()}
-
-
-def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for key, value in entry.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}/{name}", number(value, name)) for name in value)
-        else:
-            yield key, number(entry, key)
+    rows, last = 0, -1.0
+    for entry in entries:
+        if (step := number(entry, "step")) is None or step <= last:
+            continue
+        last = step
+        parts = [(f"{key}/", value) for key, value in entry.items() if isinstance(value, dict)]
+        for above, table in [("", entry), *parts]:
+            for key in table:
+                if (value := number(table, key)) is not None:
+                    column = columns.setdefault(above + key, array("d"))
+                    column.extend([math.nan] * (rows - len(column)))
+                    column.append(value)
+        rows += 1
+    return {key: np.append(column, np.full(rows - len(column), np.nan)) for key, column in columns.items()}
 
 
 def thin(columns: Columns, most: int) -> dict[str, Any]:
@@ -144,27 +137,30 @@ def thin(columns: Columns, most: int) -> dict[str, Any]:
 
     Returns:
         {"x": {"step", "tokens" and "hours", as far as they are known: [..]}, "y": {key: {"mean": [..]} or {"mean",
-        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere, or never finite, are left
+        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere are left
         out.
     """
     logged = len(columns["step"])
     if logged == 0:
         return {"x": {}, "y": {}}
     edges = np.unique(np.linspace(0, logged, min(most, logged) + 1).astype(np.int64))[:-1]
+    axes = {name: columns[name] for name in ("step", "tokens") if name in columns}
+    if "step_time" in columns:  # hours of training, without the time between a stop and the next start
+        axes["hours"] = np.cumsum(columns["step_time"] * np.diff(columns["step"], prepend=0.0)) / 3600
     counts = np.diff(np.append(edges, logged))
-    axes = {"step": columns["step"], "tokens": columns.get("tokens"), "hours": _hours(columns)}
     x = {name: _rounded(np.maximum.accumulate(np.add.reduceat(values, edges) / counts), digits=12)
-         for name, values in axes.items() if values is not None and np.isfinite(values).all()}  # fmt: skip
+         for name, values in axes.items() if np.isfinite(values).all()}  # fmt: skip
     y = {}
     for key in columns.keys() - {"step", "time", "tokens", "elapsed"}:
         values, finite = columns[key], np.isfinite(columns[key])
-        if values[finite].any():
-            with np.errstate(invalid="ignore", divide="ignore"):
-                mean = np.add.reduceat(np.where(finite, values, 0), edges) / np.add.reduceat(finite.astype(int), edges)
-            y[key] = {"mean": _rounded(mean)}
-            if logged > len(edges):
-                y[key]["min"] = _rounded(np.fmin.reduceat(values, edges))
-                y[key]["max"] = _rounded(np.fmax.reduceat(values, edges))
+        if not values[finite].any():
+            continue
+        with np.errstate(invalid="ignore"):
+            mean = np.add.reduceat(np.where(finite, values, 0), edges) / np.add.reduceat(finite.astype(float), edges)
+        y[key] = {"mean": _rounded(mean)}
+        if logged > len(edges):
+            y[key]["min"] = _rounded(np.fmin.reduceat(values, edges))
+            y[key]["max"] = _rounded(np.fmax.reduceat(values, edges))
     return {"x": x, "y": y}
 
 
@@ -172,37 +168,24 @@ def _rounded(values: NDArray[np.float64], digits: int = 6) -> list[float]:
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 
-def _hours(columns: Columns) -> NDArray[np.float64] | None:
-    """Hours of training up to each logged step: without the time between a stop and the next start."""
-    if not columns.keys() >= {"elapsed", "time"}:
-        return None
-    elapsed, now = columns["elapsed"], columns["time"]
-    same_start = np.abs(np.diff(now - elapsed)) < 1.0  # both clocks go on together until the next start
-    spent = np.where(same_start, np.diff(elapsed), elapsed[1:])
-    return np.cumsum(np.maximum(np.append(elapsed[:1], spent), 0.0)) / 3600
-
-
 def _events(entries: Iterable[dict[str, Any]], metrics: Columns) -> list[dict[str, Any]]:
     """The events. "step" is the number of steps done by then. "undone" says that a later start went back to an earlier
     step. A kind is found here: "killed", where a start follows another one without an end."""
-    times = np.maximum.accumulate(np.nan_to_num(metrics.get("time", metrics["step"])))
+    times, steps = metrics.get("time", metrics["step"]), metrics["step"]
     found: list[dict[str, Any]] = []
     ended = True
     for entry in entries:
         at, step, kind = number(entry, "time"), number(entry, "step"), str(entry.get("event"))
         if at is None:
             continue
-        row = int(np.searchsorted(times, at, side="right"))
-        reached = float(metrics["step"][row - 1]) if row else 0.0
-        if kind == "start" and not ended:
-            text = "The next start found no word of an end: the run was killed."
-            found.append({"time": at, "kind": "killed", "step": reached, "text": text})
+        reached = float(np.max(steps[times <= at], initial=0.0)) if step is None or kind == "start" else step
+        event = {"time": at, "step": reached if step is None else step, "undone": False}
+        if kind == "start":
+            if not ended:
+                text = "The next start found no word of an end: the run was killed."
+                found.append(event | {"kind": "killed", "step": reached, "text": text})
+            for earlier in found:
+                earlier["undone"] |= earlier["step"] > event["step"]
         ended = kind in ENDS or (ended and kind != "start")
-        event = {"time": at, "kind": kind, "step": reached if step is None else step}
-        found.append(event | {"text": str(entry.get("text", "")), "planned": entry.get("planned")})
-    back_to = math.inf
-    for event in reversed(found):
-        event["undone"] = event["step"] > back_to
-        if event["kind"] == "start":
-            back_to = min(back_to, event["step"])
+        found.append(event | {"kind": kind, "text": str(entry.get("text", ""))})
     return found

@@ -49,7 +49,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         NonFiniteGuard(),  # after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
-        LiveRun(training.run, training.rank),
+        LiveRun(training.run.dump_folder, training.rank),
     ]
     return [hook for hook in hooks if hook is not None]
 

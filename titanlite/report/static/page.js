@@ -33,19 +33,8 @@ function place(run, axis, step) {
   return v0 + (values[after] - v0) * (steps[after] > s0 ? (step - s0) / (steps[after] - s0) : 1);
 }
 
-// What the last start was planned to take. A plan is said before its start.
-function planned(events) {
-  let found = {}, coming = {};
-  for (const event of events) {
-    if (event.kind === "start") [found, coming] = [coming, {}];
-    else if (["stop", "guard", "failure", "hang", "finish"].includes(event.kind)) coming = {};
-    else if (event.planned) coming = Object.fromEntries(Object.entries(event.planned).filter(([, v]) => typeof v === "number"));
-  }
-  return found;
-}
-
 for (const run of D.runs) {
-  [run.config, run.environment, run.planned] = [flat(run.config), flat(run.environment), planned(run.events)];
+  [run.config, run.environment] = [flat(run.config), flat(run.environment)];
   const columns = { kind: [], text: [], undone: [] };
   for (const key in columns) columns[key] = run.events.map((event) => event[key]);
   for (const axis of ["step", "tokens", "hours"]) {
@@ -57,6 +46,13 @@ for (const run of D.runs) {
   run.events = columns;
 }
 
+// Tag and meaning of a number; "OBJECT/KEY" is one in an object.
+function described(key) {
+  const [name, ...part] = key.split("/");
+  const [tag, about] = D.tags[name] || [`9_more/${name}`, ""];
+  return part.length ? [`${tag}/${part.join("/")}`, `${part.join("/")}: ${about}`] : [tag, about];
+}
+
 // One chart for each curve that any run has, in TensorBoard's order: those of titanlite first, the loss widest.
 function chartSpecs() {
   const keys = new Set(D.runs.flatMap((run) => Object.keys(run.curves.y)));
@@ -64,7 +60,7 @@ function chartSpecs() {
   const about = "What happened, and when. Pale: trained again after a return to an earlier step.";
   const specs = [["1_loss/zz", { kind: "events", key: "", title: "Events", wide: true, about }]];
   for (const key of keys) {
-    const [tag, about] = D.tags[key] || [`9_more/${key}`, ""];
+    const [tag, about] = described(key);
     const both = key === "loss" && validated.delete("loss");
     specs.push([tag, { key, about: both ? `${about} Dashed: validation.` : about, wide: key === "loss", validation: both ? "loss" : "" }]);
   }
@@ -170,26 +166,6 @@ function drawEvents(plot) {
   ctx.restore();
 }
 
-// What was planned, as a dotted line over the whole width.
-function drawPlans(plot, key) {
-  const { ctx, bbox } = plot;
-  ctx.save();
-  ctx.globalAlpha = 0.8;
-  ctx.lineWidth = 1.5 * devicePixelRatio;
-  ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
-  for (const run of shown())
-    if (key in run.planned) {
-      const at = Math.round(plot.valToPos(run.planned[key], "y", true));
-      if (at < bbox.top || at > bbox.top + bbox.height) continue;
-      ctx.strokeStyle = color(run);
-      ctx.beginPath();
-      ctx.moveTo(bbox.left, at);
-      ctx.lineTo(bbox.left + bbox.width, at);
-      ctx.stroke();
-    }
-  ctx.restore();
-}
-
 function options(box, spec, extra) {
   const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   return {
@@ -245,14 +221,11 @@ function makeCurve(spec, box, readout) {
       if (from < 0) return;
       const text = `${part === "validation" ? "validation " : ""}${number(values[from])}`;
       const named = D.runs.length > 1 ? `${run.name} ${text}` : text;
-      const plan = part === "mean" && spec.key in run.planned ? ` (planned ${number(run.planned[spec.key])})` : "";
-      node("span", readout, "", named + plan).style.color = color(run);
+      node("span", readout, "", named).style.color = color(run);
     });
   };
   // Without outliers the axis spans what 98% of the points that are shown have.
-  const planned = D.runs.map((run) => run.planned[spec.key]).filter((v) => v !== undefined);
   const heights = (plot, min, max) => {
-    if (planned.length && min !== null) [min, max] = [Math.min(min, ...planned), Math.max(max, ...planned)];
     if (!state.cut) return uPlot.rangeNum(min, max, 0.1, true);
     const [from, to] = plot.series[0].idxs, seen = [];
     columns.forEach(({ part }, i) => {
@@ -267,7 +240,7 @@ function makeCurve(spec, box, readout) {
   const plot = new uPlot(options(box, spec, {
     series, bands,
     scales: { x: { time: false, range: (_, min, max) => [min, max] }, y: state.log && positive ? { distr: 3 } : { range: heights } },
-    hooks: { ...HOOKS, draw: [drawEvents, (chart) => drawPlans(chart, spec.key)], setCursor: [say] },
+    hooks: { ...HOOKS, draw: [drawEvents], setCursor: [say] },
   }), data, box);
   say(plot);
   return plot;
