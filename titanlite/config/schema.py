@@ -529,8 +529,8 @@ class Profiling(Section):
     profiler_ranks: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = (0,)
     """Ranks that are traced. One tells most; traces of two show which one waits for the other. Empty: all ranks."""
     enable_memory_snapshot: bool = False
-    """Write what is in memory, on the same schedule and ranks. GPU: the allocator's blocks with their history, for
-    pytorch.org/memory_viz, and also when any rank runs out of memory. CPU: each allocation, in the trace."""
+    """Show what is in memory, on the same schedule and ranks: each allocation, in the trace. On a GPU also the
+    allocator's blocks with their history, for pytorch.org/memory_viz, and also when any rank runs out of memory."""
 
 
 class Samples(Section):

@@ -116,15 +116,15 @@ class Loader:
     def failure(self, batches: int = 1) -> Exception | None:
         """Why this rank cannot read one of its next `batches` global batches; waits until they are read. The other
         ranks can then be told in time: they would wait in a collective for a rank that ends alone. The end of the data
-        is no failure; that the run was told to stop meanwhile is one, and no further batch is read."""
+        is a failure, too, and so is that the run was told to stop meanwhile; then no further batch is read."""
         self.start()
         while len(self._ahead) < batches and not (self._ahead and isinstance(self._ahead[-1], Exception)):
             try:
                 self._ahead.append(sorted(itertools.chain(*(reader.next_batch() for reader in self._readers))))
             except Exception as error:  # raised when its batch is due
                 self._ahead.append(error)
-        failures = (batch for batch in itertools.islice(self._ahead, batches) if isinstance(batch, Exception))
-        return next((failure for failure in failures if not isinstance(failure, OutOfData)), None)
+        read = itertools.islice(self._ahead, batches)
+        return next((batch for batch in read if isinstance(batch, Exception)), None)
 
     def stats(self) -> dict[str, Any]:
         """What all ranks have read: since they started, the share of the positions that are trained on and the number

@@ -2,7 +2,7 @@
 
 Invariant: the first step has the time of a start, because kernels are compiled in it. Later ones have less. The report
 only observes and writes a file. The time-out of a collective ends the run. The launcher reads the files of all ranks of
-its machine and prints them.
+its machine and prints them. A rank that waits in no collective is late: the others wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class HangReport(Hook):
 
     def __init__(self, training: Training) -> None:
         comm = training.run.job.comm
-        self._rank, self._hosts, self._groups = training.rank, training.hosts, training.mesh.groups
+        self._rank, self._groups = training.rank, training.mesh.groups
+        self._host = training.hosts[self._rank]
         self._timeout, self._limit = comm.train_timeout_seconds, SHARE * comm.init_timeout_seconds
         self._later_limit = SHARE * min(comm.train_timeout_seconds, training.run.job.checkpoint.timeout_seconds)
         set_timeout(self._groups, comm.init_timeout_seconds)
@@ -60,32 +61,30 @@ class HangReport(Hook):
             elif not file.exists():
                 file.write_text(json.dumps(self._describe()), encoding="utf-8")
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self) -> tuple[bool, int, str]:
+        """Whether this rank waits for others, its number, and words for where it is."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])
-        line = ([frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename] or frames)[-1]
-        return {
-            "rank": self._rank,
-            "hosts": self._hosts,
-            "step": self._step + 1,
-            "line": f"{line.filename}:{line.lineno} in {line.name}: {line.line}",
-            "inside": f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})",
-            "collectives": last_collectives() if dist.is_initialized() else {},
-        }
+        ours = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename]
+        at, inside = (f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (*ours[-1:], *frames[-1:]))
+        last, pending = last_collectives() if dist.is_initialized() else ("", [])
+        does = (
+            f"waits in {pending[-1]}" if pending else "is LATE" + (f": its last collective was {last}" if last else "")
+        )
+        text = f"Rank {self._rank} ({self._host}), step {self._step + 1}, {does}, at {at}, inside of {inside}"
+        return bool(pending), self._rank, text
 
 
-def last_collectives() -> dict[str, tuple[int, str, bool]]:
-    """Process group -> the last collective that this rank started there: its number, its name, whether it is done.
+def last_collectives() -> tuple[str, list[str]]:
+    """The last collective that this rank has started, and all in which it still waits, by their time.
 
-    The group of the latest collective comes last. torch's flight recorder has gloo's in one table, NCCL's in another.
+    torch's flight recorder has gloo's in one table, NCCL's in another.
     """
     recorder: Any = _distributed_c10d
     tables = [recorder._dump_fr_trace_json(True, False)]
     if dist.is_nccl_available():
         tables.append(recorder._dump_nccl_trace_json(True, False))
     entries = [entry for table in tables for entry in json.loads(table).get("entries", [])]
-    last: dict[str, tuple[int, str, bool]] = {}
-    for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
-        group = f"{entry['profiling_name'].partition(':')[0]} {entry['process_group'][0]}"
-        last.pop(group, None)  # so that the group of the very last one comes last
-        last[group] = (entry["collective_seq_id"], entry["profiling_name"], entry["retired"])
-    return last
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    names = [f"{entry['profiling_name']} number {entry['collective_seq_id']}" for entry in entries]
+    waiting = [name for name, entry in zip(names, entries, strict=True) if not entry["retired"]]
+    return names[-1] if names else "", waiting

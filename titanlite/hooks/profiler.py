@@ -7,14 +7,14 @@ on.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import strftime
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.hook import Hook, StepResult, Training
@@ -45,6 +45,15 @@ class StepProfile:
     measured: dict[str, float] = field(default_factory=dict)
 
 
+@contextmanager
+def _going_on() -> Iterator[None]:
+    """Let no failure of a profile end the run."""
+    try:
+        yield
+    except Exception as error:
+        _LOGGER.error(f"Training goes on, but a profile failed: {error}")
+
+
 class Profiler(Hook):
     """Profiles steps of this rank.
 
@@ -61,79 +70,60 @@ class Profiler(Hook):
         self.profiles: list[StepProfile] = []
 
     def built(self, training: Training) -> None:
-        settings, self._rank, self._device = self._settings, training.rank, training.device.type
-        self._chosen = not settings.profiler_ranks or self._rank in settings.profiler_ranks
-        self._snapshots = settings.enable_memory_snapshot and self._device == "cuda"
+        self._rank, self._device = training.rank, training.device.type
+        self._snapshots = self._settings.enable_memory_snapshot and self._device == "cuda"
         training.opened.callback(self._stop)
 
+    @_going_on()
     def started(self, step: int) -> None:
-        settings, self._first, on_gpu = self._settings, step, self._device == "cuda"
+        settings, self._first = self._settings, step
         freq, warmup, active = settings.profile_freq, settings.profiler_warmup, settings.profiler_active
-        self._schedule = torch.profiler.schedule(  # cycles end at the multiples of profile_freq
+        schedule = torch.profiler.schedule(  # cycles end at the multiples of profile_freq
             skip_first=-step % freq, wait=freq - warmup - active, warmup=warmup, active=active,
             repeat=settings.profiler_repeat,
         )  # fmt: skip
-        with _going_on():
-            if self._snapshots:  # on all ranks, because any can run out of memory
-                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            allocations = settings.enable_memory_snapshot and not on_gpu
-            if self._chosen and (settings.enable_profiling or allocations):
-                warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # as it should
-                self._tracer = profile(
-                    activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)], schedule=self._schedule,
-                    on_trace_ready=self._write, record_shapes=True, profile_memory=allocations,
-                )  # fmt: skip
-                self._tracer.start()
+        if self._snapshots:  # on all ranks, because any can run out of memory
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        if not settings.profiler_ranks or self._rank in settings.profiler_ranks:
+            self._tracer = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (self._device == "cuda"))],
+                schedule=schedule, on_trace_ready=self._write, record_shapes=True,
+                profile_memory=settings.enable_memory_snapshot,
+            )  # fmt: skip
+            self._tracer.start()
 
+    @_going_on()
     def after_step(self, step: int, result: StepResult) -> None:
         if self._tracer is not None:
-            with _going_on():
-                self._tracer.step()
-        ends = self._schedule(step - self._first - 1) is ProfilerAction.RECORD_AND_SAVE
-        if ends and self._snapshots and self._chosen:
-            self._write_snapshot(f"step-{step:08d}-rank-{self._rank}")
+            self._tracer.step()
 
+    @_going_on()
     def failed(self, error: BaseException) -> None:
         if self._snapshots and isinstance(error, torch.OutOfMemoryError):
-            self._write_snapshot(f"out-of-memory-rank-{self._rank}")
+            torch.cuda.memory._dump_snapshot(self._file("out-of-memory", "memory.pickle"))
 
+    @_going_on()
     def _stop(self) -> None:
         if self._tracer is not None:
-            with _going_on():
-                self._tracer.on_trace_ready = None  # what is not complete is dropped
-                self._tracer.stop()
+            self._tracer.on_trace_ready = None  # what is not complete is dropped
+            self._tracer.stop()
 
     def _write(self, tracer: profile) -> None:
         """Write the trace of the steps that have just been profiled, and log their table."""
         step = self._first + tracer.step_num
-        path = self._new_file(f"step-{step:08d}-rank-{self._rank}", ".trace.json.gz")
-        tracer.export_chrome_trace(str(path))
+        path = self._file(f"step-{step:08d}", "trace.json.gz")
+        tracer.export_chrome_trace(path)
         averages = tracer.key_averages()
         time = "self_device_time_total" if self._device == "cuda" else "self_cpu_time_total"
         table = averages.table(sort_by=time, row_limit=10, max_name_column_width=50)
         operators = {event.key: getattr(event, time) / 1e6 for event in averages}
-        self.profiles.append(StepProfile(self._rank, step, str(path), table, operators))
-        line = f"Profiled to step {step} on rank {self._rank}: trace in {path}"
-        for text in (Event(line, "profile", step) if self._rank == 0 else line, table):
-            _LOGGER.info(text)
+        self.profiles.append(StepProfile(self._rank, step, path, table, operators))
+        _LOGGER.info(Event(f"Profiled to step {step} on rank {self._rank}: {path}", "profile", step))
+        _LOGGER.info(table)
+        if self._snapshots:
+            torch.cuda.memory._dump_snapshot(self._file(f"step-{step:08d}", "memory.pickle"))
 
-    def _write_snapshot(self, stem: str) -> None:
-        with _going_on():
-            path = self._new_file(stem, ".memory.pickle")
-            torch.cuda.memory._dump_snapshot(str(path))
-            _LOGGER.info(f"What is in the GPU's memory on rank {self._rank}: {path}")
-
-    def _new_file(self, stem: str, ending: str) -> Path:
-        """A name in the folder, which is made. It has a number if an earlier start has written the same."""
+    def _file(self, what: str, ending: str) -> str:
+        """A path in the folder, which is made. It has the time, because a later start may profile the same step."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        names = (f"{stem}{number}{ending}" for number in ("", *(f"-{n}" for n in range(2, 10_000))))
-        return next(path for name in names if not (path := self._folder / name).exists())
-
-
-@contextmanager
-def _going_on() -> Iterator[None]:
-    """Let no failure of a profile end the run."""
-    try:
-        yield
-    except Exception as error:
-        _LOGGER.error(f"Training goes on, but a profile failed: {error}")
+        return str(self._folder / f"{what}-rank-{self._rank}-{strftime('%Y%m%d-%H%M%S')}.{ending}")

@@ -10,15 +10,14 @@ well, and leaves the exit code in a file.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import socket
-import struct
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint.find import is_saved, resume_hint
@@ -29,7 +28,6 @@ from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
 FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
-SIOCGIFADDR = 0x8915  # of netdevice(7)
 MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
 
 
@@ -72,7 +70,7 @@ def run_agent(
         rdzv_endpoint=where,
         rdzv_configs={"join_timeout": MEET_SECONDS, "read_timeout": MEET_SECONDS, **host},
         max_restarts=restarts,
-        local_addr=own_address(store),
+        local_addr=_own_address(store),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",  # the agent would give the ranks too little time to save after others
     )
@@ -82,11 +80,10 @@ def run_agent(
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except (RendezvousError, RuntimeError) as error:
-        why = f"{machines[0]} machines did not meet at {where}, where all must reach the first: {error}"
-        if not end.exists() and child.exists() and is_saved(run):
-            raise StoppedBySignal(f"{why}\n{resume_hint(run, argv)}") from None
-        if not end.exists():
-            raise UserError(why) from None
+        if not end.exists():  # else only another machine is missed, after the end
+            lost = StoppedBySignal if child.exists() and is_saved(run) else UserError
+            why = f"{machines[0]} machines did not meet at {where}, where all must reach the first: {error}"
+            raise lost(f"{why}\n{resume_hint(run, argv)}") from None
     return int(end.read_text())
 
 
@@ -94,11 +91,12 @@ def run_part(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
     (folder / "process").write_text(str(os.getpid()))
     (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    number, machines, restarts = (int(os.environ[name]) for name in names)
-    left, ranks.max_restarts, count = ranks.max_restarts - restarts, 0, len(ranks.ranks)
-    ranks.ranks, ranks.size = range(number * count, (number + 1) * count), machines * count
-    code = ranks.run()
+    first, count = int(os.environ["RANK"]) * len(ranks.ranks), len(ranks.ranks)  # the agent's rank is a machine
+    size, left = (
+        int(os.environ["WORLD_SIZE"]) * count,
+        ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    )
+    code = replace(ranks, ranks=range(first, first + count), size=size, max_restarts=0).run()
     if code in FINAL:
         (folder / "code").write_text(str(code))
         return 0
@@ -117,21 +115,12 @@ def _pass_on(signals: set[signal.Signals], child: Path) -> None:
             leave(128 + number)
 
 
-def own_address(store: tuple[str, int]) -> str | None:
-    """The address by which the host of the store sees this machine; None: it cannot be found out. gloo is told the
-    interface that has it, unless the user has named one.
-
-    torch would take what belongs to the name of this machine, which can be a loopback address.
-    """
-    import fcntl
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(store)  # nothing is sent
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        return address
-    return None
+def _own_address(store: tuple[str, int]) -> str | None:
+    """The address by which the host of the store sees this machine; None: it cannot be found out. torch would take what
+    belongs to the name of this machine, which can be a loopback address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(store)  # nothing is sent
+            return probe.getsockname()[0]
+    except OSError:
+        return None

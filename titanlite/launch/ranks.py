@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import killpg
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.runtime.logging import LOG_FILE, note, note_end
@@ -40,14 +40,13 @@ FINAL = (0, *KNOWN_EXITS, *UNSAVED_STOPS)  # a run that is started again would e
 
 
 class RankEnd(NamedTuple):
-    """How a rank ended: with its exit code (minus the signal's number if a signal killed it), when, the reason that it
-    gave, and whether the launcher killed it."""
+    """How a rank ended: with its exit code (minus the signal's number if a signal killed it), when, and the reason that
+    it gave."""
 
     rank: int
     code: int
     time: float
     reason: str
-    killed: bool
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Ranks:
                 self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
                 try:
                     self._start(Path(name))
-                    code = self._report(self._watch(Path(name)), Path(name))
+                    code = self._report(*self._watch(Path(name)), Path(name))
                 finally:
                     self._kill()
                 if code in FINAL or not left:
@@ -98,30 +97,31 @@ class Ranks:
             # In a session of its own, because only the launcher passes Ctrl-C on.
             self._processes[rank] = start_python(["-u", *self.words], variables | place, start_new_session=True)
 
-    def _watch(self, folder: Path) -> list[RankEnd]:
+    def _watch(self, folder: Path) -> tuple[list[RankEnd], list[int]]:
         """Wait until all ranks have ended. Kill those that have not ended in time after the first one.
 
-        Returns: Those that did not end with 0, in order of time; those that were killed come last.
+        Returns: The ends of those that ended by themselves, but not with 0, in order of time; and the killed ranks.
         """
         ends: dict[int, RankEnd] = {}
-        killed, limit = set(), float("inf")
-        while len(ends) < len(self._processes):
+        killed: list[int] = []
+        limit = float("inf")
+        while len(ends) + len(killed) < len(self._processes):
             time.sleep(POLL_SECONDS)
             at_once = self._obey()
             for rank, process in self._processes.items():
-                if rank not in ends and process.poll() is not None:
+                if rank not in (*ends, *killed) and process.poll() is not None:
                     record = {"time": time.time() - 2 * POLL_SECONDS, "message": ""}
                     with contextlib.suppress(OSError, ValueError):  # it wrote no report, or the disk was full
                         record |= json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
-                    ends[rank] = RankEnd(rank, process.returncode, record["time"], record["message"], rank in killed)
+                    ends[rank] = RankEnd(rank, process.returncode, record["time"], record["message"])
             bad = {end.code for end in ends.values()} - {0}
             stopping = self._stopped_by or StoppedBySignal.exit_code in bad
             if bad or stopping:
                 known_patience = self.stop_seconds if stopping else KNOWN_EXIT_PATIENCE
                 limit = min(limit, time.monotonic() + (CRASH_PATIENCE if bad - KNOWN_EXITS else known_patience))
             if at_once or time.monotonic() > limit:
-                killed |= self._kill()
-        return sorted((end for end in ends.values() if end.code), key=lambda end: (end.killed, end.time))
+                killed += self._kill()
+        return sorted((end for end in ends.values() if end.code), key=lambda end: end.time), killed
 
     def _obey(self) -> bool:
         """Pass on the signals that have come. Returns whether the ranks are to be killed: after a second Ctrl-C.
@@ -139,23 +139,37 @@ class Ranks:
                 process.send_signal(number)  # none if it has ended
         return False
 
-    def _kill(self) -> set[int]:
+    def _kill(self) -> list[int]:
         """Kill the ranks that still run, and the processes that they have started. Returns which ones."""
-        running = {rank: process for rank, process in self._processes.items() if process.poll() is None}
-        for process in running.values():
-            killpg(process.pid, signal.SIGKILL)
-        for process in running.values():
-            process.wait()
-        return set(running)
+        running = [rank for rank, process in self._processes.items() if process.poll() is None]
+        for rank in running:
+            killpg(self._processes[rank].pid, signal.SIGKILL)
+        for rank in running:
+            self._processes[rank].wait()
+        return running
 
-    def _report(self, ends: Sequence[RankEnd], folder: Path) -> int:
-        """Say why the ranks ended; returns the exit code."""
-        if not ends:
+    def _report(self, ends: Sequence[RankEnd], killed: Sequence[int], folder: Path) -> int:
+        """Say why the ranks ended; returns the exit code. A rank decides that stopped for a known reason, or without a
+        save and said why; or else the first that failed."""
+        if not ends and not killed:
             return 0
-        _say(explain_hang([json.loads(file.read_text("utf-8")) for file in folder.glob("*.hang.json")]), "hang", folder)
-        root, text, code = explain(ends, self._stopped_by)
-        if not root.reason and code not in KNOWN_EXITS and (folder / LOG_FILE).exists():
-            text = f"{text}\n{self.resume_hint()}"
+        # A rank that is late, as it waits for no other, comes first; then those that wait for it.
+        hangs = sorted(tuple(json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.hang.json"))
+        if hangs:
+            _say("\n".join(text for *_, text in hangs), "hang", folder)
+        known = [end for end in ends if end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason)]
+        root = min(known, default=ends[0] if ends else RankEnd(killed[0], -signal.SIGKILL, 0.0, ""))
+        late = f" Killed, because they did not end: ranks {', '.join(map(str, killed))}." if killed else ""
+        text, code = root.reason, root.code if root.code > 0 else 128 - root.code
+        if not known and self._stopped_by and root.code in (*UNSAVED_STOPS, -signal.SIGKILL):
+            text = f"Stopped by {signal.Signals(self._stopped_by).name} without a save.{late}"
+            code = 128 + self._stopped_by
+        elif not known:
+            how = f"exit code {root.code}" if root.code > 0 else signal.Signals(-root.code).name
+            how += " (the system sends it when memory runs out)" if root.code == -signal.SIGKILL else ""
+            text = f"Rank {root.rank} failed first: {how}.{late}\n{text}".rstrip()
+        if not root.reason:
+            text = f"{text}\n{self.resume_hint()}".strip()
         in_log = root.rank == 0 and root.reason  # rank 0 has said it there
         _say(text, "" if in_log else "stop" if self._stopped_by else "failure", folder)
         return code
@@ -164,61 +178,7 @@ class Ranks:
 def _say(text: str, kind: str = "", folder: Path = Path()) -> None:
     """Print, and add to the run's log as an event of this kind."""
     with contextlib.suppress(OSError):  # a terminal that is gone must not end the run
-        if text:
-            note(text)
+        note(text)
     with contextlib.suppress(OSError):  # no rank of this machine has opened train.log
-        if text and kind:
+        if kind:
             note_end(text, kind, Path((folder / LOG_FILE).read_text(encoding="utf-8")))
-
-
-def explain(ends: Sequence[RankEnd], stopped_by: int) -> tuple[RankEnd, str, int]:
-    """The rank that decides, what to print about it, and the exit code of the launcher.
-
-    Args:
-        ends: Of the ranks that did not end with 0, in order of time, those that the launcher killed last. There is at
-            least one.
-        stopped_by: Number of the signal that was passed on to the ranks, or 0.
-    """
-    # A rank that stopped without a save, but said why, also stopped for a known reason.
-    known = [end for end in ends if end.code in KNOWN_EXITS or (end.code in UNSAVED_STOPS and end.reason)]
-    root = min(known, key=lambda end: end.rank, default=ends[0])
-    late = ", ".join(str(end.rank) for end in ends if end.killed)
-    if known:
-        return root, root.reason, root.code
-    if stopped_by and (root.code in UNSAVED_STOPS or root.killed):  # other ends after it are its consequences
-        why = f"without a save: ranks {late} had to be killed" if late else "before there was anything to save"
-        return root, f"Stopped by {signal.Signals(stopped_by).name} {why}.", 128 + stopped_by
-    how = f"it ended with {f'exit code {root.code}' if root.code > 0 else signal.Signals(-root.code).name}."
-    if root.code == -signal.SIGKILL:
-        how = "it was killed (SIGKILL). The system does that when memory runs out."
-    killed = f"Ranks that then did not end by themselves and were killed: {late}." if late else ""
-    text = "\n".join(filter(None, (f"Rank {root.rank} failed first: {how}", root.reason, killed)))
-    return root, text, root.code if root.code > 0 else 128 - root.code
-
-
-def explain_hang(hangs: Sequence[dict[str, Any]]) -> str:
-    """Which rank was late, and in which collective the others waited for it.
-
-    Args:
-        hangs: What `titanlite.hooks.hang_report.HangReport` wrote, one for each rank.
-    """
-    furthest: dict[str, int] = {}  # process group -> number of the last collective that any rank has joined
-    for hang in hangs:
-        for group, (number, *_) in hang["collectives"].items():
-            furthest[group] = max(number, furthest.get(group, 0))
-    late, waiting = [], []
-    for hang in sorted(hangs, key=lambda hang: hang["rank"]):
-        who = f"Rank {hang['rank']} ({hang['hosts'][hang['rank']]}), step {hang['step']},"
-        collectives = hang["collectives"]
-        behind = [name for group, (number, name, _) in collectives.items() if number < furthest[group]]
-        pending = [f"{name} number {number}" for number, name, done in collectives.values() if not done]
-        if pending and not behind:
-            waiting.append(f"{who} waits in {pending[-1]}, at {hang['line']}")
-        else:
-            missed = f"after its last {behind[-1]} it did not join the next one. " if behind else ""
-            late.append(f"{who} is LATE: {missed}It is at {hang['line']}\n    inside of {hang['inside']}")
-    here = {hang["rank"] for hang in hangs}
-    silent = [f"{rank} ({host})" for hang in hangs[:1] for rank, host in enumerate(hang["hosts"]) if rank not in here]
-    if silent and not late:
-        late = [f"LATE, stopped or lost is one that wrote no report on this machine: rank {', '.join(silent)}."]
-    return "\n".join(late + waiting)

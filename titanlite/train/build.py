@@ -31,7 +31,7 @@ from titanlite.runtime.logging import Event, setup_logging
 def standard_hooks(training: Training) -> list[Hook]:
     """What each run has, as far as its job asks for it, in the order in which the loop calls it."""
     setup_logging(training.rank, None)
-    job = training.run.job
+    job, profiling = training.run.job, training.run.job.profiling
     watch = HangReport(training)  # first, because a hang in the build is reported, too
     records = Records(training)  # locks the folder, and opens the log in it
     checkpoints = Checkpoints() if job.checkpoint.enable else None
@@ -39,11 +39,12 @@ def standard_hooks(training: Training) -> list[Hook]:
     saves: list[Hook | None] = [checkpoints, validation]  # a save comes first, so that nothing is lost meanwhile
     if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides
         saves = [validation, BestCheckpoint(checkpoints), checkpoints]
+    profiles = profiling.enable_profiling or profiling.enable_memory_snapshot
     hooks = [
         watch,
         StopSignals(),
         GarbageCollection(),
-        Profiler(job.profiling, training.run.dump_folder),
+        Profiler(profiling, training.run.dump_folder) if profiles else None,
         Norms() if job.metrics.details else None,
         records,
         NonFiniteGuard(),  # after the records, so that the line of the damage is written

@@ -21,7 +21,7 @@ from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.loader import Interrupted, Loader, OutOfData
+from titanlite.data.loader import Loader, OutOfData
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.hooks.checkpoints import Checkpoints
 from titanlite.hooks.hook import Hook, Request, Training
@@ -167,26 +167,25 @@ class Trainer(Training):
             hook.train_begins(first)
         if first == 0:
             self.validate()
-        failure, asked = None, Request(data_fails=True)  # before its first step a start looks at its data
+        failure, group = None, self.mesh.world_group
+        # Before its first step a start looks at its data.
+        asked = exchange(Request(data_fails=self._data_fails(1) is not None, stop=self._stopping()), group)()
         while self.steps_done < steps and not asked.stop:
             if asked.data_fails and (failure := self._data_failure()) is not None:
                 break
-            receive = exchange(self._wants(), self.mesh.world_group)  # it overlaps with the step
-            try:
-                self.step()
-            except OutOfData as end:  # on all ranks at the same step
-                if self.steps_done == 0:
-                    remedy = "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
-                    raise UserError(f"The data is smaller than one global batch: {end}. {remedy}") from None
-                self.log(f"The data ends after step {self.steps_done}: {end}")
-                receive()
-                steps = self.steps_done
-                break
+            receive = exchange(self._wants(), group)  # it overlaps with the step
+            self.step()
             asked = receive()
             if self.steps_done < steps:
                 self._act(asked)
             else:
                 asked = asked._replace(validate=False)  # it comes below
+        if isinstance(failure, OutOfData):
+            if self.steps_done == 0:
+                remedy = "Lower training.global_batch_size or training.seq_len, or raise dataset.max_epochs."
+                raise UserError(f"The data is smaller than one global batch: {failure}. {remedy}")
+            self.log(f"The data ends after step {self.steps_done}: {failure}")
+            steps, failure = self.steps_done, None
         finished, trained = self.steps_done >= steps, self.steps_done > first
         validate = trained and not asked.validate and not asked.stop and failure is None
         self._act(Request(save=failure is None or trained, validate=validate, last=finished))
@@ -263,10 +262,7 @@ class Trainer(Training):
     def _data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
         failures: list[Exception | None] = [None] * dist.get_world_size()
-        if isinstance(own := self._data_fails(1), Interrupted):
-            said = f"Stopped by {signal.Signals(self._stopping()).name} before the data of step {self.steps_done + 1}"
-            own = StoppedUnsaved(f"{said} came. Nothing was trained since the start.", self._stopping())
-        dist.all_gather_object(failures, own, self.mesh.world_group)
+        dist.all_gather_object(failures, self._data_fails(1), self.mesh.world_group)
         return next((failure for failure in failures if failure is not None), None)
 
     def _losses(self, share: Tensor, num_tokens: int) -> Tensor:
@@ -311,10 +307,10 @@ def exchange(request: Request, group: dist.ProcessGroup) -> Callable[[], Request
     flags = torch.tensor(request, dtype=torch.int32)
     work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
 
+    assert work is not None
+
     def receive() -> Request:
-        if work is not None:
-            work.wait()
-        stop, *others = flags.tolist()
-        return Request(stop, *map(bool, others))
+        work.wait()
+        return Request(*flags.tolist())
 
     return receive
