@@ -13,7 +13,6 @@ from typing import Any
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.dcp import CommittingWriter
-from titanlite.checkpoint.save import Saver
 
 
 def kill(*_: object) -> None:
@@ -51,12 +50,6 @@ def kill_between_manifest_and_name(path: Path) -> None:
         kill()
 
 
-def wrap_removal() -> None:
-    """The removal is waited for, because a machine that is busy can reach the next save before it."""
-    wrap(shutil, "rmtree", before=kill_within_removal)
-    wrap(Saver, "settle", before=lambda saver: saver._thread.submit(int).result())
-
-
 def fill_disk_once() -> None:
     """The first file that grows finds no room."""
     full: list[str] = []
@@ -76,7 +69,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "before_manifest": lambda: wrap(step_folders, "encode_manifest", before=kill),
     "before_rename": lambda: wrap(step_folders, "flush", before=kill_between_manifest_and_name),
     "after_rename": lambda: wrap(step_folders, "publish", after=kill),
-    "during_purge": wrap_removal,
+    "during_purge": lambda: wrap(shutil, "rmtree", before=kill_within_removal),
     "full_disk": fill_disk_once,
     "none": lambda: None,
 }

@@ -64,23 +64,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: plain(tensor) for name, tensor in named.items() if firsts[id(tensor)] == name}
 
 
-@torch.no_grad()
-def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of an optimizer that has not stepped yet, by a step that moves nothing (zero rate, zero
-    gradients). Costs one gradient's memory for a moment."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def manifest_info(
     arch: Architecture,
     train_state: dict[str, Any],

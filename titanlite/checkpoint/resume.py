@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
-from titanlite.checkpoint.job_diff import CURVE, REMEDIES, DataChanges, compare_jobs
+from titanlite.checkpoint.job_diff import CURVE, REFUSED, REMEDY, DataChanges, compare_jobs
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
@@ -55,9 +55,9 @@ class Resumer:
     def load(self) -> dict[str, Any] | None:
         """Load the newest good checkpoint (or `load_step`) into model and optimizer, in place.
 
-        Damaged ones are named, renamed aside, and the next newest is used. With `load_step`, later ones are renamed
-        aside, too: they belong to a future that this run is going to rewrite. That, and `exclude_from_loading`, happens
-        once: what a job with the same keys has saved since is resumed from as it is.
+        Damaged ones are named, renamed aside, and the next newest is used. With `load_step` no other is used, and later
+        ones are renamed aside, too: they belong to a future that this run is going to rewrite. That, and
+        `exclude_from_loading`, happens once: what a job with the same keys has saved since is resumed from as it is.
 
         Without a checkpoint, the weights are taken from `initial_load_path`, where it is set.
 
@@ -70,22 +70,26 @@ class Resumer:
         """
         folder, step, ranks = self.folder.path, self._config.load_step, self._ranks
         candidates = ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
-        found = [
-            f"{path.name}: set aside earlier" for path in ranks.on_rank0(partial(step_folders.list_set_aside, folder))
-        ]
+        earlier, later = ranks.on_rank0(lambda: step_folders.list_set_aside(folder)), []
+        found = [f"{path.name}: set aside earlier" for path in earlier]
         if step != -1 and not ranks.on_rank0(lambda: self._went_back(candidates)):
-            return self._load_step(candidates, step)
+            found = [f"checkpoint.load_step = {step}; present: {', '.join(path.name for path in candidates)}"]
+            later = [path for path in candidates if path.name > step_folders.step_name(step)]
+            candidates = [path for path in candidates if path.name == step_folders.step_name(step)]
         for path in reversed(candidates):
             try:
-                return self._load(path)
+                state = self._load(path)
             except Damage as damage:
                 found.append(f"{path.name}: {damage}")
                 self._set_aside(path, f"checkpoint {path.name} is DAMAGED ({damage});")
+                continue
+            for superseded in later:
+                self._set_aside(superseded, f"going back to step {step}: {superseded.name}", "superseded")
+            return state
         if found:
             listed = "\n  ".join([f"{folder}: no good checkpoint is left.", *found])
-            raise CheckpointError(
-                f"{listed}\nTo start from scratch, move them away or choose another checkpoint.folder."
-            )
+            remedy = "To start from scratch, move them away or choose another checkpoint.folder."
+            raise CheckpointError(f"{listed}\n{remedy}")
         self._load_initial_weights()
         return None
 
@@ -101,20 +105,6 @@ class Resumer:
                 keys = _checkpoint_keys(step_folders.read_manifest(path)["info"])
                 return since and keys.get("load_step") == self._config.load_step
         return False
-
-    def _load_step(self, candidates: list[Path], step: int) -> dict[str, Any]:
-        """The checkpoint of this step; later ones are renamed aside."""
-        path, asked = self.folder.path / step_folders.step_name(step), f"checkpoint.load_step = {step}"
-        if path not in candidates:
-            present = ", ".join(candidate.name for candidate in candidates) or "none"
-            raise CheckpointError(f"{asked}: {self.folder.path} has no such step (present: {present})")
-        try:
-            train_state = self._load(path)
-        except Damage as damage:
-            raise CheckpointError(f"{asked} is damaged: {damage}") from None
-        for later in candidates[candidates.index(path) + 1 :]:
-            self._set_aside(later, f"going back to step {step}: {later.name}", "superseded")
-        return train_state
 
     def _load(self, path: Path) -> dict[str, Any]:
         """One checkpoint into model and optimizer. Raises Damage on all ranks, before anything is loaded."""
@@ -135,7 +125,7 @@ class Resumer:
         live, saved = self.folder.live, reader.index
         with_optimizer = "optimizer" not in self._excluded and any(name.startswith("optimizer.") for name in saved)
         if with_optimizer and live.optimizer is not None:
-            live_tensors.initialise_optimizer(live.optimizer)
+            _init_optim_state(live.optimizer)
         rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
         # A hook that the checkpoint does not know begins anew.
         wanted = {
@@ -157,15 +147,19 @@ class Resumer:
             return
         data = info["train_state"].get("data") or {}
         compare = self.compare_data if data and "data" not in self._excluded else None
-        same_tokenizer = "tokenizer" not in data or self.same_tokenizer(data["tokenizer"])
-        changes = compare_jobs(info["job"], job, same_tokenizer=same_tokenizer, data=compare(data) if compare else None)
+        # A flavor and its keys written out are the same model, so what they stand for is compared.
+        before = info["job"] | {"model": info["architecture"]}
+        now = job | {"model": asdict(self.folder.live.model.arch)}
+        changes = compare_jobs(before, now, compare(data) if compare else None)
+        if "tokenizer" in data and not self.same_tokenizer(data["tokenizer"]):
+            changes.append((REFUSED, f"tokenizer.path: {job['tokenizer']['path']}, whose ids mean other text"))
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((CURVE, _OTHER_SCHEDULE))
         for verdict, line in changes:
             self._log(f"changed since {path.name}: {line} ({verdict})")
-        if refused := [(verdict, line) for verdict, line in changes if verdict in REMEDIES]:
-            listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *(line for _, line in refused)])
-            raise UserError(f"{listed}\n{REMEDIES[refused[0][0]].format(checkpoint=path)}")
+        if refused := [line for verdict, line in changes if verdict == REFUSED]:
+            listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])
+            raise UserError(f"{listed}\n{REMEDY.format(checkpoint=path)}")
 
     def _load_initial_weights(self) -> None:
         if self._config.initial_load_path is None:

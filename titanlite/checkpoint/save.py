@@ -7,11 +7,10 @@ costs nothing but itself.
 
 from __future__ import annotations
 
-import concurrent.futures
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +60,16 @@ class Saver:
         self._last_step: int | None = None  # of the newest save that is known to be complete
         self._failed_step: int | None = None  # of the newest save, if it failed
         self._pending: tuple[int, Future[bool]] | None = None  # step; whether this rank has seen it end well
-        self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training, and removes
+        self._thread = ThreadPoolExecutor(1, "checkpoint")  # writes beside the training
         live_tensors.library_versions()  # opens files, of which there may be too many when a save needs them
-        self._copies: Future[Any] | None = None  # that are made beside the next step
+        self._copies: list[Future[Any]] = []  # those that are made beside the next step
         self._pinned = self._config.async_mode == "async_with_pinned_mem"
         if self._pinned and not torch.cuda.is_available():
             raise UserError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU. Use "async" on a CPU.')
         staging = StagingOptions(self._pinned, False, self._pinned, self._pinned)
         self._stager = None if self._config.async_mode == "disabled" else DefaultStager(staging)
         if self._pinned and self._live.optimizer is not None:
-            self._live.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
+            self._live.optimizer.register_step_pre_hook(lambda *_: wait(self._copies) and None)
 
     def holds(self, step: int) -> bool:
         """Whether the live state of this step was loaded from a checkpoint or is known to be in one, and nothing that
@@ -104,7 +103,7 @@ class Saver:
             self._write(step, self._live.tensors(rng=True), info, self._folder.path)
         if last:
             self.settle()
-            self._purge()
+            self._ranks.on_rank0(self._purge)
             asked = self._config.last_save_in_hf and step != self._failed_step
             if asked and not self._ranks.on_rank0(lambda: self._export(path, step)):
                 self._fail(step)
@@ -125,11 +124,9 @@ class Saver:
             self._fail(step)
 
     def close(self) -> None:
-        """Wait for the save and the removals under way."""
+        """Wait for the save under way."""
         self.settle()
-        self._thread.shutdown(wait=True)
-        if self._ranks.rank == 0:  # the fault that ended a save may have kept its files, too
-            step_folders.remove_unfinished(self._folder.path, self._log)
+        self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
 
@@ -147,7 +144,7 @@ class Saver:
                 if self._pinned:
                     torch.cuda.current_stream().synchronize()  # the copies are made in a stream of their own
                 staged = self._stager.stage(tensors)
-                self._copies = staged if isinstance(staged, Future) else None
+                self._copies = [staged] if isinstance(staged, Future) else []
                 save = self._thread.submit(self._save, writer, staged, started, time.perf_counter() - started)
             except (OSError, RuntimeError, MemoryError) as error:  # the other ranks meet this one all the same
                 self._thread = ThreadPoolExecutor(1, "checkpoint")  # in the one before, the call may still wait
@@ -165,42 +162,27 @@ class Saver:
         Returns:
             Whether it is complete. It is not if any rank failed.
         """
-        is_rank0 = self._ranks.rank == 0
         try:
             staged = tensors.result() if isinstance(tensors, Future) else tensors
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp_save(staged, storage_writer=writer, planner=planner, process_group=self._ranks.group)
-            if is_rank0 and writer.step == self.best_step:
+            if self._ranks.rank == 0 and writer.step == self.best_step:
                 step_folders.point(self._folder.path / step_folders.BEST, writer.target)
         except (CheckpointException, OSError, RuntimeError, MemoryError) as error:
-            if is_rank0:
+            if self._ranks.rank == 0:
                 self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
                 shutil.rmtree(writer.unfinished, ignore_errors=True)
             return False
         waited = "" if blocked is None else f", of which training waited {blocked:.2f} s"
         text = f"saved step {writer.step} to {writer.target} in {time.perf_counter() - started:.1f} s{waited}"
         self._log(Event(text, "save", writer.step))
-        self._purge()
+        if self._ranks.rank == 0:
+            self._purge()
         return True
 
-    def _wait_for_copies(self) -> None:
-        """Before the live tensors change."""
-        if self._copies is not None:
-            concurrent.futures.wait([self._copies])
-            self._copies = None
-
     def _purge(self) -> None:
-        """Remove what retention does not keep, on rank 0 and in the background."""
-        if self._ranks.rank == 0:
-            try:
-                self._thread.submit(self._remove_old)
-            except RuntimeError as error:
-                self._log(Event(f"old checkpoints are removed while training waits ({error})", "foreground"))
-                self._remove_old()
-
-    def _remove_old(self) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be good, is never
-        among them. A folder without a manifest is none of a run's, and is not counted."""
+        """On rank 0: remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be
+        good, is never among them. A folder without a manifest is none of a run's, and is not counted."""
         latest, every = self._config.keep_latest_k, self._config.keep_every_n_steps
         best = (self._folder.path / step_folders.BEST).resolve()
         complete = [path for path in step_folders.list_checkpoints(self._folder.path) if (path / MANIFEST).is_file()]

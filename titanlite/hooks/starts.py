@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from titanlite import __version__
+from titanlite.checkpoint.job_diff import flat
 from titanlite.config.load import PACKAGE
 from titanlite.hooks.hook import Training
 
@@ -52,16 +53,9 @@ def environment_of(training: Training) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, a line each, such as "packages.torch: 2.12.0 -> 2.13.0". Parts that the
     one before does not have (of an older version) are left out."""
-    old, new = _flat(before), _flat({part: value for part, value in now.items() if part in before})
+    old, new = flat(before), flat({part: value for part, value in now.items() if part in before})
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"{name}: {old.get(name, 'none')} -> {new.get(name, 'none')}" for name in changed]
-
-
-def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
-    return found
 
 
 def describe_code(package: Path = PACKAGE) -> dict[str, str]:
