@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands.test_eval import save_run
+from commands.test_saved_models import save_run
 
 from titanlite import cli
 
@@ -170,6 +170,15 @@ generate --checkpoint run --topk 3 => --top-k
 generate --checkpoint nowhere => nowhere
 generate --checkpoint run/checkpoint/step-00000099 --prompt x => step-00000099
 generate --checkpoint run --prompt '{"word " * 90}' => --prompt
+generate --checkpoint run --prompt x --prompts job.toml => --prompts
+generate --checkpoint run --prompts text.jsonl => --prompts text.jsonl
+eval --checkpoint run --data nowhere.txt => nowhere.txt
+eval --checkpoint run --data text.jsonl --text-column body => body
+eval --checkpoint run --data text.jsonl --window 65 => --window 65
+eval --checkpoint run --data text.jsonl --stride 48 => --stride 48
+eval --checkpoint run --data text.jsonl --training.steps 5 => --training.steps
+eval --checkpoint run --data text.jsonl --parallelism.tensor 2 => --parallelism.tensor
+eval --checkpoint run --data text.jsonl --parallelism.tensor_parallel_degree 2 => parallelism.tensor_parallel_degree
 export --checkpoint run => --out
 export --checkpoint run --out x --dtype int8 => float32
 export --checkpoint run hurt --out x => hurt
