@@ -1,5 +1,6 @@
 """Damaged and hostile variants of a good file, the same for the same number, and what may come of them."""
 
+import copy
 import json
 import random
 import time
@@ -27,60 +28,40 @@ def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:
     """`good` with one to three changes of its bytes, or of the values and keys of its JSON."""
     rng = random.Random(number)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        if is_json and rng.random() < 0.7:
-            try:
-                value = json.loads(good)
-            except (ValueError, RecursionError):
-                continue
-            _change_value(value, rng)
-            good = json.dumps(value).encode()
-        else:
-            good = _change_bytes(bytearray(good), rng)
+        try:
+            value = json.loads(good) if is_json and rng.random() < 0.7 else None
+        except (ValueError, RecursionError):
+            continue
+        good = _change_value(value, rng) if value and isinstance(value, dict) else _change_bytes(good, rng)
     return good
 
 
-def _change_value(value: Any, rng: random.Random) -> None:
-    if not isinstance(value, dict | list) or not value:
-        return
-    table, key = _place(value, rng)
-    other, name = _place(value, rng)
+def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
+    """A value somewhere within `root` goes, gets another name, or is replaced, near the root or deep in it."""
+    table: Any = root
+    while True:
+        key = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
+        if not isinstance(table[key], dict | list) or not table[key] or rng.random() < 0.3:
+            break
+        table = table[key]
     match rng.randrange(4):
         case 0:
             del table[key]
         case 1 if isinstance(table, dict):
-            table[rng.choice(("x", "", key.upper(), f"{key}s", str(name)))] = table.pop(key)
+            table[rng.choice(("x", "", key.upper(), f"{key}s", *root))] = table.pop(key)
         case 2:
-            table[key] = json.loads(json.dumps(other[name]))  # a copy
+            table[key] = copy.deepcopy(rng.choice([*root.values()]))
         case _:
             table[key] = rng.choice(_VALUES)
+    return json.dumps(root).encode()
 
 
-def _place(value: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A table or a list somewhere within `value`, and a key of it: as likely near the root as in the longest list."""
-    while True:
-        key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
-        if not isinstance(value[key], dict | list) or not value[key] or rng.random() < 0.3:
-            return value, key
-        value = value[key]
-
-
-def _change_bytes(data: bytearray, rng: random.Random) -> bytes:
-    start = rng.randrange(len(data)) if data else 0
-    end = min(len(data), start + rng.choice((1, 1, 4, 64)))
-    match rng.randrange(6):
-        case 0 if data:
-            data[start] ^= 1 << rng.randrange(8)
-        case 1:
-            data[start:end] = rng.randbytes(end - start)
-        case 2:
-            del data[start:end]
-        case 3:
-            data[start:start] = data[start:end]
-        case 4:
-            del data[start:]
-        case _:
-            data[start:start] = rng.choice((b"\0", b"-", b"9" * 20, b"{", b"]", b'"', b"\n", b"\xff", b"\x1b"))
-    return bytes(data)
+def _change_bytes(data: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(data) + 1)
+    end = start + rng.choice((1, 1, 4, 64))
+    junk = rng.choice((b"\0", b"-", b"9" * 20, b"{", b"]", b'"', b"\n", b"\xff", b"\x1b"))
+    middle = rng.choice((b"", data[start:end] * 2, rng.randbytes(end - start), junk))
+    return data[:start] + middle + data[end if rng.random() < 0.9 else len(data) :]
 
 
 def ends_well(number: int, act: Callable[[], object]) -> bool:

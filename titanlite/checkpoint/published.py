@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, short
+from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
 from titanlite.config.flavors import Architecture
+from titanlite.config.mistakes import short
 from titanlite.model import formats
 from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, hf_name, parameter_shapes
 from titanlite.model.llama import Llama
