@@ -74,14 +74,14 @@ dataset.source = "jsonl" => dataset.path
 dataset.path = "text.jsonl" => dataset.source
 dataset.source = "shards" ; dataset.path = "." => dataset.path
 dataset.source = "arrow" ; dataset.path = "." => dataset.path
-dataset.split = "x" ; [[dataset.sources]] ; source = "c4" =>
+dataset.path = "text.jsonl" ; [[dataset.sources]] ; source = "c4" =>
 model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; sorce = 1 => dataset.sources.0.sorce
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
 validation.freq = 5 =>
-validation.freq = 5 ; validation.holdout = 0.1 ; validation.source = "jsonl" => validation.source
+validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.source
 optimizer.lr = nan =>
 optimizer.beta2 = 0.999 ; optimizer.state_dtype = "bfloat16" =>
 lr_scheduler.warmup_steps = 9 ; training.steps = 5 =>
@@ -89,7 +89,6 @@ lr_scheduler.total_steps = 4 ; training.steps = 5 =>
 activation_checkpoint.selective_ac_option = "0" =>
 activation_checkpoint.mode = "memory_budget" =>
 float8.enable = true =>
-float8.enable_fsdp_float8_all_gather = true ; float8.enable = true ; float8.recipe_name = "rowwise" =>
 training.seq_len = 100 ; training.local_batch_size = 1 ; float8.enable = true ; float8.min_features = 0 =>
 checkpoint.async_mode = "process" => 'async'
 validation.prefetch = 3 => no longer a key
@@ -100,7 +99,7 @@ checkpoint.folder = "tb" =>
 metrics.writers = ["none_such"] =>
 samples.freq = 5 ; samples.prompts = ["word word word word"] ; training.seq_len = 2 => samples.prompts
 profiling.profile_freq = 3 => profiling.profile_freq
-@4 parallelism.data_parallel_replicate_degree = 3 =>
+@4 parallelism.data_parallel_replicate_degree = 3 => data_parallel_shard_degree
 @3 parallelism.tensor_parallel_degree = 3 =>
 @2 parallelism.tensor_parallel_degree = 2 ; model.ffn_dim = 720 ; float8.enable = true ; float8.min_features = 0 =>
 @2 training.seq_len = 510 ; parallelism.context_parallel_degree = 2 =>
@@ -130,7 +129,7 @@ PREPARE = "prepare --workers 1 --dataset.source jsonl --dataset.path"
 MASTER = "NNODES=2 MASTER_ADDR=localhost"
 COMMANDS = f"""
 => titanlite COMMAND
-Trane => `titanlite train`
+trane => titanlite COMMAND
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => titanlite COMMAND
 help nothing_at_all => nothing_at_all

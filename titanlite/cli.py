@@ -55,16 +55,16 @@ def _dispatch(words: list[str]) -> object:
         return 0 if words else 2
     name, *rest = words
     if name == "--version":
-        print(version())
+        from importlib.metadata import version
+
+        from titanlite import __version__  # from the code that runs: the metadata of a checkout can be older
+
+        print(f"titanlite {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         return 0
     if name in ("help", "-h", "--help"):  # `titanlite help check`, `titanlite help training.steps`
         name, rest = (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
-        meant = f" Did you mean `titanlite {near[0]}`?" if near else ""
-        print(f"titanlite {name}: unknown command.{meant}\n\n{usage()}", file=sys.stderr)
+        print(f"titanlite {name}: unknown command.\n\n{usage()}", file=sys.stderr)
         return 2
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,15 +81,6 @@ def usage() -> str:
         "`titanlite help training` a section of a job file, `titanlite help training.steps` one key.\n"
         "`titanlite --version` names the versions."
     )
-
-
-def version() -> str:
-    """The versions of titanlite and of what decides most about a run."""
-    from importlib.metadata import version
-
-    from titanlite import __version__  # from the code that runs, because the metadata of a checkout can be older
-
-    return f"titanlite {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}"
 
 
 def run_quietly(command: Callable[[], object]) -> int:
@@ -110,25 +101,20 @@ def run_quietly(command: Callable[[], object]) -> int:
     except BrokenPipeError:  # `titanlite train --help | head`
         drop_output(sys.stdout)
         return 141
-    except (Exception, KeyboardInterrupt) as error:
-        return _say_end(error)
-
-
-def _say_end(error: BaseException) -> int:
-    """Say why this process ends; returns its exit code."""
-    if isinstance(error, KeyboardInterrupt):
+    except KeyboardInterrupt:
         note_end("Interrupted: ended at once, without a save.", "stop")
         return 130
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # `> /dev/full`
-        drop_output(sys.stdout)
-        error = UserError("Standard output cannot be written: no space left on the device.")
-    if not isinstance(error, UserError):
-        say_end(traceback.format_exc(), "failure")
-        return 1
-    stopped = isinstance(error, StoppedBySignal | StoppedUnsaved)
-    kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "failure"
-    say_end("\n".join([str(error), *getattr(error, "__notes__", ())]), kind)
-    return error.exit_code
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # `> /dev/full`
+            drop_output(sys.stdout)
+            error = UserError("Standard output cannot be written: no space left on the device.")
+        if not isinstance(error, UserError):
+            say_end(traceback.format_exc(), "failure")
+            return 1
+        stopped = isinstance(error, StoppedBySignal | StoppedUnsaved)
+        kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "failure"
+        say_end("\n".join([str(error), *getattr(error, "__notes__", ())]), kind)
+        return error.exit_code
 
 
 def train(argv: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import COMMAND_LINE, Draft, read_job
 from titanlite.config.mistakes import Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
-from titanlite.config.schema import SECTIONS, Dataset, DataSource, JobConfig, TextSource, Validation
+from titanlite.config.schema import SECTIONS, Dataset, JobConfig, Validation
 from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
@@ -99,7 +99,7 @@ def world_size() -> int:
         if 0 <= int(rank) < int(size) <= MOST_RANKS:
             return int(size)
     raise UserError(
-        f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: a rank is a number from 0, less than that of all ranks."
+        f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: a rank must be a number from 0, less than their number."
     )
 
 
@@ -128,20 +128,17 @@ def _model(run: Run) -> Problems:
 def layout_rules(run: Run) -> Problems:
     """What is wrong with the degrees of a run; where they do not fill the world, or cannot divide the batch, that
     alone."""
-    training, config, degree, arch = run.job.training, run.job.parallelism, run.degrees, run.arch
+    training, degree, arch = run.job.training, run.degrees, run.arch
     if degree.world != run.world_size:
-        degrees = [name for name in type(config).model_fields if name.endswith("_degree")]
-        key = max(degrees, key=lambda name: getattr(config, name))
         text = f"makes {degree.world} ranks with the other degrees; the world has {run.world_size} (NGPU times NNODES)."
-        yield f"parallelism.{key}", text
+        yield "parallelism.data_parallel_shard_degree", text
         return
     unit = training.local_batch_size * degree.data
     if run.global_batch_size % unit:
         text = f"must be a multiple of {unit}: local_batch_size times data-parallel degree = {degree.data}. Nearest: "
         yield "training.global_batch_size", f"{text}{_multiples(run.global_batch_size, unit)}."
         return
-    rows = -(-arch.vocab_size // degree.tensor)
-    if arch.n_kv_heads % degree.tensor or arch.ffn_dim % degree.tensor or rows * (degree.tensor - 1) >= arch.vocab_size:
+    if arch.n_kv_heads % degree.tensor or arch.ffn_dim % degree.tensor:
         text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
         yield "parallelism.tensor_parallel_degree", text
     if training.seq_len % (unit := sequence_divisor(degree)):
@@ -180,9 +177,7 @@ def _pipeline(run: Run) -> Problems:
     by_operator = recompute.mode == "selective" and recompute.selective_ac_option == "op"
     old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13) and (schedule in V_SHAPED or job.float8.enable)
     if schedule in SPLIT_BACKWARD and (run.compiles("model") or by_operator or old):
-        text = (
-            'needs compile.enable = false, activation_checkpoint.mode "full" or "none", and torch 2.13 for FP8 or a V.'
-        )
+        text = 'needs compile.enable = false, activation_checkpoint.mode "full" or "none"; torch 2.13 for FP8 or a V.'
         yield "parallelism.pipeline_parallel_schedule", text
 
 
@@ -219,8 +214,6 @@ def _float8(run: Run) -> Problems:
     arch, float8, training, tensor = run.arch, run.job.float8, run.job.training, run.degrees.tensor
     if not float8.enable:
         return
-    if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
-        yield "float8.enable_fsdp_float8_all_gather", 'needs float8.recipe_name = "tensorwise".'
     if arch.dim < float8.min_features:
         yield "float8.enable", f"converts no layer: float8.min_features is above model.dim = {arch.dim}. Set it to 0."
         return
@@ -266,9 +259,8 @@ def _dataset(run: Run) -> Problems:
 
 def _validation(run: Run) -> Problems:
     validation = run.job.validation
-    own = _keys_set(validation) + ["sources"] * bool(validation.sources)
-    if validation.holdout > 0 and own:
-        yield f"validation.{own[0]}", "is not used beside validation.holdout, which reads [dataset]. Set one of them."
+    if validation.holdout > 0 and (validation.path or validation.sources):
+        yield "validation.source", "is not used beside validation.holdout, which reads [dataset]. Set one of them."
     elif validation.freq > 0 and validation.holdout == 0:
         if validation.sources or "source" in validation.model_fields_set:
             yield from _sources("validation", validation)
@@ -276,16 +268,10 @@ def _validation(run: Run) -> Problems:
             yield "validation.freq", "needs validation.holdout, such as 0.01, or a validation.source of its own."
 
 
-def _keys_set(source: TextSource) -> list[str]:
-    """Keys of a source that do not have their default. A resolved job file names each key."""
-    fields = DataSource.model_fields.items()
-    return [key for key, field in fields if getattr(source, key, field.default) != field.default]
-
-
 def _sources(section: str, dataset: Dataset | Validation) -> Problems:
     """What is wrong with the keys of sources, or about the places that their documents come from."""
-    for key in _keys_set(dataset) if dataset.sources else ():
-        yield f"{section}.{key}", f"is not used beside [[{section}.sources]]. Write it into each table that it is for."
+    if dataset.sources and dataset.path is not None:
+        yield f"{section}.path", f"is not used beside [[{section}.sources]]. Write it into the table that it is for."
     if dataset.sources and not any(source.weight for source in dataset.sources):
         yield f"{section}.sources.0.weight", "is 0, as that of each source; at least one must be above 0."
     for number, source in enumerate(dataset.sources or (dataset,)):

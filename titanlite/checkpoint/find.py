@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.load import load_job
-from titanlite.config.mistakes import WrongJob
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
@@ -137,11 +136,11 @@ def job_of(step_folder: Path) -> JobConfig:
     if job is None:
         problem = f"{step_folder} does not say which model and tokenizer it has, and there is no {config}"
         raise CheckpointError(f"{problem}. Copy the config.toml of the run there.")
-    try:
-        return JobConfig.of_checkpoint(job)
-    except WrongJob as wrong:
-        found = "; ".join(mistake.found for mistake in wrong.mistakes)
-        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {found}") from None
+    read, mistakes = JobConfig.read(job)
+    # Without keys and choices of earlier versions the job is the same.
+    if found := [each.found for each in mistakes if each.kind not in ("gone", "literal_error")]:
+        raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {'; '.join(found)}")
+    return read
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:

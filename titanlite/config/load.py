@@ -18,7 +18,7 @@ import tomlkit
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import Mistake, WrongJob, shown, table_within, types_in, unknown, without
+from titanlite.config.mistakes import Mistake, WrongJob, shown, table_within, types_in, unknown
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -68,23 +68,15 @@ def read_job(argv: Sequence[str]) -> Draft:
     if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
         raw["job"].setdefault("config_file", str(path))
     if HELP in values:
-        _print_help(_validate(raw if CONFIG_FILE in values else {})[0], values[HELP])
+        _print_help(JobConfig.read(raw if CONFIG_FILE in values else {})[0], values[HELP])
     values.pop(CONFIG_FILE, None)
     for key, value in values.items():
         section, name = key.split(".")
         if isinstance(table := raw.setdefault(section, {}), dict):  # otherwise it is a mistake, which is found below
             table[name] = value
-    job, wrong = _validate(raw)
+    job, wrong = JobConfig.read(raw)
     origins |= dict.fromkeys([*values, *(each.key for each in mistakes)], COMMAND_LINE)
     return Draft(job, [*mistakes, *wrong], origins, str(path))
-
-
-def _validate(raw: dict[str, Any]) -> tuple[JobConfig, Sequence[Mistake]]:
-    """The job, with a default in place of each wrong value, and what is wrong."""
-    try:
-        return JobConfig.model_validate(raw), ()
-    except WrongJob as wrong:
-        return JobConfig.model_validate(without(raw, wrong.mistakes)), wrong.mistakes
 
 
 def _read_file(name: str) -> tuple[Path, dict[str, Any]]:

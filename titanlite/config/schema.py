@@ -7,6 +7,7 @@ the world size or files are in `titanlite.load_run`.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,7 +18,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.mistakes import WrongJob, mistake, without
+from titanlite.config.mistakes import Mistake, WrongJob, mistake, without
 
 
 def _auto_or_positive(value: int) -> int:
@@ -440,13 +441,7 @@ class Float8(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    dropped: ClassVar = {
-        "create_seed_checkpoint": (
-            False,
-            "is gone: initial weights depend on training.seed and the names of the parameters alone, so that each "
-            "layout starts from the same ones.",
-        )
-    }
+    dropped: ClassVar = {"create_seed_checkpoint": (False, "is gone: each layout starts from the same weights anyway.")}
 
     enable: bool = True
     """Save every `interval` steps and at the end. At the start, resume from the newest checkpoint."""
@@ -607,14 +602,12 @@ class JobConfig(Whole):
     comm: Comm = Comm()
 
     @classmethod
-    def of_checkpoint(cls, saved: dict[str, Any]) -> Self:
-        """The job in a checkpoint, without keys and choices of earlier versions. Raises WrongJob: any other mistake."""
+    def read(cls, tables: dict[str, Any]) -> tuple[Self, Sequence[Mistake]]:
+        """The job of these tables, with a default in place of each wrong value, and what is wrong."""
         try:
-            return cls.model_validate(saved)
+            return cls.model_validate(tables), ()
         except WrongJob as wrong:
-            if not all(each.kind in ("gone", "literal_error") for each in wrong.mistakes):
-                raise
-            return cls.model_validate(without(saved, wrong.mistakes))
+            return cls.model_validate(without(tables, wrong.mistakes)), wrong.mistakes
 
 
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in JobConfig.model_fields.items()}  # type: ignore[misc]
