@@ -173,7 +173,6 @@ NO_BODY = "no field 'body' .* there are: 'id', 'text'"
         ("arrow", "hub", {}, "dataset_"),
         ("shards", "hub", {}, "manifest.json"),
         ("huggingface", "hub", {"text_column": "body"}, r"\['body'\] not in the dataset.*'id', 'text'"),
-        ("huggingface", "hub", {"text_column": "body", "streaming": True}, NO_BODY),
         ("huggingface", "hub", {"split": "held"}, r"hub.*split held.*local folder"),
         ("huggingface", "nobody/nothing", {"path": "nobody/nothing"}, "hub, as there is no such local folder"),
         ("huggingface", "nobody/nothing", {"path": "nobody/nothing", "streaming": True}, "'nobody/nothing'.*hub"),

@@ -8,10 +8,11 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanlite.config.errors import printable
+from titanlite.config.errors import UserError, printable
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
+from titanlite.config.run import Run
 from titanlite.load_run import load_run
 
 
@@ -47,10 +48,37 @@ class Show(Options):
 def data(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong, or the data cannot be read."""
     options, words = parse_beside_job(Show, argv[1:] if argv[:1] == ["show"] else argv, "data show")
-    run = load_run(words, options.world_size)
-    from titanlite.data.show import show_step
+    print(show_step(load_run(words, options.world_size), options.step, options.row))
 
-    print(show_step(run, options.step, options.row))
+
+def show_step(run: Run, step: int, row: int | None) -> str:
+    """The rows of global batch `step` (the first one is 1), or one of them: which documents they are made of, from
+    which token on, and their text with its control characters escaped. Where the text is not prepared, everything up
+    to there is tokenized first.
+
+    Raises:
+        UserError: there is no such step or row, or the data cannot be read.
+    """
+    from titanlite.data.stream import BatchReader, OutOfData, training_data
+    from titanlite.data.tokenizer import load_tokenizer
+
+    data, lines = training_data(run, load_tokenizer(run.tokenizer_path)), list[str]()
+    if row is not None and row >= run.global_batch_size:
+        raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
+    for _ in range(step - 1):
+        data.mixture.next_batch()
+    try:
+        rows = BatchReader(data).next_batch()
+    except OutOfData as error:
+        raise UserError(f"step {step} does not exist: {error}") from None
+    for found in rows if row is None else [rows[row]]:
+        source, start = data.sources[found.source], 0
+        lines.append(f"=== step {step}, row {found.k}, {source.name}")
+        for part, document, offset, length in found.segments.tolist():
+            lines.append(f"--- {source.where(part, document)}, tokens {offset} to {offset + length - 1}")
+            lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
+            start += length
+    return printable("\n".join(lines))
 
 
 class Train(Options):

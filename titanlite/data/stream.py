@@ -44,7 +44,6 @@ it: each data-parallel rank then tokenizes only its own streams."""
 _NO_END = 1 << 48  # more documents than any run reads, and few enough that their positions are 64-bit numbers
 _WINDOW_DOCUMENTS, _WINDOW_CHARS = 1024, 1 << 20  # a window of a sequential source ends when it has one of these
 _WINDOW_ROWS = 64  # best_fit packs the documents of about so many rows at once
-_SAMPLE_DOCUMENTS = 64
 
 
 class OutOfData(Exception):
@@ -420,20 +419,9 @@ def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> No
         few = f"{tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
         which = "held-out documents" if tokenizer.held_out else "documents"
         raise UserError(f"the {which} of {source.name} have {few}. Lower it, or add text.")
-    for record in sample(source):
+    for record in map(source.record, source.sample()) if isinstance(source, RandomAccess) else ():
         if isinstance(record, BadRecord):
             tokenizer.encode(record)
-
-
-def sample_numbers(source: RandomAccess) -> list[int]:
-    """Numbers of a few documents, spread over the whole source."""
-    count = source.num_units
-    return permuted(np.arange(min(count, _SAMPLE_DOCUMENTS)), count, "sample").tolist()
-
-
-def sample(source: Source) -> Iterator[Record]:
-    """Those documents; none of a source that is not at random access."""
-    return map(source.record, sample_numbers(source)) if isinstance(source, RandomAccess) else iter(())
 
 
 def report_skipped(reasons: list[str]) -> None:

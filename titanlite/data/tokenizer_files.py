@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from titanlite.data.sources.base import Prepared, RandomAccess, Source
 from titanlite.data.sources.files import open_source
 from titanlite.data.stream import source_specs
 from titanlite.data.tokenizer import TiktokenTokenizer, byte_level_symbols, llama3_special_tokens, load_tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
 
 _SAMPLE_DOCUMENTS = 256
 
@@ -127,8 +124,8 @@ def _splits() -> Any:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def tiktoken_to_json(source: TiktokenTokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer for tokenizers' library. It gives the same ids, and puts bos before a text."""
+def tiktoken_to_json(source: TiktokenTokenizer) -> Any:
+    """The same tokenizer as a `tokenizers.Tokenizer`. It gives the same ids, and puts bos before a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     specials, symbols = llama3_special_tokens(), {byte: symbol for symbol, byte in byte_level_symbols().items()}

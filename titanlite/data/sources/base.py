@@ -20,6 +20,7 @@ import xxhash
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
+from titanlite.data.shuffle import permuted
 
 _ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
@@ -118,6 +119,14 @@ class RandomAccess(Source):
     @abstractmethod
     def record(self, index: int) -> Record:
         """Document `index`."""
+
+    def sample(self) -> list[int]:
+        """Numbers of 64 documents, spread over the whole source."""
+        return permuted(np.arange(min(self.num_units, 64)), self.num_units, "sample").tolist()
+
+    def sizes(self) -> np.ndarray:
+        """How large each document is: bytes where they are known, otherwise 1."""
+        return np.ones(self.num_units, dtype=int)
 
     def documents(self, start: int = 0) -> Iterator[Record]:
         return map(self.record, range(start, self.num_units))

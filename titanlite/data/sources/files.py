@@ -7,7 +7,6 @@ them is a file. Libraries are imported where they are used, because that takes u
 from __future__ import annotations
 
 import glob
-import gzip
 import io
 import logging
 import os
@@ -28,8 +27,8 @@ from titanlite.data.sources.shards import Shards
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
-COMPRESSED = (".gz", ".zst")
-_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSED), "jsonl"), ".parquet": "parquet"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *_COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
 # What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _SCAN_BYTES = 1 << 22
@@ -64,7 +63,6 @@ class FileSpans(RandomAccess):
         self.fingerprint = base.with_column(digest.hexdigest(), self.column if self._is_json else "text")
 
     def sizes(self) -> np.ndarray:
-        """Bytes of each document."""
         return np.concatenate([np.diff(ends, prepend=0) for ends in self._ends])
 
     def where(self, part: int, number: int) -> str:
@@ -103,14 +101,10 @@ class CompressedLines(Sequential):
         self.fingerprint = base.sampled_fingerprint(self.files, self.column)
 
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
-        packed: Any = file.open()
-        if file.path.suffix == ".gz":
-            packed = gzip.GzipFile(fileobj=packed)
-        elif file.path.suffix == ".zst":
-            import pyarrow
+        import pyarrow
 
-            packed = pyarrow.CompressedInputStream(packed, "zstd")
-        for line_number, line in enumerate(io.BufferedReader(packed, _BLOCK_BYTES), 1):
+        stream: Any = pyarrow.input_stream(file.open(), compression=_COMPRESSIONS.get(file.path.suffix))
+        for line_number, line in enumerate(io.BufferedReader(stream, _BLOCK_BYTES), 1):
             if line.strip():
                 yield f"{file.path}, line {line_number}", line
 
@@ -170,9 +164,8 @@ class StreamedDataset(Sequential):
         super().__init__(spec, files)
         self._dataset, column = dataset, spec.text_column
         self.parts = [(None, number) for number in range(dataset.num_shards)]
-        first: dict[str, Any] = next(iter(dataset), {column: ""})
-        check_column(column, first)
-        content = f"{self.num_units} {first[column]!r}".encode("utf-8", "surrogatepass")
+        first: Any = next(iter(dataset), {column: ""}).get(column)
+        content = f"{self.num_units} {first!r}".encode("utf-8", "surrogatepass")
         self.fingerprint = xxhash.xxh3_128(content).hexdigest()
 
     def raw(self, file: None, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,11 +188,10 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
     streaming = spec.streaming or spec.source == "c4"
     try:
         if spec.source == "arrow":
-            loaded: Any = datasets.load_from_disk(path)
-            loaded = loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            loaded = datasets.load_dataset(path, name=config, split=spec.split, streaming=streaming)
-        if not streaming or spec.source == "arrow":
+            saved: Any = datasets.load_from_disk(path)
+            return MappedDataset(spec, saved[spec.split] if isinstance(saved, datasets.DatasetDict) else saved)
+        loaded: Any = datasets.load_dataset(path, name=config, split=spec.split, streaming=streaming)
+        if not streaming:
             return MappedDataset(spec, loaded)
         return StreamedDataset(spec, loaded, [file for file in Path(path).rglob("*") if file.is_file()])
     except Exception as error:  # each part of the library raises errors of its own
@@ -222,7 +214,7 @@ def open_source(spec: TextSource) -> Source:
         UserError: a file is missing, the source is empty, or cannot be opened.
     """
     files = find_files(spec)
-    packed = spec.source == "jsonl" and any(file.suffix in COMPRESSED for file in files)
+    packed = spec.source == "jsonl" and any(file.suffix in _COMPRESSIONS for file in files)
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
@@ -246,13 +238,11 @@ def find_files(spec: TextSource) -> list[Path]:
     """
     if spec.source == "python_stdlib":
         return _stdlib_files()
-    if spec.source == "c4":
-        return []
-    if spec.path is None:
-        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
-    if spec.source == "huggingface":
-        return []
     pattern = spec.path
+    if pattern is None and spec.source != "c4":
+        raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
+    if pattern is None or spec.source in ("c4", "huggingface"):
+        return []
     if spec.source in _INSIDE:
         pattern = os.path.join(glob.escape(pattern), _INSIDE[spec.source])
     # A name that holds glob characters is still a name.
