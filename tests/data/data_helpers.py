@@ -71,14 +71,9 @@ def dataset_of(tmp_path, texts, **keys):
 
 def run_of(dataset, validation=None, dp_size=1, comm=None, **training):
     """The run of a job that reads `dataset`; the other keywords are keys of [training]."""
-    training = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
-    sections = {
-        "dataset": dataset,
-        "comm": Comm(**(comm or {})),
-        "validation": validation or Validation(),
-        "training": Training(**training),
-    }
-    return Run(JobConfig(**sections), dp_size)
+    keys = {"seed": 7, "seq_len": 32, "global_batch_size": 24, "local_batch_size": 1, **training}
+    validation, comm = validation or Validation(), Comm(**(comm or {}))
+    return Run(JobConfig(dataset=dataset, comm=comm, validation=validation, training=Training(**keys)), dp_size)
 
 
 def make_loader(dataset, *, tokenizer=TOKENIZER, holdout=0.0, dp_rank=0, dp_group=None, stopping=lambda: False, **keys):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from data_helpers import (
     TOKENIZER,
+    TOKENIZER_PATH,
     Ranks,
     dataset_of,
     hide_bad_records,
@@ -27,9 +28,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from titanlite import Loader
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
-from titanlite.config.schema import Dataset, DataSource, DataStage, JobConfig
+from titanlite.config.schema import Dataset, DataSource, DataStage
 from titanlite.data.loader import OutOfData
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.model.attention import document_mask
 from titanlite.model.llama import Llama
 
@@ -53,6 +56,7 @@ DIGESTS = {
     "windows": "4d6c225a408d9357",
     "mix": "77f552317a3b5d25",
 }
+CHANGING = ("gz", "zst", "mix", "windows", "parquet")  # their fingerprints hold times, or a version of their library
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +132,7 @@ def test_rows_and_states_never_change_between_versions(references: References, n
     digest = hashlib.sha256()
     for rows, state in zip(*references[name], strict=True):
         places = [state["schedule"], state["seed"], state["packing"], [s["streams"] for s in state["sources"]]]
-        plain = name not in (
-            "gz",
-            "zst",
-            "mix",
-            "windows",
-            "parquet",
-        )  # which hold times, or a version of their library
-        prints = [s["fingerprint"] for s in state["sources"] if plain]
+        prints = [s["fingerprint"] for s in state["sources"] if name not in CHANGING]
         digest.update(rows.numpy().tobytes() + json.dumps([places, prints], sort_keys=True).encode())
     assert digest.hexdigest()[:16] == DIGESTS[name]
 
@@ -196,11 +193,8 @@ def test_concat_predicts_each_token_exactly_once(
     found = documents.split("<|end_of_text|><|begin_of_text|>")
     for epoch in range(epochs):
         assert sorted(found[epoch * len(texts) : (epoch + 1) * len(texts)]) == sorted(texts)
-    assert all(
-        label == -100 or label == token
-        for inputs, labels in rows
-        for token, label in zip(inputs[1:], labels, strict=False)
-    )
+    for inputs, labels in rows:
+        assert all(label in (-100, token) for token, label in zip(inputs[1:], labels, strict=False))
 
 
 @settings(max_examples=25, deadline=None)
@@ -279,14 +273,6 @@ def test_capped_epochs_end_at_one_step_on_all_ranks(datasets: dict[str, Dataset]
     assert set(counts.values()) <= {epochs, epochs - 1}
 
 
-def test_a_loader_of_a_job_is_an_iterable_that_ends_with_the_data(tmp_path: Path) -> None:
-    spec = dataset_of(tmp_path, some_texts(60)).model_dump() | {"max_epochs": 1}
-    training = {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
-    batches = list(Loader.of_job(JobConfig.model_validate({"dataset": spec, "training": training})))
-    assert len(batches) > 3
-    assert {len(batch.microbatches) for batch in batches} == {2}
-
-
 # --------------------------------------------------------------------------------------------------------------- mixes
 
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.integers(1, 1000).map(lambda n: n / 100)), min_size=2, max_size=5)
@@ -319,3 +305,58 @@ def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(t
         rows = ranks.state()["schedule"]["rows"]
         assert [now - then for now, then in zip(rows, before, strict=True)] == [[4, 4], [2, 6], [0, 8]][step // 2]
         before = rows
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def test_what_changed_since_the_checkpoint_is_said(
+    datasets: dict[str, Dataset], references: References, tmp_path: Path
+) -> None:
+    dataset, state, few = datasets["concat"], references["concat"][1][0], tmp_path / "few"
+    few.mkdir()
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(TOKENIZER_PATH.read_bytes().splitlines(keepends=True)[:-1]))
+    less, same = load_tokenizer(tmp_path / "tokenizer.model"), load_tokenizer(TOKENIZER_PATH.with_suffix(".json"))
+    Ranks(dataset, 1, tokenizer=same).load(state)
+    capped = dataset.model_copy(update={"max_epochs": 1})
+    mix = Dataset(sources=tuple(DataSource(source="jsonl", path=dataset.path) for _ in range(2)), num_workers=0)
+    for ranks, message in [
+        (Ranks(dataset_of(tmp_path, some_texts(99)), 1), r"the source jsonl .*a\.jsonl is now jsonl .*a\.jsonl"),
+        (Ranks(dataset.model_copy(update={"text_column": "text"}), 1, seed=8), "the seed .* was 7, it is now 8"),
+        (Ranks(dataset_of(few, some_texts(20)), 1), r"read in 64 streams, .* in 16: another .* number of documents"),
+        (Ranks(capped, 1), r"read in 64 streams, .* is in 1: another dataset"),
+        (Ranks(mix, 1), "there were 1 sources, there are now 2"),
+        (Ranks(dataset, 1, tokenizer=less), "the tokenizer is another one"),
+        (Ranks(dataset, 1, seq_len=64), r"training\.seq_len was 32, it is now 64"),
+        (Ranks(dataset, 1, holdout=0.2), r"holdout was 0\.0, it is now 0\.2$"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            ranks.load(state)
+    with pytest.raises(CheckpointError, match="version 99"):
+        Ranks(dataset, 1).load({**state, "version": 99})
+    other = dataset_of(tmp_path, some_texts(99, seed=5, mark="new"), on_change="warn")
+    assert "<new" in TOKENIZER.decode(Ranks(other, 1).load(state).batch()[:, 0].flatten().tolist())
+
+
+def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path: Path) -> None:
+    paths = [str(write_jsonl(tmp_path / f"{count}.jsonl", some_texts(count))) for count in (40, 150, 150)]
+    weights = zip(paths, (1.0, 3.0, 0.0), strict=True)
+    sources = tuple(DataSource(source="jsonl", path=path, weight=weight) for path, weight in weights)
+    dataset, found = Dataset(sources=sources, num_workers=0), []
+    for size in (1, 2, 3):
+        ranks = Ranks(dataset, size)
+        for number in range(8):
+            ranks.batch()
+            if number == 3:  # where a log line or a checkpoint comes, or a resume, makes no difference
+                ranks = Ranks(dataset, size).load(ranks.state()) if size == 2 else ranks
+                ranks.state()
+        found += ranks.together(Loader.stats)
+    for key in ("source_tokens", "source_epochs"):
+        assert all(stats[key] == found[0][key] for stats in found)
+    a, b, unused = found[0]["source_tokens"]
+    assert found[0]["source_tokens"] == {a: 24 * 8 * 32 // 4, b: 24 * 8 * 32 * 3 // 4, unused: 0}
+    tokens = len(TOKENIZER.encode("".join(some_texts(40)))) + 40  # each ends with a token of its own
+    # A document counts once it is passed, and each of the streams stands in the middle of one.
+    epochs = found[0]["source_epochs"]
+    assert epochs[a] == pytest.approx(24 * 8 * 32 // 4 / tokens, abs=32 / 40)
+    assert epochs[a] > epochs[b] > epochs[unused] == 0
