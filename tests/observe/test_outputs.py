@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig, Training
 from titanlite.observe.outputs import OutputFolder
 from titanlite.runtime.logging import Event, setup_logging
@@ -79,9 +78,3 @@ def test_a_resumed_run_keeps_its_steps_and_sets_damage_and_later_ones_aside(tmp_
     assert (tmp_path / "superseded-1" / "metrics.jsonl").read_bytes() == b'{"step": 3}\n' + damage
     start(tmp_path, "one", resumed_step=0)  # it validates once more
     assert steps_in(tmp_path / "superseded-2" / "validation.jsonl") == [0]
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").mkdir()
-    with pytest.raises(UserError, match=r"the files of this run cannot be written: .*config\.toml"):
-        start(tmp_path, "one")

@@ -34,9 +34,11 @@ def main(argv: Sequence[str]) -> None:
             status = read_status(folder)
             if live is not None:
                 live.update(status.text(), refresh=True)
-            else:  # each line once, until it changes
+            else:
                 lines = status.lines()
-                print(*(line for line in lines if line not in said), sep="\n", end="\n" if lines != said else "")
+                for line in lines:
+                    if line not in said:
+                        print(line)
                 said = lines
             if status.state not in ("running", "stale"):
                 return

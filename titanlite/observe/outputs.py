@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.errors import UserError
 from titanlite.config.files import put
 from titanlite.config.load import dump_config
 from titanlite.config.schema import JobConfig
@@ -46,33 +45,30 @@ class OutputFolder:
             A line for the log about what was set aside, or "".
 
         Raises:
-            UserError: The folder cannot be written to.
+            OSError: The folder cannot be written to.
         """
         folder, run = self._folder, environment["run"]
         anew = resumed_step is None or self.environment().get("run", run) != run  # version 0.1 named none
         measured = [name for name in JSON_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
         target = next(path for n in range(1, 10_000) if not (path := folder / f"superseded-{n}").exists())
-        try:
-            for name in FILES if anew and measured else measured:
-                path = folder / name
-                if name in LOGS:
-                    content, size = path.read_bytes() if path.exists() else b"", self._sizes[name]
-                    _split(path, target, rest=content[:size], kept=content[size:])
-                elif anew and path.exists():
-                    target.mkdir(exist_ok=True)
-                    path.rename(target / name)
-                elif not anew:
-                    # After step 0 a resume validates again.
-                    last = resumed_step if name == "metrics.jsonl" else resumed_step or -1
-                    lines: dict[bool, list[bytes]] = {True: [], False: []}
-                    for line in path.read_bytes().splitlines(keepends=True):
-                        lines[_is_until(line, last)].append(line)
-                    _split(path, target, rest=b"".join(lines[False]), kept=b"".join(lines[True]))
-            (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
-            (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-            aside = ", ".join(sorted(os.listdir(target))) if target.exists() else ""
-        except OSError as error:
-            raise UserError(f"{folder}: the files of this run cannot be written: {error}. Correct that.") from None
+        for name in FILES if anew and measured else measured:
+            path = folder / name
+            if name in LOGS:
+                content, size = path.read_bytes() if path.exists() else b"", self._sizes[name]
+                _split(path, target, rest=content[:size], kept=content[size:])
+            elif anew and path.exists():
+                target.mkdir(exist_ok=True)
+                path.rename(target / name)
+            elif not anew:
+                # After step 0 a resume validates again.
+                last = resumed_step if name == "metrics.jsonl" else resumed_step or -1
+                lines: dict[bool, list[bytes]] = {True: [], False: []}
+                for line in path.read_bytes().splitlines(keepends=True):
+                    lines[_is_until(line, last)].append(line)
+                _split(path, target, rest=b"".join(lines[False]), kept=b"".join(lines[True]))
+        (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
+        (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+        aside = ", ".join(sorted(os.listdir(target))) if target.exists() else ""
         why = "of an earlier run, which this one does not continue" if anew else "which is measured again"
         return f"{target}: {aside}, {why}" if aside else ""
 

@@ -179,21 +179,19 @@ def load_writer(name: str) -> type[Writer]:
     """A writer of an installed package: an entry point of the group titanlite.writers, a class on `Writer`.
 
     Raises:
-        UserError: No package offers it, several do, it cannot be imported, or it is something else.
+        UserError: No package offers it, it cannot be imported, or it is something else.
     """
-    offered = entry_points(group="titanlite.writers")
-    found = {entry.value: entry for entry in offered if entry.name == name}
-    if len(found) != 1:
-        names = ", ".join(dict.fromkeys(entry.name for entry in offered)) or "none"
-        what = f"{len(found)} installed packages offer a writer {shown(name)}, and one is needed"
-        raise UserError(f"{what}{''.join(f', {value}' for value in found)}. There are: {names}.")
-    (entry,) = found.values()
+    offered = {entry.name: entry for entry in entry_points(group="titanlite.writers")}
+    if name not in offered:
+        names = ", ".join(offered) or "none"
+        raise UserError(f"no installed package offers a writer {shown(name)}. There are: {names}.")
     try:
-        kind = entry.load()
-        if not (isinstance(kind, type) and issubclass(kind, Writer)):
-            raise TypeError("not a class on titanlite.observe.writers.Writer")
+        kind = offered[name].load()
+        if not issubclass(kind, Writer):
+            raise TypeError(f"{kind} is none")
     except Exception as error:  # it runs code of the package
-        raise UserError(f"the writer {shown(name)}, {entry.value}, cannot be used: {one_line(repr(error))}") from error
+        needed = f"{offered[name].value} is to be a class on titanlite.observe.writers.Writer"
+        raise UserError(f"{needed}, and cannot be used: {one_line(repr(error))}.") from error
     return kind
 
 
@@ -201,16 +199,8 @@ def open_writers(start: RunStart) -> list[Writer]:
     """The writers that the job asks for.
 
     Raises:
-        UserError: One cannot begin, for example because of the permissions of its files.
+        OSError: One cannot begin, for example because of the permissions of its files.
     """
     metrics = start.run.job.metrics
     board = [TensorBoard] if metrics.enable_tensorboard or metrics.enable_wandb else []
-    opened: list[Writer] = []
-    for kind in (JsonLines, *board, *map(load_writer, metrics.writers)):
-        try:
-            opened.append(kind(start))
-        except OSError as error:
-            raise UserError(
-                f"[metrics]: the writer {kind.__name__} cannot begin: {error}. Mend that, or leave it out."
-            ) from None
-    return opened
+    return [kind(start) for kind in (JsonLines, *board, *map(load_writer, metrics.writers))]

@@ -10,7 +10,7 @@ import pytest
 from ranks import start_titanlite
 from small_runs import SMALL
 
-from titanlite.hooks.starts import describe_code
+from titanlite.hooks.records import describe_code
 
 
 def start_event(folder: Path) -> dict[str, Any]:
@@ -56,6 +56,10 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> N
     assert "    world_size: 64 -> 1" in (out / "train.log").read_text()
     (out / "environment.json").write_text('{"python": "of version 0.1"}')
     assert "Training starts after step 3\n" in starts(3)
+    (out / "tb").write_text("in the way")
+    said = start_titanlite(*words, 3, "--metrics.enable_tensorboard").ends_with(2)
+    assert f"{out}/tb" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
