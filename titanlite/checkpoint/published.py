@@ -40,7 +40,6 @@ from titanlite.model.llama import Llama
 _SINGLE, _INDEX, _ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 _MOST_JSON = 1 << 24  # bytes; the index of Llama 405B has a tenth of a megabyte
-SHARD_BYTES = 1_000_000_000  # of a file, which is in memory twice while it is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ def export_hf(
     out: Path,
     dtype: str,
     write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 1_000_000_000,
 ) -> None:
     """Write a LlamaForCausalLM that transformers loads.
 
@@ -122,6 +121,7 @@ def export_hf(
         out: must not exist.
         dtype: "float32", "bfloat16" or "float16".
         write_tokenizer: puts the tokenizer's files into a folder and returns bos_token_id and eos_token_id.
+        shard_bytes: of a file, which is in memory twice while it is written.
 
     Raises:
         UserError: it exists, or cannot be written.

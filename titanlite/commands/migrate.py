@@ -12,7 +12,7 @@ import tyro
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file, write_whole
 from titanlite.config.options import OptionPath, Options, parse
-from titanlite.torchtitan.migrate import Migration, migrate
+from titanlite.torchtitan.migrate import Migration
 from titanlite.torchtitan.tables import Version
 
 _MOST_BYTES = 1 << 16  # torchtitan's own have 2,000
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{options.out} exists already. Name another file, or add --overwrite.")
     raw = read_file(options.file, _MOST_BYTES)
     try:
-        result = migrate(raw, options.torchtitan_version)
+        result = Migration(raw, options.torchtitan_version)
     except UserError as error:
         raise UserError(f"{options.file}: {error}") from None
     if options.out is None:

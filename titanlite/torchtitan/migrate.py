@@ -23,23 +23,6 @@ from titanlite.torchtitan.tables import TORCHTITAN_FLAVORS, Version
 SMALL_LAYERS = "auto_filter_small_kn"
 
 
-def migrate(raw: bytes, version: Version | None = None) -> Migration:
-    """The migration of a job file.
-
-    Args:
-        raw: its content.
-        version: torchtitan's, whose models differ in their rotary frequencies. None: found out from the keys.
-
-    Raises:
-        UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has wrong values.
-    """
-    try:
-        old = _flat(tomli.loads(raw.decode("utf-8-sig")))
-    except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, deep lists
-        raise UserError(f"not valid TOML in UTF-8: {error}.") from None
-    return Migration(old, version)
-
-
 def _flat(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     """All values by their key in the order of the file, with those of tables in tables."""
     values: dict[str, Any] = {}
@@ -53,8 +36,8 @@ class Migration:
     """What became of a job file.
 
     Args:
-        old: its keys and values.
-        version: torchtitan's. None: found out from the keys.
+        raw: its content.
+        version: torchtitan's, whose models differ in their rotary frequencies. None: found out from the keys.
 
     Attributes:
         text: The new file.
@@ -65,11 +48,14 @@ class Migration:
         lost: Reason -> old keys without an equivalent.
 
     Raises:
-        UserError: it is no job of torchtitan's for a Llama, or it has wrong values.
+        UserError: it is no TOML, or no job of torchtitan's for a Llama, or it has wrong values.
     """
 
-    def __init__(self, old: dict[str, Any], version: Version | None) -> None:
-        self._old = old
+    def __init__(self, raw: bytes, version: Version | None = None) -> None:
+        try:
+            self._old = old = _flat(tomli.loads(raw.decode("utf-8-sig")))
+        except (ValueError, RecursionError) as error:  # bad TOML, a number of 5,000 digits, deep lists
+            raise UserError(f"not valid TOML in UTF-8: {error}.") from None
         self._new: dict[str, Any] = {}
         self._origin: dict[str, str] = {}  # our key -> the old one that its value comes from
         self.added: dict[str, str] = {}
@@ -95,12 +81,8 @@ class Migration:
                 job[section][key] = self._new[name]
         try:
             JobConfig.model_validate(job)
-        except WrongJob as wrong:  # named as in the old file
-            errors = [
-                f"  {self._origin.get(each.key, each.key)}: {each.found} {each.remedy}" for each in wrong.mistakes
-            ]
-            text = "these values are wrong here. Change them, or leave them out, and migrate again:"
-            raise UserError("\n".join([text, *errors])) from None
+        except WrongJob as wrong:
+            raise WrongJob(wrong.mistakes, "added", self._origin) from None  # with the keys of the old file
         self.renamed = {old: new for new, old in self._origin.items() if old != new and new in self._new}
         self.carried = sum(self._origin.get(key) == key for key in self._new)
         self.text = tomlkit.dumps({section: values for section, values in job.items() if values})

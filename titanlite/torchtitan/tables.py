@@ -28,8 +28,7 @@ WITHOUT: dict[str, str] = {key: group["reason"] for group in _FILE["without"] fo
 """Key without an equivalent -> the reason, and what to do."""
 DEFAULTS: dict[str, Any] = _FILE["defaults"]
 """What torchtitan does where a file says nothing, and titanlite does otherwise: key of ours -> value."""
-ALL = frozenset({*EQUIVALENT, *CONVERTED, *WITHOUT})
-SECTIONS = frozenset(key.partition(".")[0] for key in ALL)
+SECTIONS = frozenset(key.partition(".")[0] for key in (*EQUIVALENT, *CONVERTED, *WITHOUT))
 
 _DEBUG = Architecture(256, 6, 16, 16, 768, vocab_size=2048, rope_theta=500000.0)
 _MODELS = {"debugmodel": _DEBUG, **{name.upper(): FLAVORS[name] for name in ("8b", "70b", "405b")}}
