@@ -102,7 +102,7 @@ def measure(training: Training, mode: str, folder: Path) -> Row:
             published.append(time.perf_counter() - started)
             meanwhile += steps
     saver.close()
-    opened.close()
+    opened.ranks.close()
     assert saver.stats()["failed_saves"] == 0
     step_meanwhile = statistics.median(meanwhile) if meanwhile else alone
     return Row(mode, statistics.median(blocked), statistics.median(published), alone, step_meanwhile)
@@ -118,7 +118,7 @@ def measure_load(training: Training, folder: Path) -> tuple[int, float, float, f
     resumer.load()
     load = statistics.median(seconds(resumer.load) for _ in range(SAVES))
     verify = statistics.median(seconds(lambda: step_folders.check_folder(path)) for _ in range(SAVES))
-    opened.close()
+    opened.ranks.close()
     size = sum(file.stat().st_size for file in path.iterdir())
     source, target = torch.ones(size // 4), torch.ones(size // 4)
     copy = statistics.median(seconds(lambda: target.copy_(source)) for _ in range(SAVES))

@@ -1,13 +1,11 @@
 """A save: what it holds, beside the steps and before them, and how it fails."""
 
-import contextlib
 import dataclasses
 import fcntl
 import re
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
@@ -17,32 +15,26 @@ from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.config import schema
 from titanlite.config.errors import UserError
 from titanlite.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_a_save_before_the_first_step_holds_weights_only(tmp_path):
-    first = TinyRun()
-    first.manager(tmp_path).save(0, first.train_state(0))
-    second = TinyRun(seed=99)
-    assert second.manager(tmp_path).load() == first.train_state()
-    assert second.train(2) == first.train(2)
-
-
-def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters_and_says_what_it_is(tmp_path):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_save_after_a_forward_pass_alone_holds_the_sharded_parameters_and_says_what_it_is(tmp_path, steps):
+    """Before the first step there is no state of the optimizer."""
     run = TinyRun()
-    run.train(1)
+    run.train(steps)
     with torch.no_grad():
         run.model(torch.zeros(1, 4, dtype=torch.int64))  # as a validation does; FSDP leaves the root gathered
-    run.manager(tmp_path).save(1, run.train_state(1))
+    run.manager(tmp_path).save(steps, run.train_state())
     resumed = TinyRun(seed=99)
-    resumed.manager(tmp_path).load()
+    assert resumed.manager(tmp_path).load() == run.train_state()
     assert_equal(resumed.everything(), run.everything())
-    info = step_folders.read_manifest(tmp_path / "step-00000001")["info"]
-    assert info["train_state"] == run.train_state()
+    resumed.step = steps
+    assert resumed.train(1) == run.train(1)
+    info = step_folders.read_manifest(tmp_path / step_folders.step_name(steps))["info"]
     assert info["layout"] == {"world_size": 1}
     assert info["architecture"] == dataclasses.asdict(run.model.arch)
     assert info["versions"]["torch"] == version("torch")
@@ -87,7 +79,7 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "output" not in name)
     fully_shard(model)
     assert any(type(parameter.to_local()) is not torch.Tensor for parameter in model.parameters())  # type: ignore[operator]
-    manager = Checkpoints(schema.Checkpoint(), tmp_path, LiveState(model))
+    manager = Checkpoints(tmp_path, LiveState(model))
     manager.save(0, {"step": 0, "tokens": 0})
     plain = Llama(model.arch)
     load_model_weights(tmp_path, plain)
@@ -100,32 +92,23 @@ def test_weights_cast_to_fp8_on_the_way_are_saved_as_they_are(tmp_path):
     assert_equal(restored, expected)
 
 
-@contextlib.contextmanager
-def small_files() -> Iterator[None]:
-    """The system refuses to write on, as a full disk does."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_failed_save_is_counted_leaves_nothing_and_the_next_one_works(two_saved, mode):
     folder, run = two_saved
     lines: list[str] = []
     manager = run.manager(folder, lines=lines, async_mode=mode)
-    with small_files():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # no file grows on, as on a full disk
+    try:
         manager.save(6, run.train_state(6))
         manager.saver.settle()
-    assert manager.stats()["failed_saves"] == 1
-    assert not manager.holds(6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (manager.stats()["failed_saves"], manager.holds(6)) == (1, False)
     assert re.match(r"save of step 6 FAILED \(OSError: \[Errno .*File too large", lines[-1])
     manager.save(6, run.train_state(6))
     manager.close()
-    assert manager.holds(6)
-    assert manager.stats()["failed_saves"] == 1
+    assert (manager.stats()["failed_saves"], manager.holds(6)) == (1, True)
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
 

@@ -97,30 +97,19 @@ def test_nothing_is_published_over_an_existing_folder_or_without_all_files(tmp_p
 def test_only_published_folders_are_checkpoints_and_only_leftovers_are_removed(tmp_path, monkeypatch):
     expected = [write_checkpoint(tmp_path, step) for step in (7, 99_999_999, 100_000_000)]
     others = ("step-9", "step-00000009.damaged", "step-00000009-old", "notes", "step-abc")
-    for name in (".tmp-step-00000009-x", ".tmp-step-00000009-y", *others):
+    for name in (".tmp-step-00000009-x", *others):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000011").write_text("a file")
     assert step_folders.list_checkpoints(tmp_path) == expected
     assert step_folders.list_checkpoints(tmp_path / "absent") == []
-    rmtree, kept = shutil.rmtree, []
-
-    def busy(path):
-        if path.name.endswith("x"):
-            raise OSError(16, "Device or resource busy", ".nfs0001")
-        rmtree(path)
-
+    lines: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
-        assert step_folders.remove_unfinished(tmp_path, kept.append) == [".tmp-step-00000009-y"]
-    assert ".tmp-step-00000009-x" in kept[0]
-    assert step_folders.remove_unfinished(tmp_path, print) == [".tmp-step-00000009-x"]
+        busy = OSError(16, "Device or resource busy", ".nfs0001")
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(busy))
+        step_folders.remove_unfinished(tmp_path, lines.append)
+    step_folders.remove_unfinished(tmp_path, lines.append)
+    assert ["could not" in line for line in lines] == [True, False]
     assert set(os.listdir(tmp_path)) == {*others, "step-00000011", *(path.name for path in expected)}
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            step_folders.remove(expected[0])  # which is cut short
-    assert step_folders.list_checkpoints(tmp_path) == expected[1:]
-    assert len(step_folders.remove_unfinished(tmp_path, print)) == 1
 
 
 def test_verify_lists_all_of_a_folder_and_what_is_no_checkpoint(tmp_path, capsys):

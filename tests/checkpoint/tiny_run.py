@@ -27,32 +27,41 @@ from titanlite.parallel.parallelize import build_model
 from titanlite.train.step import TrainStep
 
 ROWS, TOKENS, VOCABULARY, RATE = 4, 16, 64, 1e-2
-SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 JOB: dict[str, dict[str, Any]] = {
-    "model": {**SHAPE, "vocab_size": VOCABULARY, "max_seq_len": 64},
+    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": VOCABULARY},
     "training": {"seq_len": TOKENS, "global_batch_size": ROWS, "mixed_precision_param": "float32"},
     "activation_checkpoint": {"mode": "none"},
 }
 
 
 class Checkpoints:
-    """The checkpoints of one run, saved and resumed as the trainer does it."""
+    """The checkpoints of one run, saved and resumed as the trainer does it. `keys` are some of [checkpoint]."""
 
-    def __init__(self, config, folder, live, *, lines=None, job=None, write_tokenizer: Any = None, **comparisons):
-        log = (lambda line: None) if lines is None else lines.append
-        self.folder = CheckpointFolder(config, folder, live, log, job)
-        self.saver = Saver(self.folder, write_tokenizer)
+    def __init__(
+        self,
+        folder: Path,
+        live: LiveState,
+        *,
+        lines: list[str] | None = None,
+        job: Any = None,
+        tokenizer: str = "fingerprint",
+        compare_data: Any = None,
+        **keys: Any,
+    ) -> None:
+        log = [].append if lines is None else lines.append
+        self.folder = CheckpointFolder(schema.Checkpoint(**keys), folder, live, log, job)
+        self.saver = Saver(self.folder)
         self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
-        self.resumer = Resumer(self.folder, **comparisons)
+        self.resumer = Resumer(self.folder, lambda fingerprint: fingerprint == tokenizer, compare_data)
 
-    def load(self):
+    def load(self) -> dict[str, Any] | None:
         state = self.resumer.load()
         self.saver.loaded_step = state["step"] if state else None
         return state
 
-    def close(self):
+    def close(self) -> None:
         self.saver.close()
-        self.folder.close()
+        self.folder.ranks.close()
 
 
 class TinyRun:
@@ -67,29 +76,10 @@ class TinyRun:
         self.update = TrainStep(run, self.mesh, build_model(run, self.mesh, self.device, lambda _: None), self.device)
         self.model, self.optimizer = self.update.model, self.update.optimizer
 
-    def manager(
-        self,
-        folder: Path,
-        *,
-        lines: list[str] | None = None,
-        job=None,
-        tokenizer="fingerprint",
-        compare_data=None,
-        write_tokenizer=None,
-        **keys,
-    ):
-        return Checkpoints(
-            schema.Checkpoint(**keys),
-            folder,
-            LiveState(self.model, self.optimizer),
-            lines=lines,
-            job=job,
-            same_tokenizer=lambda fingerprint: fingerprint == tokenizer,
-            compare_data=compare_data,
-            write_tokenizer=write_tokenizer,
-        )
+    def manager(self, folder: Path, **keys: Any) -> Checkpoints:
+        return Checkpoints(folder, LiveState(self.model, self.optimizer), **keys)
 
-    def train_state(self, step: int | None = None) -> dict:
+    def train_state(self, step: int | None = None) -> dict[str, Any]:
         step = self.step if step is None else step
         return {"step": step, "tokens": 0, "cursor": {"row": step * ROWS}}
 
@@ -115,27 +105,11 @@ class TinyRun:
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
 
 
-def go_on(folder: Path, first: int, last: int, layout: Mapping[str, Any], keys: Mapping[str, Any]) -> list[float]:
-    """The losses of a rank that loads what `folder` holds, trains from step `first` to `last`, and saves every second
-    step. `layout` has keys of [parallelism], `keys` are some of [checkpoint]."""
-    # Other initial weights for each number of ranks: only a real load can make runs agree.
-    run = TinyRun(seed=dist.get_world_size(), parallelism=layout)
-    lines: list[str] = []
-    manager = run.manager(folder, lines=lines, **keys)
-    state = manager.load()
-    run.step = state["step"] if state else 0
-    assert run.step == first, (run.step, lines)
-    losses = []
-    while run.step < last:
-        losses += run.train(2)
-        manager.save(run.step, run.train_state())
-    manager.close()
-    assert manager.stats()["failed_saves"] == 0, lines
-    return losses
+def weights(run: TinyRun) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
 
 
 def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -147,11 +121,25 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def weights(run: TinyRun) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in run.everything().items() if name[0].isalpha()}
-
-
 def train_ranks(
     ranks: int, folder: Path, first: int, last: int, layout: Mapping[str, Any] | None = None, **keys: object
 ) -> list[float]:
     return run_ranks(ranks, go_on, folder, first, last, layout or {}, keys)[0]
+
+
+def go_on(folder: Path, first: int, last: int, layout: Mapping[str, Any], keys: Mapping[str, Any]) -> list[float]:
+    """The losses of a rank that loads what `folder` holds, trains from step `first` to `last`, and saves every second
+    step. `layout` has keys of [parallelism], `keys` are some of [checkpoint]."""
+    # Other initial weights for each number of ranks: only a real load can make runs agree.
+    run = TinyRun(seed=dist.get_world_size(), parallelism=layout)
+    manager = run.manager(folder, **keys)
+    state = manager.load()
+    run.step = state["step"] if state else 0
+    assert run.step == first
+    losses = []
+    while run.step < last:
+        losses += run.train(2)
+        manager.save(run.step, run.train_state())
+    manager.close()
+    assert manager.stats()["failed_saves"] == 0
+    return losses

@@ -120,7 +120,7 @@ def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
     run, saved, left = Run(tmp_path / "run", *layout), 0, []
     for point in points_of(layout):
         out = run.die(point)
-        assert not left or f"removed 1 unfinished checkpoint folders: {left[0]}" in out
+        assert not left or f"removed the unfinished {left[0]}" in out
         if point == "during_purge:0":
             saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
         elif point == "after_rename:0":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -79,8 +80,9 @@ class Ranks:
         return self.together(lambda: step_folders.check_folder(path, lambda names: names[self.rank :: self.size]))
 
 
+@dataclass
 class CheckpointFolder:
-    """All ranks open one together, before the first save or load, and close it after the last.
+    """All ranks open one together, before the first save or load, and close its `ranks` after the last.
 
     Args:
         path: where the step folders lie; all nodes must share it.
@@ -95,20 +97,18 @@ class CheckpointFolder:
         UserError: on all ranks: the folder cannot be written to, or the nodes do not share it.
     """
 
-    def __init__(
-        self,
-        config: schema.Checkpoint,
-        path: Path,
-        live: LiveState,
-        log: Callable[[str], None],
-        job: dict[str, Any] | None = None,
-    ) -> None:
-        self.config, self.path, self.live, self.log, self.job = config, path, live, log, job
-        self.ranks = Ranks(config.timeout_seconds)
+    config: schema.Checkpoint
+    path: Path
+    live: LiveState
+    log: Callable[[str], None]
+    job: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks = Ranks(self.config.timeout_seconds)
         self.token = self.ranks.on_rank0(self._clean)
-        probe = self._probe(self.token)
+        probe = self.path / f"{step_folders.UNFINISHED}{self.token}"
         if not all(self.ranks.gather(probe.exists())):
-            raise UserError(f"{path} is not the same folder on all nodes. Put it on storage that they share.")
+            raise UserError(f"{self.path} is not the same folder on all nodes. Put it on storage that they share.")
         self.ranks.on_rank0(probe.unlink)
 
     def check_room(self, size: int) -> None:
@@ -118,21 +118,11 @@ class CheckpointFolder:
             needed = f"{self.path}: a checkpoint takes about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
             raise UserError(f"{needed}. Free some space, or choose another checkpoint.folder.")
 
-    def close(self) -> None:
-        """End the group of the ranks."""
-        self.ranks.close()
-
     def _clean(self) -> str:
         """On rank 0: remove what is left over, and make a file whose name no earlier run has used."""
         self.path.mkdir(parents=True, exist_ok=True)
-        beside, gone = self.path.parent, []
-        for at, end in ((self.path, ""), (beside / "final", ""), (beside, "final_hf-")):
-            gone += step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end)
-        if gone:
-            self.log(f"removed {len(gone)} unfinished checkpoint folders: {', '.join(gone)}")
+        for at, end in ((self.path, ""), (self.path.parent / "final", ""), (self.path.parent, "final_hf-")):
+            step_folders.remove_unfinished(at, self.log, step_folders.UNFINISHED + end)
         token = secrets.token_hex(8)
-        self._probe(token).touch(exist_ok=False)
+        (self.path / f"{step_folders.UNFINISHED}{token}").touch(exist_ok=False)
         return token
-
-    def _probe(self, token: str) -> Path:
-        return self.path / f"{step_folders.UNFINISHED}probe-{token}"

@@ -55,7 +55,6 @@ class Saver:
         self.best_step: int | None = None
         self._folder, self._live, self._write_tokenizer, self._saved = folder, folder.live, write_tokenizer, saved
         self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
-        self._final = folder.path.parent / "final"
         self._begun = self._failed = self._waits = 0
         self._last_step: int | None = None  # of the newest save that is known to be complete
         self._failed_step: int | None = None  # of the newest save, if it failed
@@ -94,13 +93,14 @@ class Saver:
         """
         self.settle()
         weights_only = last and self._config.last_save_model_only
-        path = (self._final if weights_only else self._folder.path) / step_folders.step_name(step)
+        folder = self._folder.path.parent / "final" if weights_only else self._folder.path
+        path = folder / step_folders.step_name(step)
         info = live_tensors.manifest_info(self._live.model.arch, train_state, self._folder.job, self._ranks.size)
         if weights_only:
             if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
-                self._write(step, self._live.tensors(optimizer=False), info | {"weights_only": True}, self._final)
+                self._write(step, self._live.tensors(optimizer=False), info | {"weights_only": True}, folder)
         elif not self.holds(step):
-            self._write(step, self._live.tensors(rng=True), info, self._folder.path)
+            self._write(step, self._live.tensors(rng=True), info, folder)
         if last:
             self.settle()
             self._ranks.on_rank0(self._purge)

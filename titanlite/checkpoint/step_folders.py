@@ -235,23 +235,18 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
         time.sleep(0.1)
 
 
-def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UNFINISHED) -> list[str]:
-    """Delete what `list_unfinished` finds.
+def remove_unfinished(folder: Path, log: Callable[[str], None], prefix: str = UNFINISHED) -> None:
+    """Delete what `list_unfinished` finds, and say so.
 
     What cannot be deleted, such as a file that is open on another node, disturbs nobody, because names are never used
-    twice; `log` is told of it.
-
-    Returns:
-        The names that are gone.
+    twice.
     """
-    gone = []
     for path in list_unfinished(folder, prefix):
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            gone.append(path.name)
+            log(f"removed the unfinished {path.name}")
         except OSError as error:
             log(f"could not remove the unfinished {path.name}: {error}")
-    return gone
 
 
 def set_aside(path: Path, reason: str = "damaged") -> Path:

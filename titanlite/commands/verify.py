@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -30,19 +30,17 @@ def main(argv: Sequence[str]) -> None:
     """
     options = parse(Verify, argv, "verify")
     report = verify(options.dir)
-    print(json.dumps(report, indent=2) if options.as_json else as_text(report))
+    if options.as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        for row in report["checkpoints"]:
+            lines = [f"{row['name']}  {row['bytes'] / 1e9:10.3f} GB  {row['state']}", *row["damage"]]
+            print(printable("\n    ".join(lines)))
+        for name in report["unfinished"]:
+            print(printable(f"{name}  unfinished, removed at the next start"))
+        for name in report["set_aside"]:
+            print(printable(f"{name}  set aside earlier"))
     bad = [row["name"] for row in report["checkpoints"] if row["state"] != "good"]
     if bad:
         share = f"{len(bad)} of {len(report['checkpoints'])} checkpoints"
         raise CheckpointError(f"{share} damaged or unreadable: {', '.join(bad)}")
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The report as lines for a person."""
-    lines = []
-    for row in report["checkpoints"]:
-        lines.append(f"{row['name']}  {row['bytes'] / 1e9:10.3f} GB  {row['state']}")
-        lines += [f"    {damage}" for damage in row["damage"]]
-    lines += [f"{name}  unfinished, removed at the next start" for name in report["unfinished"]]
-    lines += [f"{name}  set aside earlier" for name in report["set_aside"]]
-    return printable("\n".join(lines))

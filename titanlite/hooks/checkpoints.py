@@ -34,7 +34,7 @@ class Checkpoints(Hook):
         live = LiveState(training.model, training.optimizer, training.hook_tensors)
         json_job = job.model_dump(mode="json")
         folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, json_job)
-        training.opened.callback(folder.close)
+        training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment))
         write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
