@@ -286,7 +286,7 @@ def test_data_smaller_than_one_global_batch_is_an_error(job_file: Path, tmp_path
     output = run(job_file, tmp_path / "out", ranks=2, code=2)
     assert "Traceback" not in output
     assert "smaller than one global batch: jsonl" in output
-    assert "has been read once (dataset.max_epochs). Lower training.global_batch_size" in output
+    assert "(dataset.max_epochs = 1). Lower training.global_batch_size" in output
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,14 +69,6 @@ def save_run(folder: Path, *steps: int) -> Path:
         Saver(checkpoints).save(step, {"step": step, "tokens": 0, "data": data})
     dist.destroy_process_group()
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_world_is_left() -> Iterator[None]:
-    """One that has failed does not end itself, because it would wait for other ranks."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

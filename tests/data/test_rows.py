@@ -258,7 +258,7 @@ def test_capped_epochs_end_at_one_step_on_all_ranks(datasets: dict[str, Dataset]
     dataset, seen = datasets["concat"].model_copy(update={"max_epochs": epochs}), []
     for size in (1, 2, 3):
         ranks, batches = Ranks(dataset, size, global_batch=6), []
-        with pytest.raises(OutOfData, match=r"has been read (once|2 times) \(dataset\.max_epochs\)"):
+        with pytest.raises(OutOfData, match=r"dataset\.max_epochs = "):
             batches.extend(iter(ranks.batch, None))
         for loader in ranks.loaders:
             assert isinstance(loader.failure(2), OutOfData)

@@ -29,8 +29,10 @@ def dataset(tmp_path_factory):
 @pytest.mark.parametrize(("size", "local"), [(2, 3), (3, 1), (4, 8), (8, 1)])
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
 def test_rows_and_counts_do_not_depend_on_the_number_of_ranks(dataset, size, local, holdout):
+    dataset = dataset.model_copy(update={"document_mask": holdout > 0})
     validation = of_files(dataset, sequences=20, holdout=holdout)
     one = make_validation(validation, dataset)
+    assert [batch.document_ids is None for batch in one.batches()] == [holdout == 0] * 7
     many = [make_validation(validation, dataset, rank=rank, size=size, local=local) for rank in range(size)]
     (expected, _), (found, counts) = rows([one]), rows(many)
     assert len(expected) == len(found) == one.num_sequences == 20
@@ -83,13 +85,6 @@ def test_too_few_held_out_documents_are_an_error(tmp_path):
         make_validation(Validation(holdout=0.0001), dataset_of(tmp_path, some_texts(50)))
     with pytest.raises(UserError, match=r"the documents of .* have 0 tokens together"):
         make_loader(dataset_of(tmp_path, some_texts(50)), holdout=0.9999)
-
-
-def test_document_masks_apply_to_validation(dataset):
-    masked = dataset.model_copy(update={"document_mask": True})
-    batch = next(make_validation(of_files(dataset, sequences=3), masked).batches())
-    assert batch.document_ids is not None
-    assert (batch.labels == -100).any()
 
 
 def test_a_mix_is_shared_out_by_weight(dataset, tmp_path):

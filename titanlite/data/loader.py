@@ -136,8 +136,8 @@ class Loader:
         valid, tokens, skipped = self._meet()
         names = [source.name for source in self.sources]
         names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
-        passed = [sum(position.place.turn for position in positions) for positions in self._data.positions]
-        epochs = [turns / source.num_units for turns, source in zip(passed, self.sources, strict=True)]
+        read = zip(self._data.positions, self.sources, strict=True)
+        epochs = [sum(at.place.turn for at in positions) / source.num_units for positions, source in read]
         rows = [rows * self._data.seq_len for rows in self._data.mixture.rows]
         return {
             "utilization": valid / max(1, tokens),

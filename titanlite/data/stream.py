@@ -334,8 +334,7 @@ class BatchReader:
             # to report.
             data.tokenizer.skipped.clear()
         epochs = data.specs[source].max_epochs
-        times = "once" if epochs == 1 else f"{epochs} times"
-        raise OutOfData(f"{data.sources[source].name} has been read {times} (dataset.max_epochs)")
+        raise OutOfData(f"{data.sources[source].name} has no more rows (dataset.max_epochs = {epochs})")
 
     def _documents(self, number: int, stream: int, start: Place) -> Iterator[Document]:
         """The documents of a stream of source `number` from `start` on, a place that it had before."""
@@ -416,9 +415,9 @@ def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> No
         if tokens > seq_len:
             break
     else:
-        few = f"{tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
         which = "held-out documents" if tokenizer.held_out else "documents"
-        raise UserError(f"the {which} of {source.name} have {few}. Lower it, or add text.")
+        few = f"have {tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
+        raise UserError(f"the {which} of {source.name} {few}. Lower it, or add text.")
     for record in map(source.record, source.sample()) if isinstance(source, RandomAccess) else ():
         if isinstance(record, BadRecord):
             tokenizer.encode(record)

@@ -117,19 +117,14 @@ class Worker:
                 while True:
                     self._received.put(pickle.load(stdout))
         except (EOFError, OSError, pickle.UnpicklingError):
-            self._received.put(self._why_it_ended())
-
-    def _why_it_ended(self) -> UserError:
-        code = self._process.wait()
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        if code == -signal.SIGBUS:  # a file that it has mapped became shorter
+            code = self._process.wait()
+            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             try:
                 for source in self._sources:
-                    source.check_files()
-            except UserError as changed:
-                return changed
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return WorkerError(f"a data worker (process {self._process.pid}) ended {how}{hint}. Start again to go on.")
+                    source.check_files()  # whoever reads a mapped file that became shorter is killed by SIGBUS
+                raise WorkerError(f"a data worker (process {self._process.pid}) ended {how}. Start again to go on.")
+            except UserError as error:
+                self._received.put(error)
 
 
 def main(at_file: int) -> None:
