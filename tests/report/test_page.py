@@ -4,11 +4,13 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from report.test_run_files import a_run, line
@@ -53,9 +55,13 @@ def test_events_that_a_later_start_went_behind_are_marked_and_a_kill_is_found(tm
     kinds = [*first, ("start", 50), ("save", 100), ("stop", None), ("start", 100)]
     told = [{"time": 1e9 + i, "text": "", "event": kind, "step": step} for i, (kind, step) in enumerate(kinds)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in told))
-    (tmp_path / "metrics.jsonl").write_text("".join(line(step, time=1e9 + step / 10) for step in range(10, 60, 10)))
-    events = data_of(tmp_path)["runs"][0]["events"]
-    assert [(event["kind"], event["step"], event["undone"]) for event in events] == [
+    steps = (10, 20, 30, 20, 40, 50)
+    numbers = [line(step, time=1e9 + step / 10, step_time=360.0, parts={"a": step}) for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(numbers))
+    (run,) = data_of(tmp_path)["runs"]
+    assert run["curves"]["x"] == {"step": [10, 20, 30, 40, 50], "hours": [1, 2, 3, 4, 5]}
+    assert run["curves"]["y"]["parts/a"]["mean"] == [10, 20, 30, 40, 50]
+    assert [(event["kind"], event["step"], event["undone"]) for event in run["events"]] == [
         ("start", 0, False), ("save", 50, False), ("save", 100, True), ("killed", 30, False), ("start", 50, False),
         ("save", 100, False), ("stop", 50, False), ("start", 100, False),
     ]  # fmt: skip
@@ -102,16 +108,6 @@ def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(tmp
     assert len(make_page(sorted(tmp_path.glob("run*"))).encode()) < 5_000_000
 
 
-def test_hours_are_those_of_training_and_steps_that_come_again_count_once(tmp_path: Path) -> None:
-    week, run = 7 * 24 * 3600, a_run(tmp_path)
-    clocks = [(1, 3600, 3600), (2, 7200, 3600), (4, 9000, 900), (4, week, 1.0), (5, week + 3600, 3600)]
-    (run / "metrics.jsonl").write_text("".join(line(s, time=t, step_time=e, parts={"a": s}) for s, t, e in clocks))
-    curves = data_of(run)["runs"][0]["curves"]
-    assert curves["x"]["step"] == [1, 2, 4, 5]
-    assert curves["x"]["hours"] == pytest.approx([1, 2, 2.5, 3.5])
-    assert curves["y"]["parts/a"]["mean"] == [1, 2, 4, 5]
-
-
 def test_the_command_writes_a_page_without_torch_and_answers_mistakes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,3 +147,72 @@ def test_whatever_the_files_hold_there_is_a_view_and_a_page(tmp_path: Path) -> N
             path.write_bytes(content)
         assert all(shown.isprintable() for shown in read_status(run).lines())
         json.dumps(page_data([run]), allow_nan=False)
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+# What a user does with the page, and what he then sees. It runs after the page's own scripts.
+USE = """
+const scale = () => charts.map((chart) => [chart.plot.scales.x.min, chart.plot.scales.x.max]);
+const mean = () => charts[0].plot.data[charts[0].plot.data.length - 1].at(-1);
+const seen = { scales: scale(), canvases: document.querySelectorAll("canvas").length, charts: D.charts.length };
+setZoom([100, 200]);
+(async () => {
+  const settled = () => new Promise((done) => setTimeout(done, 100)); // uPlot draws a little later
+  await settled();
+  seen.zoomed = scale();
+  byId("whole").click();
+  await settled();
+  seen.whole = scale()[0];
+  const rough = mean();
+  byId("smoothing").value = 0.9;
+  byId("smoothing").oninput({ target: byId("smoothing") });
+  seen.smoother = mean() > rough; // the mean of a falling curve lies above its end
+  byId("axis").value = "tokens";
+  byId("axis").onchange();
+  await settled();
+  seen.tokens = scale()[0];
+  for (const id of ["log", "cut", "events"]) byId(id).click();
+  seen.resources = performance.getEntriesByType("resource").length;
+  document.body.dataset.seen = encodeURIComponent(JSON.stringify(seen));
+})();
+"""
+
+
+def opened(file: Path, page: str) -> str:
+    """The document after its scripts have run."""
+    assert CHROMIUM is not None
+    file.write_text(page)
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--dump-dom"]
+    command = [CHROMIUM, *options, "--virtual-time-budget=5000", f"--user-data-dir={file}.profile", f"file://{file}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)
+        clock = (line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(clock))
+    (tmp_path / "a" / "validation.jsonl").write_text('{"step": 250, "loss": 6.25}\n')
+    page = make_page([tmp_path / "a", tmp_path / "b"])
+
+    document = opened(tmp_path / "page.html", page)  # with its own policy
+    assert "data-drawn" in document
+    for said in ("500 of 600", "finished", "6.25", "failure", "&lt;script&gt;alert(1)", "training.steps"):
+        assert said in document.partition('<script type="application/json"')[0], said
+    assert document.count("<script") == page.count("<script") == 2
+    assert "<img" not in document.partition("<script")[0]
+
+    policy = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
+    document = opened(tmp_path / "used.html", policy.replace("</body>", f"<script>{USE}</script></body>"))
+    found = re.search('data-seen="(.*?)"', document)
+    assert found is not None
+    seen = json.loads(unquote(found[1]))
+    assert seen["canvases"] == seen["charts"] == len(seen["scales"])
+    assert all(place == [0, 500] for place in seen["scales"])
+    assert all(place == [100, 200] for place in seen["zoomed"])
+    assert (seen["whole"], seen["tokens"], seen["smoother"], seen["resources"]) == ([0, 500], [0, 50_000], True, 0)

@@ -96,21 +96,14 @@ def test_a_resumed_run_is_at_the_step_of_its_start_and_of_a_large_file_the_end_i
     assert 1000 < len(status.losses) < 10_000
 
 
-DAMAGE = {
-    "not JSON": b"\x00\xff\xfe{{{\n",
-    "no object": b"[1, 2]\n",
-    "deep": b"[" * 100_000 + b"\n",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_line_costs_that_line_and_is_named(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_costs_that_line_and_is_named(tmp_path: Path) -> None:
     """The last line is not damaged, but not finished."""
     path = a_run(tmp_path) / "metrics.jsonl"
+    damage = b"\x00\xff\xfe{{{\n[1, 2]\n" + b"[" * 100_000 + b"\n"  # no JSON, no object, too deep
     path.write_bytes(line(10).encode() + damage + line(20).encode() + b'{"step": 30, "lo')
     status = read_status(tmp_path)
     assert status.step == 20
-    assert status.problems == ["metrics.jsonl: 1 line cannot be read"]
+    assert status.problems == ["metrics.jsonl: 3 lines cannot be read"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.toml"])

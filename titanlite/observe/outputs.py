@@ -29,7 +29,7 @@ class OutputFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sizes = {name: path.stat().st_size if (path := folder / name).exists() else 0 for name in LOGS}
+        self._sizes = {name: (folder / name).stat().st_size for name in LOGS if (folder / name).exists()}
 
     def begin(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> str:
         """Continue the files or set them aside. Then write config.toml, which loads to `job`, and environment.json.
@@ -48,29 +48,27 @@ class OutputFolder:
             OSError: The folder cannot be written to.
         """
         folder, run = self._folder, environment["run"]
-        anew = resumed_step is None or self.environment().get("run", run) != run  # version 0.1 named none
+        last = resumed_step if self.environment().get("run", run) == run else None  # version 0.1 named none
         measured = [name for name in JSON_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
         target = next(path for n in range(1, 10_000) if not (path := folder / f"superseded-{n}").exists())
-        for name in FILES if anew and measured else measured:
-            path = folder / name
-            if name in LOGS:
-                content, size = path.read_bytes() if path.exists() else b"", self._sizes[name]
-                _split(path, target, rest=content[:size], kept=content[size:])
-            elif anew and path.exists():
-                target.mkdir(exist_ok=True)
-                path.rename(target / name)
-            elif not anew:
-                # After step 0 a resume validates again.
-                last = resumed_step if name == "metrics.jsonl" else resumed_step or -1
-                lines: dict[bool, list[bytes]] = {True: [], False: []}
-                for line in path.read_bytes().splitlines(keepends=True):
-                    lines[_is_until(line, last)].append(line)
-                _split(path, target, rest=b"".join(lines[False]), kept=b"".join(lines[True]))
+        if last is not None:
+            for name in measured:  # after step 0 a resume validates again
+                _cut(folder / name, target, last if name == "metrics.jsonl" else last or -1)
+        elif measured:
+            target.mkdir()
+            for name in FILES:
+                if name in self._sizes:
+                    content, size = (folder / name).read_bytes(), self._sizes[name]
+                    put(target / name, content[:size])
+                    put(folder / name, content[size:])
+                elif name not in LOGS and (folder / name).exists():
+                    (folder / name).rename(target / name)
         (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-        aside = ", ".join(sorted(os.listdir(target))) if target.exists() else ""
-        why = "of an earlier run, which this one does not continue" if anew else "which is measured again"
-        return f"{target}: {aside}, {why}" if aside else ""
+        if not target.exists():
+            return ""
+        why = "of an earlier run, which this one does not continue" if last is None else "which is measured again"
+        return f"{target}: {', '.join(sorted(os.listdir(target)))}, {why}"
 
     def environment(self) -> dict[str, Any]:
         """environment.json of the start before; empty where there is none."""
@@ -80,17 +78,17 @@ class OutputFolder:
             return {}
 
 
-def _split(path: Path, target: Path, rest: bytes, kept: bytes) -> None:
-    """Move the rest of a file to one of the same name in `target`."""
-    if rest:
+def _cut(path: Path, target: Path, last: int) -> None:
+    """Move lines of JSON after step `last` to a file of the same name in `target`. What a crash has left of a line goes
+    with them."""
+    lines: dict[bool, list[bytes]] = {True: [], False: []}
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            stays = line.endswith(b"\n") and int(json.loads(line)["step"]) <= last
+        except (ValueError, KeyError, TypeError, OverflowError):
+            stays = False
+        lines[stays].append(line)
+    if lines[False]:
         target.mkdir(exist_ok=True)
-        put(target / path.name, rest)
-        put(path, kept)
-
-
-def _is_until(line: bytes, step: int) -> bool:
-    """Whether a line of JSON is of `step` or before. What a crash has left of a line is not."""
-    try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return False
+        put(target / path.name, b"".join(lines[False]))
+        put(path, b"".join(lines[True]))
