@@ -1,4 +1,4 @@
-"""Whole runs whose data changes or stands still: the steps that were done are saved, and the file is named."""
+"""Runs whose data is damaged, changes or stands still: the steps that were done are saved, and the file is named."""
 
 import gzip
 import os
@@ -6,16 +6,16 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 
 import datasets
 import pytest
-from data_helpers import TOKENIZER_PATH, make_loader, some_texts, write_hub, write_jsonl, write_parquet
-from small_runs import SMALL, losses, start, wait_for_step
+from data_helpers import hide_bad_records, make_loader, run_of, some_texts, write_hub, write_jsonl, write_parquet
+from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
 from test_worker import workers
 
 from titanlite.config.errors import UserError
-from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, JobConfig, Tokenizer
+from titanlite.config.schema import Dataset
 from titanlite.data.prepare import prepare
 
 TEXTS = some_texts(400, words=300)
@@ -34,8 +34,7 @@ def made(tmp_path_factory):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_hub(tmp_path / "hub", TEXTS, files=1)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "arrow")
-    spec = Dataset(source="jsonl", path=str(jsonl))
-    prepare(Run(JobConfig(dataset=spec, tokenizer=Tokenizer(path=str(TOKENIZER_PATH)))), tmp_path / "shards", 1)
+    prepare(run_of(Dataset(source="jsonl", path=str(jsonl))), tmp_path / "shards", 1)
     return tmp_path
 
 
@@ -75,18 +74,20 @@ def test_a_file_that_is_not_what_it_was_is_an_error_that_names_it(made, tmp_path
     assert error.value.exit_code == 2
 
 
-def begin(tmp_path, *options):
-    """A run on two ranks, and its text."""
-    path = write_jsonl(tmp_path / "text.jsonl", TEXTS)
-    (tmp_path / "job.toml").write_text(f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{path}"\n')
-    return path, start(tmp_path / "job.toml", tmp_path / "run", "--training.steps", "100000", *options, ranks=2)
+@pytest.fixture
+def job(tmp_path):
+    """The file of a job that reads text.jsonl beside it."""
+    write_jsonl(tmp_path / "text.jsonl", TEXTS)
+    (tmp_path / "job.toml").write_text(f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\n')
+    return tmp_path / "job.toml"
 
 
 @pytest.mark.slow
-def test_a_run_whose_file_becomes_shorter_is_saved_and_says_so(tmp_path):
-    path, process = begin(tmp_path, "--checkpoint.interval", "100000")
+def test_a_run_whose_file_becomes_shorter_is_saved_and_says_so(job, tmp_path):
+    options = ("--training.steps", "100000", "--checkpoint.interval", "100000")
+    process = start(job, tmp_path / "run", *options, ranks=2)
     wait_for_step(process, 3)
-    shorten(path)
+    shorten(tmp_path / "text.jsonl")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 2, out + err
     assert len(re.findall(r"text\.jsonl has changed while it was read", out + err)) == 1
@@ -95,9 +96,10 @@ def test_a_run_whose_file_becomes_shorter_is_saved_and_says_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True])
-def test_a_reader_that_stands_still_on_one_rank_ends_in_a_save(tmp_path, told):
+def test_a_reader_that_stands_still_on_one_rank_ends_in_a_save(job, tmp_path, told):
     """After the limit with a report that names source and file; at once where a signal asks for it."""
-    _, process = begin(tmp_path, "--comm.train_timeout_seconds", "600" if told else "10")
+    options = ("--training.steps", "100000", "--comm.train_timeout_seconds", "600" if told else "10")
+    process = start(job, tmp_path / "run", *options, ranks=2)
     wait_for_step(process, 8)
     os.kill(workers(process.pid)[1], signal.SIGSTOP)
     if told:
@@ -112,3 +114,29 @@ def test_a_reader_that_stands_still_on_one_rank_ends_in_a_save(tmp_path, told):
     assert told or re.search(
         r"stood still for 5 seconds in jsonl \S*text\.jsonl, document \d+: \S*text\.jsonl", err + out
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_is_saved_before_a_bad_record_ends_it_and_goes_on_where_such_records_are_skipped(job, tmp_path, ranks):
+    run, out, whole = partial(launched, job, ranks=ranks), tmp_path / "run", tmp_path / "whole"
+    lines = hide_bad_records(tmp_path / "text.jsonl", some_texts(200), count=3)
+    bad, skip = r"text\.jsonl, line \d+: not valid JSON", ("--dataset.on_bad_record", "skip")
+    said = run(out, code=2)
+    last = max(losses(out))
+    assert 3 < last < 12
+    assert f"The last good step is {last}, saved in" in said
+    assert len(re.findall(bad, said)) == 1
+    reason = said[re.search(rf"\S*{bad}", said).start() :]
+    assert (out / "train.log").read_text().endswith(as_logged(reason))
+    again = run(out, code=2)
+    assert max(losses(out)) == last
+    assert len(re.findall(bad, again)) == 1
+
+    told = run(out, *skip, code=0)
+    run(whole, *skip, code=0)
+    assert losses(out) == losses(whole)
+    assert max(losses(out)) == 12
+    found = [int(line) for line in re.findall(r"skipped a record: \S*text\.jsonl, line (\d+)", told)]
+    assert len(set(found)) == len(found) == logged(out)[12]["skipped_records"] > 0
+    assert set(found) <= set(lines)

@@ -2,17 +2,13 @@
 
 import gzip
 import json
-import subprocess
-import sys
 import sysconfig
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 from data_helpers import (
-    ROOT,
     dataset_of,
     make_loader,
     make_validation,
@@ -44,10 +40,7 @@ def test_python_stdlib_is_the_library_without_packages_and_tests():
     names = [file.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for file in files]
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
     assert not [n for n in names if {"site-packages", "dist-packages", "test", "tests"} & set(n.split("/"))]
-    assert files == sorted(files)
-    assert list(source)[names.index("json/decoder.py")] == Path(json.decoder.__file__).read_text(encoding="utf-8")
-    assert source.num_documents == len(files) > 500
-    assert open_source(Dataset()).fingerprint == source.fingerprint
+    assert list(source) == [file.read_text(encoding="utf-8") for file in sorted(files)]
 
 
 LINE = st.sampled_from([b"", b"  ", b"\t\r", b' {"text":"' + b"y" * 40 + b'"}', rb'{"text":"\n\u2028"}'])
@@ -190,9 +183,8 @@ def test_the_fingerprint_follows_contents_and_column(tmp_path):
     for words in (["one", "two"], ["one", "twO"]):
         for name, opener in (("a.jsonl", open), ("a.gz", gzip.open)):
             path = str(write_jsonl(tmp_path / name, words, opener))
-            found |= {
-                open_source(Dataset(source="jsonl", path=path, text_column=c)).fingerprint for c in ("text", "id")
-            }
+            for column in ("text", "id"):
+                found.add(open_source(Dataset(source="jsonl", path=path, text_column=column)).fingerprint)
     assert len(found) == 8
 
 
@@ -208,22 +200,3 @@ def test_the_first_look_ends_a_run_over_what_it_finds(tmp_path):
     with pytest.raises(UserError, match=r"or leave such records out by validation\.on_bad_record"):
         make_validation(validation, Dataset(num_workers=0))
     make_loader(dataset_of(tmp_path, [""] * 50 + ["word " * 40]))
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    code = """import sys; sys.path[:0] = [sys.argv[1]]; from data_helpers import *
-for source, path in (name.split("=") for name in sys.argv[2:]):
-    loader = make_loader(Dataset(source=source, path=path, num_workers=0), seq_len=2048)
-    for _ in range(20): loader.next_global_batch()
-    print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # KiB, of all so far"""
-    text, names = "def function(argument):\n    return argument + 1  # a comment\n" * 1000, []
-    for megabytes in (4, 60):
-        path, count = tmp_path / str(megabytes), megabytes * 10**6 // len(text)
-        path.write_text(text * count)
-        write_jsonl(path.with_suffix(".gz"), [text] * count, gzip.open)
-        names += [f"text={path}", f"jsonl={path}.gz"]
-    command = [sys.executable, "-c", code, str(ROOT / "tests/data"), *names]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    _, small, *_, large = map(int, output.split())
-    assert large - small < 20 * 1024

@@ -1,20 +1,25 @@
-"""The two file formats give equal ids on any text, text is only text, and what is no tokenizer is refused by name."""
+"""The two file formats give equal ids on any text, text is only text, what is no tokenizer is refused by name, and
+`titanlite tokenizer train` makes both files, the same from the same text."""
 
 import json
 import os
+import re
 import shutil
+import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
 import tokenizers
+import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.cli import main
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data.sources.files import open_source
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import llama3_special_tokens, load_tokenizer
 from titanlite.data.tokenizer_files import write_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
@@ -57,10 +62,6 @@ def test_both_formats_split_characters_runs_and_programs_alike():
         ids = [token for line in lines for token in tokenizer.encode(line.rstrip("\n"))]
         assert [i for i in tokenizer.encode("".join(lines)) if i not in tokenizer.encode("\n\n")] == ids
         assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4096, 3840, 3841)
-        names = {3840: "begin_of_text", 3841: "end_of_text", 3842: "reserved_special_token_0", 3848: "eom_id"}
-        names |= {3844: "finetune_right_pad_id", 3845: "reserved_special_token_2", 3850: "python_tag"}
-        names |= {3851: "reserved_special_token_3", 4095: "reserved_special_token_247"}
-        assert {i: tokenizer.token_bytes(i).decode() for i in names} == {i: f"<|{n}|>" for i, n in names.items()}
 
 
 def test_fingerprints_of_checkpoints_and_shards_stay_known(tmp_path):
@@ -108,17 +109,13 @@ def test_what_is_no_file_or_lies_elsewhere_is_refused(tmp_path):
     model.mkdir(parents=True)
     blobs.mkdir()
     shutil.copy(JSON, model)
-    for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "expected a file")):
-        with pytest.raises(UserError, match=words):
+    os.mkfifo(model / "tokenizer.model")
+    for path in (tmp_path / "none.json", tmp_path, model / "tokenizer.model"):
+        with pytest.raises(UserError, match=str(path)):
             load_tokenizer(path)
-    config = model / "tokenizer_config.json"
-    for name in ("tokenizer.model", "tokenizer_config.json"):
-        os.mkfifo(model / name)
-        with pytest.raises(UserError, match=f"{name} is .*expected a file"):
-            load_tokenizer(model / ("tokenizer.model" if name == "tokenizer.model" else "tokenizer.json"))
     for folder in (tmp_path, blobs):
         (folder / "1").write_text('{"bos_token": null, "eos_token": {"content": "<|eot_id|>"}}')
-    config.unlink()
+    config = model / "tokenizer_config.json"
     config.symlink_to("../../../1")
     with pytest.raises(UserError, match="is a link that leaves its folder"):
         load_tokenizer(model / "tokenizer.json")
@@ -138,21 +135,83 @@ def test_a_tokenizer_that_cannot_encode_a_text_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("path", [MODEL, JSON])
-@pytest.mark.parametrize("given", [None, {"eos_token": "<|eot_id|>", "split_special_tokens": False}])
-def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, path, given):
+@pytest.mark.parametrize("eos", ["<|end_of_text|>", "<|eot_id|>"])
+def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, path, eos):
     """What looks like a control token in a document is text, in transformers, too."""
     from transformers import AutoTokenizer
 
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
+    source, out = shutil.copy(path, tmp_path), tmp_path / "out"
     out.mkdir()
-    shutil.copy(path, source)
-    if given:
-        given = {"tokenizer_class": "PreTrainedTokenizerFast", **given}
-        (source / "tokenizer_config.json").write_text(json.dumps(given))
-    write_tokenizer(source / path.name, out, 64)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "split_special_tokens": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(Path(source), out, 64)
     theirs = AutoTokenizer.from_pretrained(out)
     for text in ["a<|end_of_text|> b", "<|begin_of_text|><|eot_id|>\n", "plain", "Zürich 日本語 \r\n\n 12345"]:
         assert theirs(text, add_special_tokens=False)["input_ids"] == load_tokenizer(path).encode(text)
     if path == MODEL:  # our conversion lets other programs begin with bos, as training does
         assert theirs("a")["input_ids"][0] == theirs.convert_tokens_to_ids("<|begin_of_text|>") == 3840
+
+
+TEXTS = [f"{i} Zürich grüßt die Welt, don't 日本語 " * 3 + "\n    return self.value\n" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Of a job that reads 200 texts and skips a line that is none."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    file.write_text("\n".join([*(json.dumps({"text": text}) for text in TEXTS), "no json"]))
+    return ["--dataset.source", "jsonl", "--dataset.path", file, "--dataset.on_bad_record", "skip"]
+
+
+def train(*words):
+    return main(["tokenizer", "train", *map(str, words)])
+
+
+def test_both_files_give_the_same_ids_and_the_same_text_the_same_files(keys, tmp_path, capsys):
+    made = []
+    for name in ("one", "two"):
+        assert train(*keys, "--vocab-size", 600, "--out", tmp_path / name) == 0
+        made.append([(tmp_path / name / file).read_bytes() for file in ("tokenizer.model", "tokenizer.json")])
+    assert made[0] == made[1]
+    both = [load_tokenizer(tmp_path / "one" / file) for file in ("tokenizer.model", "tokenizer.json")]
+    size, tokens = len("".join(TEXTS).encode()), sum(len(both[0].encode(text)) for text in TEXTS)
+    printed = capsys.readouterr().out
+    assert f"200 documents ({size:,} bytes, {size / tokens:.2f} a token)" in printed
+    job = tomli.loads(printed[printed.rindex("[tokenizer]") :])  # for a job file
+    assert job == {"tokenizer": {"path": str(tmp_path / "two/tokenizer.json")}, "model": {"vocab_size": 640}}
+    assert [(tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) for tokenizer in both] == [(600, 344, 345)] * 2
+    assert both[0].decode([344 + i for i in range(256)]) == "".join(llama3_special_tokens())
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.text(max_size=60))
+    def same_ids(text):
+        assert both[0].encode(text) == both[1].encode(text)
+
+    same_ids()
+
+
+def test_a_mix_is_read_by_its_weights_up_to_a_limit(keys, tmp_path, capsys):
+    table = f"[[dataset.sources]]\nsource = 'jsonl'\npath = '{keys[3]}'\nweight = "
+    (tmp_path / "job.toml").write_text(f"{table}1.0\n{table}0.0\n")
+    words = ["--job.config_file", tmp_path / "job.toml", "--dataset.on_bad_record", "skip", "--max-bytes", 9000]
+    assert train(*words, "--vocab-size", 600, "--out", tmp_path / "out") == 0
+    (size,) = re.findall(r"\(([\d,]+) bytes", capsys.readouterr().out)
+    assert 9000 <= int(size.replace(",", "")) < 9200
+
+
+def test_a_tokenizer_is_not_overwritten_and_too_little_text_is_an_error(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a few words, a few words")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/tokenizer.json").write_text("mine")
+    keys = ["--dataset.source", "text", "--dataset.path", tmp_path / "a.txt"]
+    for size, out, said in ((600, "made", "tokenizer.json"), (100000, "out", "100,000")):
+        assert train(*keys, "--vocab-size", size, "--out", tmp_path / out) == 2
+        assert said in capsys.readouterr().err
+    assert [file.read_text() for file in (tmp_path / "made").iterdir()] == ["mine"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="it is made of this Python's standard library")
+def test_the_command_makes_the_shipped_tokenizer(tmp_path):
+    assert train("--vocab-size", 4096, "--out", tmp_path) == 0
+    assert (tmp_path / "tokenizer.model").read_bytes() == MODEL.read_bytes()
