@@ -130,8 +130,10 @@ def layout_rules(run: Run) -> Problems:
     alone."""
     training, degree, arch = run.job.training, run.degrees, run.arch
     if degree.world != run.world_size:
+        degrees = [name for name, _ in run.job.parallelism if name.endswith("_degree")]
+        key = max(degrees, key=lambda name: getattr(run.job.parallelism, name))
         text = f"makes {degree.world} ranks with the other degrees; the world has {run.world_size} (NGPU times NNODES)."
-        yield "parallelism.data_parallel_shard_degree", text
+        yield f"parallelism.{key}", text
         return
     unit = training.local_batch_size * degree.data
     if run.global_batch_size % unit:

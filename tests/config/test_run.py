@@ -1,6 +1,9 @@
-"""What a job means for a world of ranks: architecture, degrees, stages, batches and seeds."""
+"""What a job means for a world of ranks: architecture, degrees, stages, batches and seeds. Each key of it is read, and
+no text in it commands a terminal."""
 
+import ast
 import dataclasses
+import unicodedata
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.config import schema
+from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, piece_costs, stage_rank
 from titanlite.config.schema import JobConfig, Model
@@ -71,13 +76,6 @@ def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, A
     assert {name: getattr(found, name) for name in values} == values
 
 
-def test_a_component_is_compiled_where_it_is_listed_and_compiling_is_on():
-    on, off = ({"components": ["loss"], "enable": enable} for enable in (True, False))
-    assert run(compile=on).compiles("loss")
-    assert not run(compile=on).compiles("model")
-    assert not run(compile=off).compiles("loss")
-
-
 @pytest.mark.parametrize(
     ("flavor", "stages", "blocks"),
     [
@@ -110,3 +108,39 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(stages: int):
 def test_the_zero_bubble_v_gives_the_first_rank_both_ends():
     assert [stage_rank(i, 8, 4, "ZBVZeroBubble") for i in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [stage_rank(i, 8, 4, "Interleaved1F1B") for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+PACKAGE = Path(schema.__file__).parents[1]
+# Rules do not count: to check a key is not to use it.
+UNREAD = {"config/schema.py", "load_run.py", "checkpoint/job_diff.py", "torchtitan/migrate.py"}
+READ = {
+    node.attr
+    for path in PACKAGE.rglob("*.py")
+    if path.relative_to(PACKAGE).as_posix() not in UNREAD
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+}
+TABLES = [*schema.SECTIONS.values(), schema.DataSource, schema.DataStage, schema.ValidationSource]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_each_key_is_read_somewhere(table: type[schema.Section]):
+    one_value = {"name"} if table is schema.Optimizer else set()  # nothing needs to ask
+    assert set(table.model_fields) - one_value <= READ
+
+
+def test_every_control_character_is_escaped_but_line_feed_and_tab():
+    unsafe, bidirectional = ("Cc", "Cs", "Zl", "Zp"), {"LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    for character in map(chr, range(0x110000)):
+        if unicodedata.category(character) in unsafe or unicodedata.bidirectional(character) in bidirectional:
+            shown = printable(character)
+            assert shown == character if character in "\t\n" else shown.isascii() and shown.isprintable(), hex(
+                ord(character)
+            )
+    for text in (
+        "Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc",
+        r"C:\x1b",
+        once := printable("\x1b[2J\u202e"),
+    ):
+        assert printable(text) == text
+    assert str(CheckpointError("\x1b[2J\u202e")) == once == r"\x1b[2J\u202e"

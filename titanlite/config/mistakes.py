@@ -41,7 +41,7 @@ class WrongJob(UserError):
     def __init__(self, mistakes: Sequence[Mistake], file: str, origins: Mapping[str, str] | None = None) -> None:
         lines = ["1 mistake:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes:"]
         for mistake in mistakes:
-            lines.append(f"  {(origins or {}).get(mistake.key, file)}: {mistake.found}")
+            lines.append(f"  {(origins or {}).get(mistake.key, file)}: {short(mistake.found)}")
             lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
         super().__init__("\n".join(lines))
         self.mistakes = mistakes

@@ -1,0 +1,155 @@
+"""What README and docs/ say is true: their commands and programs run, their links lead somewhere, and the site that is
+made of them is built. Commands run one after the other, as a reader runs them.
+
+Training is cut short, unless TITANLITE_TUTORIALS=whole is set. Then a model must also have learned what its page says.
+"""
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+from test_package import copy_of_repository
+
+from titanlite.cli import COMMANDS
+from titanlite.config.schema import KEYS
+from titanlite.load_run import load_run
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+WHOLE = os.environ.get("TITANLITE_TUTORIALS") == "whole"
+PROGRAMS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S) for page in ROOT.glob("docs/*.md")}
+SHORT = " --training.steps 4 --checkpoint.interval 4 --training.seq_len 64 --training.local_batch_size 1"  # of minutes
+SHORT += " --model.n_layers 1"
+
+
+def run(command: str, folder: Path, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **variables}
+    words, timeout = ["bash", "-euo", "pipefail", "-c", command], 1800 if WHOLE else 600
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, timeout=timeout)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def follow(name: str, folder: Path) -> str:
+    """Write the files of a tutorial and run its commands. Returns what they said."""
+    block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'  # language, title and text
+    found = re.findall(block, (ROOT / "docs/tutorials" / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    (folder / "bin").mkdir()
+    for program, words in (("titanlite", f"{sys.executable} -m titanlite"), ("python", sys.executable)):
+        (folder / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (folder / "bin" / program).chmod(0o755)
+    for _, title, text in found:
+        if title:
+            (folder / title).write_text(text if WHOLE else shorter(text))
+    commands = "".join(text for language, _, text in found if language == "bash")
+    return run(commands, folder, PATH=f"{folder / 'bin'}:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
+
+
+def shorter(text: str) -> str:
+    """A job with fewer steps."""
+    numbers = {"steps": 4, "warmup_steps": 2, "freq": 2}
+    return re.sub(rf"^({'|'.join(numbers)}) = \d+", lambda key: f"{key[1]} = {numbers[key[1]]}", text, flags=re.M)
+
+
+@pytest.mark.slow
+def test_from_your_text_to_a_model_that_answers(tmp_path: Path) -> None:
+    said = follow("your_text.md", tmp_path)
+    assert "Question: How do I write 8 3 1 1?" in said
+    assert "bits/byte" in said
+    assert "report.html: " in said
+    assert (tmp_path / "my-model" / "config.json").exists()
+    if WHOLE:
+        assert "eight thousand three hundred eleven" in said.partition("perplexity")[2]
+
+
+@pytest.mark.slow
+def test_two_machines(tmp_path: Path) -> None:
+    said = follow("two_machines.md", tmp_path)
+    assert "2 x cpu" in said
+    assert f"Resumed after step {20 if WHOLE else 4}" in said
+    assert "world_size: 2 -> 1" in said
+
+
+@pytest.mark.slow
+def test_continue_pretraining_a_hugging_face_model(tmp_path: Path) -> None:
+    said = follow("hugging_face.md", tmp_path)
+    assert "step-00000000" in said
+    assert "from transformers import" in said
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> None:
+    clone = copy_of_repository(tmp_path / "titanlite")
+    # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
+    (clone / ".venv").mkdir()
+    for entry in (ROOT / ".venv").iterdir():
+        if not entry.name.startswith("installed"):
+            (clone / ".venv" / entry.name).symlink_to(entry)
+    checksum = subprocess.check_output(["cksum", "pyproject.toml"], cwd=clone, text=True)
+    (clone / ".venv" / "installed.").write_text(f"{checksum.strip()} {clone}\n")
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
+    lines = [line.split("  #")[0].strip() for line in blocks.replace("\\\n", " ").splitlines()]
+    commands = [line for line in lines if line and not line.startswith("#")]
+    for command in commands:
+        if "tensorboard" in command:  # instead of serving: the curves that it finds
+            assert "1_loss/train" in run(f"{command} --inspect", clone, PYTHONPATH=str(clone))
+        elif "run_train.sh" in command and "--help" not in command:
+            assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, PYTHONPATH=str(clone)))
+        elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
+            said = run(command, clone, PYTHONPATH=str(clone))
+            assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
+    assert sum("run_train.sh" in command for command in commands) >= 2
+
+
+def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "hello"}\n')
+    (tmp_path / "my_job.toml").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    assert load_run(["--job.config_file", "my_job.toml"], world_size=1).job.dataset.source == "jsonl"
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted(page for page, found in PROGRAMS.items() if found), ids=lambda page: page.name)
+def test_python_of_the_documentation_runs(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page are one program, in an empty folder."""
+    (tmp_path / "program.py").write_text("\n".join(PROGRAMS[page]))
+    run(f"{shlex.quote(sys.executable)} program.py", tmp_path)
+
+
+def test_the_reference_has_every_key_with_its_type_default_and_text() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))["keys_page"]()
+    for key, field in KEYS.items():
+        assert f"### {key} {{ #{key} }}" in page
+        assert (field.description or "").split("`")[0].replace("<", "&lt;") in page
+    assert "### training.seq_len { #training.seq_len }\n\n*a whole number greater than 0; default `" in page
+    assert "### dataset.sources.weight" in page  # of a table in a section
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'titanlite[docs]'")
+def test_the_site_is_built_without_a_warning_and_asks_for_nothing_on_the_network(tmp_path: Path) -> None:
+    build = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path))}"
+    assert "WARNING" not in run(build, ROOT, NO_MKDOCS_2_WARNING="1")
+    written = {path.relative_to(tmp_path).with_suffix(".md") for path in tmp_path.rglob("*.html")}
+    assert {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")} <= written
+    commands = (tmp_path / "reference" / "commands.html").read_text()
+    assert all(f'id="{name}"' in commands for name in COMMANDS)
+    assert "--max-new-tokens" in commands
+    asks = r'<(script|img|iframe)[^>]* src="(https?:)?//'
+    asks += r'|<link[^>]* rel="(stylesheet|preconnect)"[^>]* href="(https?:)?//'
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(asks, page.read_text()), page
