@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_step_folders import reseal
-from tiny_run import TinyRun, assert_equal, load_model_weights, names, train_ranks, weights
+from tiny_run import TinyRun, assert_equal, load_model_weights, names, weights
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import step_folders
@@ -50,9 +50,17 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(two_saved, file):
         TinyRun().manager(folder, load_step=4).load()  # never another one in place of it
 
 
+def save_twice(folder: Path) -> None:
+    run = TinyRun()
+    manager = run.manager(folder)
+    manager.save(2, run.train_state(2))
+    manager.save(4, run.train_state(4))
+    manager.close()
+
+
 @pytest.mark.slow
 def test_damage_that_one_rank_alone_reads_is_damage_for_all(tmp_path):
-    train_ranks(2, tmp_path, 0, 4)
+    run_ranks(2, save_twice, tmp_path)
     file = tmp_path / "step-00000004" / "__1_0.distcp"
     file.write_bytes(b"\xff" * file.stat().st_size)
     assert run_ranks(2, resumed_step, tmp_path) == [2, 2]
@@ -188,14 +196,11 @@ def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
 
 def test_weights_alone_load_into_a_model_and_into_a_new_run(two_saved, tmp_path):
     folder, run = two_saved
-    for path in (folder, folder / "step-00000004"):
-        model = Llama(run.model.arch)
-        assert load_model_weights(path, model)["train_state"]["step"] == 4
-        assert_equal(dict(model.state_dict()), weights(run))
+    model, fresh, lines = Llama(run.model.arch), TinyRun(seed=99), []
+    load_model_weights(folder / "step-00000004", model)
+    assert_equal(dict(model.state_dict()), weights(run))
     with pytest.raises(UserError, match="elsewhere: does not exist"):
-        load_model_weights(folder / "elsewhere", Llama(run.model.arch))
-    lines: list[str] = []
-    fresh = TinyRun(seed=99)
+        load_model_weights(folder / "elsewhere", model)
     manager = fresh.manager(tmp_path / "new", lines=lines, initial_load_path=str(folder))
     assert manager.load() is None
     assert lines[-1] == f"starting from the weights in {folder / 'step-00000004'}"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from test_step_folders import reseal
-from tiny_run import TinyRun, assert_equal, names, train_ranks, weights
+from tiny_run import TinyRun, assert_equal, names, weights
 
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import UserError
@@ -143,17 +143,3 @@ def test_a_resume_says_what_changed_and_what_does_not_fit_is_refused(tmp_path):
     manager = fresh.manager(tmp_path / "new", job=job, initial_load_path=str(tmp_path / "step-00000001"))
     assert manager.load() is None  # the remedy works
     assert_equal(weights(fresh), weights(run))
-
-
-@pytest.mark.slow
-def test_a_run_moves_between_layouts(tmp_path):
-    expected = TinyRun(seed=1).train(8)
-    assert train_ranks(1, tmp_path, 0, 2) == expected[:2]  # bitwise: the same layout
-    moved = [
-        *train_ranks(2, tmp_path, 2, 4, async_mode="async"),
-        *train_ranks(2, tmp_path, 4, 6, {"data_parallel_replicate_degree": 2}),
-        *train_ranks(1, tmp_path, 6, 8),
-    ]
-    assert moved == pytest.approx(expected[2:], abs=1e-5)  # fp32 sums in another order
-    step_folders.check_folder(tmp_path / "step-00000004")
-    assert {"__0_0.distcp", "__1_0.distcp"} <= set(names(tmp_path / "step-00000004"))

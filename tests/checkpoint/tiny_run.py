@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from train_variants import merge
 
@@ -119,27 +118,3 @@ def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = la
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def train_ranks(
-    ranks: int, folder: Path, first: int, last: int, layout: Mapping[str, Any] | None = None, **keys: object
-) -> list[float]:
-    return run_ranks(ranks, go_on, folder, first, last, layout or {}, keys)[0]
-
-
-def go_on(folder: Path, first: int, last: int, layout: Mapping[str, Any], keys: Mapping[str, Any]) -> list[float]:
-    """The losses of a rank that loads what `folder` holds, trains from step `first` to `last`, and saves every second
-    step. `layout` has keys of [parallelism], `keys` are some of [checkpoint]."""
-    # Other initial weights for each number of ranks: only a real load can make runs agree.
-    run = TinyRun(seed=dist.get_world_size(), parallelism=layout)
-    manager = run.manager(folder, **keys)
-    state = manager.load()
-    run.step = state["step"] if state else 0
-    assert run.step == first
-    losses = []
-    while run.step < last:
-        losses += run.train(2)
-        manager.save(run.step, run.train_state())
-    manager.close()
-    assert manager.stats()["failed_saves"] == 0
-    return losses

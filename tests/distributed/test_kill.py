@@ -3,22 +3,28 @@
 Each test is one training run with a history of deaths. The points of a save are dealt out to the layouts, so that a
 point is tried on one rank and on two, once with synchronous and once with asynchronous saves; with TITANLITE_KILLS = N,
 as `benchmarks/kill.sh N` sets it, every layout gets every point, and N random moments are spread over them.
+
+The points are reached by wrapping functions of the checkpoint room: nothing in it knows of being killed. SIGKILL to
+oneself is what a dying machine looks like: no handler runs and nothing is flushed.
 """
 
 import contextlib
 import functools
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import kill_run
 import pytest
 from ranks import World, descendants, start_titanlite
 from small_runs import SMALL, losses
 
 from titanlite.checkpoint import step_folders
+from titanlite.checkpoint.dcp import CommittingWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
@@ -28,12 +34,72 @@ LONG = "TITANLITE_KILLS" in os.environ
 RANDOM_KILLS = int(os.environ.get("TITANLITE_KILLS", "4"))  # over all of LAYOUTS
 SEED = int(os.environ.get("TITANLITE_KILL_SEED", "0"))
 
+FULL: list[str] = []  # files of this process that found no room
 LAYOUTS = [(1, "disabled"), (1, "async"), (2, "disabled"), (2, "async")]
 SAMPLE = LAYOUTS if LONG else LAYOUTS[1:3]
-POINTS = [
+DEALT = [
     ("before_data:0", "within_file:{last}", "before_rename:0"),
     ("within_file:0", "before_manifest:0", "after_rename:0", "during_purge:0"),
 ]
+
+
+def kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wrap(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None] = lambda *_: None) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **keys: Any) -> Any:
+        before(*args)
+        result = original(*args, **keys)
+        after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def kill_within_file(file: step_folders.HashingFile, _data: object) -> None:
+    if file.tell() > 200_000:
+        file.flush()
+        kill()
+
+
+def kill_within_removal(path: Path) -> None:
+    if path.name.endswith("-removed"):
+        next(path.iterdir()).unlink()
+        kill()
+
+
+def kill_between_manifest_and_name(path: Path) -> None:
+    if path.name.startswith(step_folders.UNFINISHED):
+        kill()
+
+
+def fill_disk_once(file: step_folders.HashingFile, _data: object) -> None:
+    """The first file that grows finds no room."""
+    if file.tell() > 200_000 and not FULL:
+        FULL.append(file.name)
+        file.error = OSError(28, "No space left on device")
+        raise file.error
+
+
+POINTS: dict[str, tuple[Any, ...]] = {  # arguments of `wrap`
+    "before_data": (CommittingWriter, "write_data", kill),
+    "within_file": (step_folders.HashingFile, "write", kill_within_file),
+    "before_manifest": (step_folders, "encode_manifest", kill),
+    "before_rename": (step_folders, "flush", kill_between_manifest_and_name),
+    "after_rename": (step_folders, "publish", lambda *_: None, kill),
+    "during_purge": (shutil, "rmtree", kill_within_removal),
+    "full_disk": (step_folders.HashingFile, "write", fill_disk_once),
+}
+
+
+def arm(point: str) -> None:
+    """Prepare the calling rank for what happens at `point`, which is POINT:RANK or empty."""
+    name, _, rank = point.partition(":")
+    if os.environ["RANK"] == rank:
+        wrap(*POINTS[name])
 
 
 class Run:
@@ -48,15 +114,14 @@ class Run:
         names = ["--job.config_file", str(job), "--job.dump_folder", str(folder)]
         self.options = [*names, *OPTIONS.split(), "--checkpoint.async_mode", mode]
 
-    def start(self, point: str = "none") -> World:
-        return start_titanlite("train", *self.options, ranks=self.ranks, before=functools.partial(kill_run.arm, point))
+    def start(self, point: str = "") -> World:
+        return start_titanlite("train", *self.options, ranks=self.ranks, before=functools.partial(arm, point))
 
-    def finish(self, point: str = "none") -> str:
+    def finish(self, point: str = "") -> str:
         started = time.monotonic()
-        world = self.start(point)
-        assert world.wait() == [0] * self.ranks, world.said
+        said = self.start(point).ends_with(0)
         self.seconds = time.monotonic() - started
-        return world.said
+        return said
 
     def die(self, point: str) -> str:
         world = self.start(point)
@@ -76,14 +141,9 @@ class Run:
         world.close()
         return alive
 
-    def checkpoints(self) -> list[str]:
-        return [path.name for path in step_folders.list_checkpoints(self.folder / "checkpoint")]
-
     def final_state(self) -> dict[str, str]:
         """The checksums of the last checkpoint's data: weights, optimizer state and random states."""
-        path = self.folder / "checkpoint" / "step-00000008"
-        step_folders.check_folder(path)
-        files = step_folders.read_manifest(path)["files"]
+        files = step_folders.check_folder(self.folder / "checkpoint" / "step-00000008")["files"]
         return {name: entry["xxh3_128"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
@@ -108,25 +168,19 @@ def references(tmp_path_factory):
     return reference
 
 
-def points_of(layout: tuple[int, str]) -> list[str]:
-    """Both halves for a long run; else the half that the same number of ranks, saving otherwise, does not get."""
-    number = LAYOUTS.index(layout)
-    dealt = [point for half in POINTS for point in half] if LONG else POINTS[number % 2]
-    return [point.format(last=layout[0] - 1) for point in dealt]
-
-
 @pytest.mark.parametrize("layout", SAMPLE, ids=str)
 def test_killed_at_the_points_of_a_save(tmp_path, layout, references):
-    run, saved, left = Run(tmp_path / "run", *layout), 0, []
-    for point in points_of(layout):
-        out = run.die(point)
-        assert not left or f"removed the unfinished {left[0]}" in out
+    run, saved, left, folder = Run(tmp_path / "run", *layout), 0, [], tmp_path / "run" / "checkpoint"
+    for point in [*DEALT[0], *DEALT[1]] if LONG else DEALT[LAYOUTS.index(layout) % 2]:
+        out = run.die(point.format(last=layout[0] - 1))
+        assert not left or f"removed the unfinished {left[0].name}" in out
         if point == "during_purge:0":
             saved = max(saved, 2) + 2  # the second checkpoint makes the first one superfluous
         elif point == "after_rename:0":
             saved += 2
-        assert run.checkpoints() == [step_folders.step_name(saved)] * (saved > 0)  # a checkpoint exists or it does not
-        left = [path.name for path in step_folders.list_unfinished(run.folder / "checkpoint")]
+        # A checkpoint exists or it does not.
+        assert step_folders.list_checkpoints(folder) == [folder / step_folders.step_name(saved)] * (saved > 0)
+        left = step_folders.list_unfinished(folder)
         if point.endswith(":0"):  # else the first rank may have had the time to see that a save failed
             assert len(left) == (point != "after_rename:0"), left
     out = run.finish("full_disk:0")
