@@ -63,24 +63,24 @@ def assert_same_logits(ours: Llama, theirs: Any) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()  # fp32 sums in another order
 
 
-@pytest.mark.parametrize(("shape", "files"), [("plain", 1), ("scaled", 5), ("tied", 5)])
-def test_transformers_computes_what_was_exported_and_what_it_saved_is_imported(tmp_path, shape, files, capsys):
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.mark.parametrize(
+    ("shape", "dtype", "files"), [("plain", "bfloat16", 1), ("scaled", "float32", 5), ("tied", "float32", 5)]
+)
+def test_transformers_computes_what_was_exported_and_it_is_imported_unchanged(tmp_path, shape, dtype, files, capsys):
+    from transformers import LlamaForCausalLM
 
-    ours, origin, out = build(SHAPES[shape]), tmp_path / 'q"x\\é', tmp_path / 'a"b'
-    write_hf(tmp_path / "hf", ours, shard_bytes=10**9 if files == 1 else 60_000)
-    assert_same_logits(ours, LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32))
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
-    theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "hf"))  # other weights, theirs
-    theirs.save_pretrained(origin, max_shard_size="30KB")
+    model, origin, out = build(SHAPES[shape]), tmp_path / 'q"x\\é', tmp_path / 'a"b'
+    write_hf(origin, model, dtype, shard_bytes=10**9 if files == 1 else 60_000)
+    assert len(list(origin.glob("*.safetensors"))) == files
+    stored = {name: value.to(getattr(torch, dtype)) for name, value in model.state_dict().items()}
+    model.load_state_dict(stored)  # rounded
+    assert_same_logits(model, LlamaForCausalLM.from_pretrained(origin, dtype=torch.float32))
     (origin / "tokenizer.json").touch()
     assert main(["import", "--hf", str(origin), "--out", str(out)]) == 0
-    imported = Llama(SHAPES[shape])
-    info = load_model_weights(out, imported)
-    assert Architecture(**info["architecture"]) == SHAPES[shape]
-    assert_same_logits(imported, theirs)
+    found = checkpoint_weights(out / "step-00000000")
+    assert_equal({name: found.read(name) for name in stored}, stored)
     tables = tomli.loads(capsys.readouterr().out.split("\n\n", 1)[1])  # what a job needs, whatever the folder's name
-    assert Architecture(**tables["model"]) == SHAPES[shape]
+    assert Architecture(**tables["model"]) == found.arch == SHAPES[shape]
     assert tables["tokenizer"]["path"] == str(origin / "tokenizer.json")
     assert tables["checkpoint"]["initial_load_path"] == str(out / "step-00000000")
 
@@ -163,19 +163,15 @@ def test_metas_files_with_other_contents_are_refused(tmp_path, name, value, said
     assert not os.path.exists(WAS_HERE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_survive_export_and_import_in_each_dtype_and_are_not_resumed_from(tmp_path, dtype, one_rank):
+def test_a_run_starts_from_a_folder_or_from_what_was_imported_and_resumes_from_neither(tmp_path, one_rank):
     run = TinyRun()
     model = build(run.model.arch)
-    write_hf(tmp_path / "hf", model, dtype)
+    write_hf(tmp_path / "hf", model, "bfloat16")
     import_weights(tmp_path / "ckpt", hf_weights(tmp_path / "hf"), "test")
-    source = checkpoint_weights(tmp_path / "ckpt" / "step-00000000")
-    stored = {name: value.to(getattr(torch, dtype)) for name, value in model.state_dict().items()}
-    assert_equal({name: source.read(name) for name in stored}, stored)
     with pytest.raises(CheckpointError, match="initial_load_path"):
         run.manager(tmp_path / "ckpt").load()
     load_hf_weights(tmp_path / "hf", run.model)  # each rank its slices
-    assert_equal(weights(run), {name: value.float() for name, value in stored.items()})
+    assert_equal(weights(run), {name: value.bfloat16().float() for name, value in model.state_dict().items()})
     other = Llama(dataclasses.replace(run.model.arch, rope_theta=1.0))
     with pytest.raises(UserError, match=f"rope_theta: {run.model.arch.rope_theta} there, 1.0 in this job"):
         load_hf_weights(tmp_path / "hf", other)

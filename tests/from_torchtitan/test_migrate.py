@@ -212,9 +212,7 @@ def test_what_has_no_equivalent_is_named_with_the_reason(text: str, reason: str)
 
 
 REFUSED = [  # and the key or the value that is named
-    ('model.name = "flux"', "model.name"),
     ("encoder.t5_encoder = 'x'", "encoder.t5_encoder"),
-    ("steps = 5", "steps"),
     ('model.flavor = "13B"', 'model.flavor = "13B"'),
     ("model.hf_assets_path = 5", "model.hf_assets_path"),
     ("model.converters = 5", "5: a list of texts"),
@@ -223,7 +221,6 @@ REFUSED = [  # and the key or the value that is named
     ("parallelism.module_fqns_per_model_part = [[1], [2]]", "parallelism.module_fqns_per_model_part"),
     ("training.seed = 1\ndebug.seed = 2", "training.seed and debug.seed"),
     ("[[training]]\nsteps = 1", "training"),
-    ("training.steps = " + "[" * 2000 + "]" * 2000, "not valid TOML"),
     ("[" + ".".join(["training"] * 5000) + "]", "not valid TOML"),
     ("validation.enable = true\nvalidation.freq = 'x'", 'validation.freq = "x"'),
     ("optimizer.name = 'Adam'", "AdamW"),

@@ -40,7 +40,7 @@ def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
     """A value somewhere within `root` goes, gets another name, or is replaced, near the root or deep in it."""
     table: Any = root
     while True:
-        key = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
+        key: Any = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
         if not isinstance(table[key], dict | list) or not table[key] or rng.random() < 0.3:
             break
         table = table[key]

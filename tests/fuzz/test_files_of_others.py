@@ -32,7 +32,7 @@ def good(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     model = Llama(ARCH)
     model.init_weights(1)
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    ends: dict[str, int | None] = {"bos_token_id": 1, "eos_token_id": 2}
     export_hf(Weights(ARCH, {}, model.get_parameter), folder / "hf", "float32", lambda _: ends, shard_bytes=6000)
     (folder / "meta").mkdir()
     tensors = {name: value.detach() for name, value in model.named_parameters()}

@@ -55,8 +55,9 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
     found = {key.removeprefix(prefix): (entry.size, entry.properties.dtype) for key, entry in reader.index.items()}
     angles, arch = found.pop("freqs_cis", None), architecture(model)
-    if model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER and found.get("tok_embeddings.weight"):
-        arch = dataclasses.replace(arch, vocab_size=found["tok_embeddings.weight"][0][0])
+    rows = found["tok_embeddings.weight"][0][:1] if "tok_embeddings.weight" in found else ()
+    if model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER and rows:
+        arch = dataclasses.replace(arch, vocab_size=rows[0])
     check_tensors(path, arch, found, _SAID_BY)
     if angles and tuple(angles[0][-1:]) != (arch.head_dim // 2,):
         raise UserError(f"{path}: its heads are not {arch.head_dim} wide, as in this job. Set model.n_heads.")
