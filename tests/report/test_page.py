@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import pytest
 from report.test_run_files import a_run, line
 
-from titanlite.cli import main
 from titanlite.report.page import make_page, page_data
 from titanlite.report.run_files import read_status
 
@@ -108,20 +107,13 @@ def test_a_million_steps_keep_their_mean_and_each_spike_and_pages_stay_small(tmp
     assert len(make_page(sorted(tmp_path.glob("run*"))).encode()) < 5_000_000
 
 
-def test_the_command_writes_a_page_without_torch_and_answers_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_need_no_torch(tmp_path: Path) -> None:
     run, out = a_run(tmp_path / "run", ("finish", 50, "Finished")), tmp_path / "page.html"
     code = f"import sys; from titanlite.cli import main; main(['report', {str(run)!r}, '--out', {str(out)!r}]); "
     code += f"main(['runs', {str(tmp_path)!r}]); main(['watch', {str(run)!r}]); print({{'torch'}} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert said.stdout.splitlines()[-1] == "set()"
     assert out.read_text().startswith("<!doctype html>")
-    (tmp_path / "mine.html").write_text("mine")
-    for words in ([tmp_path], [run, "--out", tmp_path], [run, "--out", tmp_path / "mine.html"], [], ["run"] * 51):
-        assert main(["report", *map(str, words)]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-    assert (tmp_path / "mine.html").read_text() == "mine"
 
 
 ODD = [b"NaN", b"1e999", b"-1", b"null", b"{}", b"[]", b'"x"', b"true", b"9" * 400, b"\xff", b"\n", b'"step"']

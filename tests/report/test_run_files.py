@@ -191,6 +191,7 @@ def test_runs_are_listed_the_latest_first_and_each_once(tmp_path: Path, capsys: 
         path.write_text(re.sub(r'"time": [\d.]+', f'"time": {time.time() - 7200}', path.read_text()))
     a_run(tmp_path / "group" / "new\x1b[2J", ("failure", None, "boom"))
     (tmp_path / "group" / "again").symlink_to(tmp_path)
+    a_run(tmp_path / "old" / "superseded-1")
     assert main(["runs", str(tmp_path)]) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     expected = [["crashed", "50", "100", "7.5000", "100"], ["finished", "50", "50", "7.5000", "100"]]
@@ -201,10 +202,3 @@ def test_runs_are_listed_the_latest_first_and_each_once(tmp_path: Path, capsys: 
     listed = json.loads(capsys.readouterr().out)["runs"]
     assert [(run["state"], run["step"], run["loss"]) for run in listed] == [("crashed", 50, 7.5), ("finished", 50, 7.5)]
     assert listed[0]["reason"] == "boom"
-
-
-def test_mistakes_are_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    for words in (["watch", str(tmp_path)], ["runs", str(tmp_path)], ["runs", nowhere]):
-        assert main(words) == 2
-        assert str(tmp_path) in capsys.readouterr().err
