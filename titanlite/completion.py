@@ -99,15 +99,15 @@ def generate(
         CheckpointError: raised while it generates: the model's output is not finite.
     """
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    decodings = _decodings(checkpoint, [prompt], options)
+    decoding = Decoding(prompt, checkpoint.tokenizer, max_new_tokens, checkpoint.model.arch.max_seq_len)
 
     def pieces() -> Iterator[str]:
         shown = 0
-        for _ in _complete(checkpoint, decodings, options):
-            text = decodings[0].completion().completion.rstrip("\ufffd")  # the last character may need another token
+        for _ in _complete(checkpoint, [decoding], options):
+            text = decoding.completion().completion.rstrip("\ufffd")  # the last character may need another token
             yield text[shown:]
             shown = len(text)
-        yield decodings[0].completion().completion[shown:]
+        yield decoding.completion().completion[shown:]
 
     return pieces()
 
@@ -123,7 +123,8 @@ def generate_many(
     Args, raises: as `generate`, and the setting batch_size.
     """
     options = Generation(max_new_tokens=max_new_tokens, **settings)
-    decodings = _decodings(checkpoint, prompts, options)
+    most = max_new_tokens, checkpoint.model.arch.max_seq_len
+    decodings = [Decoding(prompt, checkpoint.tokenizer, *most) for prompt in prompts]
 
     def completions() -> Iterator[Completion]:
         for start in range(0, len(decodings), options.batch_size):
@@ -176,21 +177,13 @@ class Decoding:
         return Completion(self._prompt, text, len(self.ids) - size, "document" if self._document_ended else "length")
 
 
-def _decodings(checkpoint: LoadedCheckpoint, prompts: Sequence[str], options: Generation) -> list[Decoding]:
-    most = options.max_new_tokens, checkpoint.model.arch.max_seq_len
-    return [Decoding(prompt, checkpoint.tokenizer, *most) for prompt in prompts]
-
-
 def _complete(checkpoint: LoadedCheckpoint, decodings: Sequence[Decoding], options: Generation) -> Iterator[None]:
     """Add tokens to all of them together. Yields after each token.
 
     Shorter prompts are filled up at their front with positions that no token sees.
     """
-    model, arch, weight = (
-        checkpoint.model,
-        checkpoint.model.arch,
-        checkpoint.model.get_parameter("tok_embeddings.weight"),
-    )
+    model, arch = checkpoint.model, checkpoint.model.arch
+    weight = model.get_parameter("tok_embeddings.weight")
     generators = [torch.Generator().manual_seed(options.seed) for _ in decodings]  # on the CPU, for any device
     longest = max(len(decoding.ids) for decoding in decodings)
     new = max(decoding.limit - len(decoding.ids) for decoding in decodings)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from data_helpers import TOKENIZER, Ranks, dataset_of, make_loader, make_validation, some_texts
+from data_helpers import TOKENIZER, dataset_of, make_loader, make_validation, some_texts
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset, Validation, ValidationSource
-from titanlite.data.prepare import prepare
+from titanlite.config.schema import Validation, ValidationSource
 
 
 def of_files(dataset, **keys):
@@ -63,21 +62,6 @@ def test_held_out_documents_are_never_trained_on_and_all_others_are(dataset):
     assert not set(held) & set(trained)
     assert len(held) + len(trained) >= 398
     assert 40 < len(held) < 120  # 80 are expected of 400; five standard deviations are 40
-
-
-def test_shards_hold_out_the_documents_that_the_text_does(dataset, tmp_path):
-    from test_prepare import run_of
-
-    prepare(run_of(dataset), tmp_path / "out", 1)
-    shards = Dataset(source="shards", path=str(tmp_path / "out"), num_workers=0)
-    validation = Validation(sequences=10_000, holdout=0.2)
-    (text, _), (tokens, _) = rows([make_validation(validation, dataset)]), rows([make_validation(validation, shards)])
-    assert len(text) > 10
-    assert torch.equal(torch.stack(text), torch.stack(tokens))
-    ranks = Ranks(shards, 1, holdout=0.2)
-    trained = documents_of([row for _ in range(10) for row in ranks.batch()])
-    assert trained
-    assert not set(documents_of(text)) & set(trained)
 
 
 def test_too_few_held_out_documents_are_an_error(tmp_path):
