@@ -19,36 +19,28 @@ PYTHONS |= {"_make", "_replace"}  # methods of named tuples
 def names_of(code: str) -> tuple[set[str], set[str]]:
     """All that a module names as an attribute, an import or a text; and of these the private names of other libraries:
     not those that it defines, and no attributes of `self`, `cls`, `super()` and of modules of Python."""
-    nodes = [*ast.walk(ast.parse(code))]
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)} | PYTHONS
-    known = {"self", "cls"}  # names whose attributes are ours, or Python's
-    found, texts = set(), set()
-    for node in nodes:
+    own, found, others = set(PYTHONS), set(), set()
+    for node in ast.walk(ast.parse(code)):
         match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
             case ast.Import(names=aliases):
-                known |= {alias.name for alias in aliases if alias.name in sys.stdlib_module_names}
-                own |= {alias.name for alias in aliases if alias.name in sys.stdlib_module_names}
-                found |= {part for alias in aliases for part in alias.name.split(".")}
+                found |= {part for alias in aliases for part in alias.name.split(".")} - sys.stdlib_module_names
             case ast.ImportFrom(module=str(module), names=aliases) if not module.startswith("titanlite"):
-                found |= {part for part in [*module.split("."), *(alias.name for alias in aliases)]}
-            case ast.Constant(value=str(text)):
-                texts.add(text)
-            case ast.Call(
-                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(x)), *_]
-            ):
+                found |= {*module.split("."), *(alias.name for alias in aliases)}
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=x), *_]):
                 found.add(x)
-    for node in nodes:
-        match node:
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=attr):
-                own.add(attr)
-            case ast.Attribute(value=ast.Name(id=name)) if name in known:
-                pass
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
-                pass
-            case ast.Attribute(attr=attr):
-                found.add(attr)
-    private = {name for name in found - own if name.startswith("_") and name.strip("_")}
-    return found | texts | {node.id for node in nodes if isinstance(node, ast.Name)}, private
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                own.add(name)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
+                own.add(name)
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in sys.stdlib_module_names:
+                others.add(name)
+            case ast.Attribute(attr=name):
+                found.add(name)
+            case ast.Constant(value=str(name)) | ast.Name(id=name):
+                others.add(name)
+    return found | others, {name for name in found - own if name.startswith("_") and name.strip("_")}
 
 
 MODULES = {str(path.relative_to(PACKAGE)): names_of(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -57,6 +57,8 @@ training.steps = "5" =>
 training.steps = 0 =>
 training.steps = 10_000_000_000 =>
 training.max_norm = -1.0 =>
+training.global_batch_size = 0 =>
+parallelism.data_parallel_shard_degree = 0 => parallelism.
 training.seq_len = 9000 =>
 model.flavor = "7b" =>
 model.dim = 258 => model.n_heads

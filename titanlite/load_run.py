@@ -136,7 +136,7 @@ def layout_rules(run: Run) -> Problems:
         yield f"parallelism.{key}", text
         return
     unit = training.local_batch_size * degree.data
-    if run.global_batch_size % unit:
+    if run.global_batch_size % unit or not run.global_batch_size:
         text = f"must be a multiple of {unit}: local_batch_size times data-parallel degree = {degree.data}. Nearest: "
         yield "training.global_batch_size", f"{text}{_multiples(run.global_batch_size, unit)}."
         return

@@ -4,7 +4,7 @@ no text in it commands a terminal."""
 import ast
 import dataclasses
 import unicodedata
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, piece_costs, stage_rank
+from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, stage_rank
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
@@ -87,22 +87,6 @@ def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, A
 def test_stages_are_balanced_with_embedding_and_output(flavor: str, stages: int, blocks: list[int]):
     bounds = [0, *balanced_cuts(FLAVORS[flavor], 8192, stages), FLAVORS[flavor].n_layers]
     assert [b - a for a, b in pairwise(bounds)] == blocks
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_no_other_cut_has_a_cheaper_dearest_stage(stages: int):
-    arch = FLAVORS["debugmodel"]
-    embedding, block, output = piece_costs(arch, 512)
-
-    def dearest(blocks: tuple[int, ...]) -> float:
-        costs = [n * block for n in blocks]
-        costs[0] += embedding
-        costs[-1] += output
-        return max(costs)
-
-    every = [c for c in product(range(1, arch.n_layers + 1), repeat=stages) if sum(c) == arch.n_layers]
-    bounds = [0, *balanced_cuts(arch, 512, stages), arch.n_layers]
-    assert dearest(tuple(b - a for a, b in pairwise(bounds))) == min(map(dearest, every))
 
 
 def test_the_zero_bubble_v_gives_the_first_rank_both_ends():

@@ -21,12 +21,6 @@ from titanlite.config.flavors import FLAVORS
 from titanlite.config.mistakes import Mistake, WrongJob, mistake, without
 
 
-def _auto_or_positive(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("must be at least 1, or -1 for automatic")
-    return value
-
-
 def usable_path(path: str) -> str:
     """The path with a leading ~ expanded. Raises ValueError: no system accepts it."""
     path = os.path.expanduser(path)
@@ -39,7 +33,7 @@ def _or_of_job_file(folder: str, info: ValidationInfo) -> str:
     return folder or f"outputs/{Path(info.data.get('config_file') or 'python').stem}"
 
 
-AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
+AutoInt = Annotated[int, Field(ge=-1)]  # -1: automatic
 PathText = Annotated[str, AfterValidator(usable_path)]
 Steps = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -311,7 +305,8 @@ class Optimizer(Section):
     decay_embeddings: bool = True
     """Apply weight decay to the embedding, too."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """fused is the fastest on CPU and GPU. The others are there for comparison."""
+    """fused is the fastest on CPU and GPU. The others are there for comparison. stochastic_rounding, another
+    state_dtype and a compiled optimizer have an implementation of their own."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory. With a beta above 0.99 it needs
     stochastic_rounding, because without it small changes of a moment are rounded away. If it differs from
@@ -424,10 +419,11 @@ class Float8(Section):
     """tensorwise: one scale per tensor, the fastest. rowwise: one scale per row, more accurate. rowwise_with_gw_hp: as
     rowwise, with the gradient of the weights in high precision."""
     enable_fsdp_float8_all_gather: bool = False
-    """All-gather weights in FP8, which is half the traffic of bfloat16. Needs recipe_name = "tensorwise"."""
+    """All-gather weights in FP8, which is half the traffic of bfloat16. It has an effect with recipe_name =
+    "tensorwise" only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights with one all-reduce after the optimizer step. Needs
-    enable_fsdp_float8_all_gather."""
+    """Compute the scales of all weights with one all-reduce after the optimizer step. It has an
+    effect with enable_fsdp_float8_all_gather only."""
     min_features: NonNegativeInt = 1024
     """Layers with fewer inputs or outputs than this stay in high precision, because casting their tensors costs about
     as much as the faster matmul saves. 0: all layers are converted."""
