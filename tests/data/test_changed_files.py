@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from functools import partial
 
 import datasets
@@ -95,25 +94,16 @@ def test_a_run_whose_file_becomes_shorter_is_saved_and_says_so(job, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [False, True])
-def test_a_reader_that_stands_still_on_one_rank_ends_in_a_save(job, tmp_path, told):
-    """After the limit with a report that names source and file; at once where a signal asks for it."""
-    options = ("--training.steps", "100000", "--comm.train_timeout_seconds", "600" if told else "10")
+def test_a_reader_that_stands_still_on_one_rank_ends_in_a_save(job, tmp_path):
+    options = ("--training.steps", "100000", "--comm.train_timeout_seconds", "10")
     process = start(job, tmp_path / "run", *options, ranks=2)
     wait_for_step(process, 8)
     os.kill(workers(process.pid)[1], signal.SIGSTOP)
-    if told:
-        seen = [-1, 0]
-        while seen[-1] != seen[-2]:  # until the run waits, too; if it does not yet, it ends all the same
-            time.sleep(3.0)
-            seen.append((tmp_path / "run" / "metrics.jsonl").stat().st_size)
-        process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=240)
-    assert process.returncode == (75 if told else 1), out + err
+    assert process.returncode == 1, out + err
     assert (tmp_path / "run" / "checkpoint" / f"step-{max(losses(tmp_path / 'run')):08d}").is_dir()
-    assert told or re.search(
-        r"stood still for 5 seconds in jsonl \S*text\.jsonl, document \d+: \S*text\.jsonl", err + out
-    )
+    place = r"stood still for 5 seconds in jsonl \S*text\.jsonl, document \d+: \S*text\.jsonl"
+    assert re.search(place, err + out)
 
 
 @pytest.mark.slow
@@ -129,10 +119,8 @@ def test_a_run_is_saved_before_a_bad_record_ends_it_and_goes_on_where_such_recor
     assert len(re.findall(bad, said)) == 1
     reason = said[re.search(rf"\S*{bad}", said).start() :]
     assert (out / "train.log").read_text().endswith(as_logged(reason))
-    again = run(out, code=2)
+    assert len(re.findall(bad, run(out, code=2))) == 1
     assert max(losses(out)) == last
-    assert len(re.findall(bad, again)) == 1
-
     told = run(out, *skip, code=0)
     run(whole, *skip, code=0)
     assert losses(out) == losses(whole)

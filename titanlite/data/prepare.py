@@ -30,7 +30,7 @@ from titanlite.config.run import Run
 from titanlite.data.sources.base import Record, Source, text_hash
 from titanlite.data.sources.shards import FORMAT, MOST_BYTES, block_checksums
 from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 _UNIT_CHARS = 1 << 22
 _UNIT_DOCUMENTS = 4096
@@ -76,7 +76,7 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         "on_bad_record": "skip" if documents.skip_bad else "error",
     }
     done, begun = make_folder(folder) / "manifest.json", folder / "prepare.json"
-    shards = _resume(done if done.exists() else begun, header)
+    shards = _resume(done if done.exists() else begun, header, tokenizer)
     if done.exists():
         print(f"{folder}: complete already")
         return
@@ -94,11 +94,13 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
     print(f"{folder}: complete, {', '.join(counts)}")
 
 
-def _resume(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
+def _resume(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The shards that the file `path` names; none if it is not there."""
     if not path.exists():
         return []
     found = parse_json(path, read_file(path, MOST_BYTES), RootModel[dict[str, Any]]).root
+    if tokenizer.is_known_as(found.get("tokenizer", "")):  # an older version may have written another fingerprint
+        found["tokenizer"] = tokenizer.fingerprint
     if wrong := [key.replace("_", " ") for key in header if found.get(key) != header[key]]:
         made = f"{path.parent} holds shards made with another {', another '.join(wrong)}"
         raise UserError(f"{made}. Name another --out, or remove the folder.")

@@ -25,7 +25,7 @@ from titanlite.data.sources import base
 from titanlite.data.sources.base import BadRecord, File, RandomAccess, Record, Sequential, Source, check_column, text_of
 from titanlite.data.sources.shards import Shards
 
-TEXT_DOCUMENT_BYTES = 64 * 1024
+_TEXT_BYTES = 64 * 1024  # of a document of source "text"
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *_COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
@@ -50,7 +50,7 @@ class FileSpans(RandomAccess):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         self._is_json, digest = spec.source == "jsonl", xxhash.xxh3_128()
-        most_bytes = TEXT_DOCUMENT_BYTES if spec.source == "text" else _WHOLE_FILE
+        most_bytes = _TEXT_BYTES if spec.source == "text" else _WHOLE_FILE
         self._ends: list[np.ndarray] = []  # one array of end offsets a file
         for file in self.files:
             label = file.path.relative_to(_STDLIB).as_posix() if spec.source == "python_stdlib" else file.path.name
