@@ -67,8 +67,8 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
         if device.type == "cuda":
             model.to(getattr(torch, job.training.mixed_precision_param))
         model.to_empty(device=device)
-        info = load_checked_weights(step_folder, model)
-        check_tokenizer(step_folder, info, tokenizer, job.tokenizer.path, run.arch.vocab_size)
+        load_checked_weights(step_folder, model)
+        check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
         return LoadedCheckpoint(step_folder, job, tokenizer, model)
 
     return use_newest(Path(folder), load, log=note)

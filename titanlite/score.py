@@ -157,8 +157,8 @@ def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable
         ranks = Ranks(run.job.checkpoint.timeout_seconds)
 
         def load(step_folder: Path) -> Path:
-            info = load_checked_weights(step_folder, sharded.whole, ranks)
-            check_tokenizer(step_folder, info, texts.tokenizer, run.job.tokenizer.path, run.arch.vocab_size)
+            load_checked_weights(step_folder, sharded.whole, ranks)
+            check_tokenizer(step_folder, texts.tokenizer, run.job.tokenizer.path, run.arch.vocab_size)
             return step_folder
 
         folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)

@@ -37,10 +37,8 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
     [
         (job(), job(), None, HARMLESS, []),
         (job(), job(metrics__log_freq=3), None, HARMLESS, ["metrics.log_freq: 10 -> 3"]),
-        (job(), job(parallelism__data_parallel_replicate_degree=2), None, HARMLESS, 1),
         (job(), job(checkpoint__exclude_from_loading=["rng"]), None, CURVE, 1),
         (job(), job(training__steps=7), None, CURVE, ["training.steps: 10000 -> 7"]),
-        (job(), job(optimizer__state_dtype="bfloat16"), None, CURVE, ["optimizer.state_dtype: None -> bfloat16"]),
         (job(), job(training__local_batch_size=4), None, CURVE, 1),
         (job(**BATCH), job(**BATCH, training__local_batch_size=2), None, HARMLESS, 1),
         (job(), job(model__rope_theta=5e5), None, CURVE, ["model.rope_theta: 10000.0 -> 500000.0"]),
@@ -64,5 +62,5 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
 def test_each_change_has_one_verdict(before, now, data, verdict, lines):
     changes = compare_jobs(before, now, data=data)
     found = [line for given, line in changes if given == verdict]
-    assert found == lines or len(found) == lines
+    assert lines in (found, len(found))
     assert all(given in (verdict, HARMLESS) for given, _ in changes)

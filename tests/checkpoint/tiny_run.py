@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from train_variants import merge
 
+from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
@@ -113,7 +114,7 @@ def weights(run: TinyRun) -> dict[str, torch.Tensor]:
 
 def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Load the weights of the newest good checkpoint at a path, and return what its manifest says."""
-    return use_newest(path, lambda step: load_checked_weights(step, model), log=log)
+    return step_folders.read_manifest(use_newest(path, lambda step: load_checked_weights(step, model), log=log))["info"]
 
 
 def names(folder: Path) -> list[str]:

@@ -65,10 +65,6 @@ class CommittingWriter(FileSystemWriter):
         self.target = folder / step_folders.step_name(step)
         self.fs = _CheckpointFiles()
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.unfinished.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
-        return plan
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = super().write_data(plan, planner).wait() if plan.items else []
         for name, entry in self.fs.written.items():  # travels to rank 0 among DCP's own results

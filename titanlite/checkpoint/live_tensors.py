@@ -64,20 +64,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: plain(tensor) for name, tensor in named.items() if firsts[id(tensor)] == name}
 
 
-def manifest_info(
-    arch: Architecture,
-    train_state: dict[str, Any],
-    job: dict[str, Any] | None = None,
-    world_size: int = 1,
-) -> dict[str, Any]:
+def manifest_info(arch: Architecture, train_state: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What the manifest of a checkpoint says of its tensors."""
-    return {
-        "train_state": train_state,
-        "job": job,
-        "architecture": dataclasses.asdict(arch),
-        "layout": {"world_size": world_size},
-        "versions": library_versions(),
-    }
+    always = {"train_state": train_state, "job": None, "layout": {"world_size": 1}, "versions": library_versions()}
+    return always | {"architecture": dataclasses.asdict(arch)} | more
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,11 +170,7 @@ class Resumer:
             load_hf_weights(path, live.model)
             ranks.together(lambda: _check_finite(path, live.tensors(optimizer=False)))
         else:
-
-            def load(step_folder: Path) -> Path:
-                load_checked_weights(step_folder, live.model, ranks)
-                return step_folder
-
+            load = partial(load_checked_weights, model=live.model, ranks=ranks)
             path = use_newest(path, load, check=ranks.check, look=ranks.on_rank0, log=self._log)
         self._log(f"starting from the weights in {path}")
 
@@ -183,21 +180,21 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE) -> dict[str, Any]:
+def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE) -> Path:
     """Load the weights of a step folder that was checked, nothing else, into a model in place.
 
     Args:
         ranks: those that hold the model together; all of them call this.
 
     Returns:
-        The JSON value of the manifest: train_state, job, layout.
+        The step folder.
 
     Raises:
         UserError: it holds another model.
         CheckpointError: weights that are not finite, or it cannot be read.
     """
     _fill(LiveState(model).tensors(), model.arch, ranks.together(lambda: SafeReader(path)), ranks)
-    return step_folders.read_manifest(path)["info"]
+    return path
 
 
 def _fill(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReader, ranks: Ranks) -> None:
@@ -228,18 +225,17 @@ def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(bad)}")
 
 
-def check_tokenizer(path: Path, info: dict[str, Any], tokenizer: Tokenizer, name: object, rows: int) -> None:
+def check_tokenizer(path: Path, tokenizer: Tokenizer, name: object, rows: int) -> None:
     """Refuse a tokenizer with other ids than the one that the checkpoint at `path` was trained with.
 
     Args:
-        info: What `load_checked_weights` returned.
         name: What to call the tokenizer.
         rows: Those of the embedding.
 
     Raises:
         CheckpointError: it has other ids, or more than the embedding has rows.
     """
-    known = (info["train_state"].get("data") or {}).get("tokenizer")
+    known = (step_folders.read_manifest(path)["info"]["train_state"].get("data") or {}).get("tokenizer")
     if (known is not None and not tokenizer.is_known_as(known)) or tokenizer.vocab_size > rows:
         problem = f"{path} was trained with another tokenizer than {name} is now"
         raise CheckpointError(f"{problem}. Put the original file back.")

@@ -95,7 +95,8 @@ class Saver:
         weights_only = last and self._config.last_save_model_only
         folder = self._folder.path.parent / "final" if weights_only else self._folder.path
         path = folder / step_folders.step_name(step)
-        info = live_tensors.manifest_info(self._live.model.arch, train_state, self._folder.job, self._ranks.size)
+        arch, layout = self._live.model.arch, {"world_size": self._ranks.size}
+        info = live_tensors.manifest_info(arch, train_state, job=self._folder.job, layout=layout)
         if weights_only:
             if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
                 self._write(step, self._live.tensors(optimizer=False), info | {"weights_only": True}, folder)
