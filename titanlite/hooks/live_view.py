@@ -1,6 +1,6 @@
 """The view of a run below its log, on a terminal that can move its cursor.
 
-Invariant: a thread draws it from the run's files, so that a step never waits for the terminal.
+Invariant: a thread makes it from the files of the run, so that no step does.
 """
 
 from __future__ import annotations

@@ -123,12 +123,13 @@ def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
 def points(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The tags of a logged step's numbers with their values, from `model_dump`."""
     for name, value in values.items():
-        # What is not declared here is a number that a hook has added.
-        tag = TAGS.get(name) if name in LoggedStep.model_fields else f"7_counters/{name}"
-        parts = value if isinstance(value, dict) else {"": value}
-        for part, number in parts.items() if tag else ():
-            if isinstance(number, int | float):
-                yield f"{tag}/{part}".rstrip("/"), number
+        if name in LoggedStep.model_fields and name not in TAGS:
+            continue
+        tag = TAGS.get(name, f"7_counters/{name}")  # or a number that a hook has added
+        parts = (
+            {f"{tag}/{part}": of_part for part, of_part in value.items()} if isinstance(value, dict) else {tag: value}
+        )
+        yield from ((tag, number) for tag, number in parts.items() if isinstance(number, int | float))
 
 
 # Name of a number -> its curve in TensorBoard, which sorts groups, and the tags in a group, by name.

@@ -121,12 +121,12 @@ def read_columns(entries: Iterable[dict[str, Any]]) -> Columns:
             continue
         last = step
         parts = [(f"{key}/", value) for key, value in entry.items() if isinstance(value, dict)]
-        for above, table in [("", entry), *parts]:
-            for key in table:
-                if (value := number(table, key)) is not None:
-                    column = columns.setdefault(above + key, array("d"))
-                    column.extend([math.nan] * (rows - len(column)))
-                    column.append(value)
+        found = {f"{above}{key}": number(table, key) for above, table in [("", entry), *parts] for key in table}
+        for key, value in found.items():
+            if value is not None:
+                column = columns.setdefault(key, array("d"))
+                column.extend([math.nan] * (rows - len(column)))
+                column.append(value)
         rows += 1
     return {key: np.append(column, np.full(rows - len(column), np.nan)) for key, column in columns.items()}
 
@@ -137,8 +137,7 @@ def thin(columns: Columns, most: int) -> dict[str, Any]:
 
     Returns:
         {"x": {"step", "tokens" and "hours", as far as they are known: [..]}, "y": {key: {"mean": [..]} or {"mean",
-        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere are left
-        out.
+        "min", "max"}}}. Null stands for no finite value. Curves that are zero everywhere are left out.
     """
     logged = len(columns["step"])
     if logged == 0:
