@@ -75,7 +75,7 @@ class Job(Section):
 
     config_file: PathText | None = None
     """Job file (TOML). A bare name is looked up in the current folder, then in train_configs/."""
-    dump_folder: Annotated[PathText, AfterValidator(_or_of_job_file)] = Field("", validate_default=True)
+    dump_folder: Annotated[PathText, AfterValidator(_or_of_job_file)] = Field(default="", validate_default=True)
     """Folder of all outputs. Empty: outputs/<name of the job file>, so that two job files never mix their outputs. A
     job that is made in Python gets outputs/python."""
     description: str = ""
