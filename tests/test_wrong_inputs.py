@@ -190,7 +190,6 @@ tokenizer train => --out
 tokenizer train --vocab-size 5 --out x => vocab_size = 5
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 plan --memory 1e300 => memory
-plan --search --write job.toml => --write job.toml
 report run --out job.toml => --out job.toml
 report run --out pipe => pipe
 report nowhere => nowhere

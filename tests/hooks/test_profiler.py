@@ -84,9 +84,9 @@ def test_the_commands_of_the_page_do_what_it_says(
         (profile,) = json.loads(line)["profiles"]
         assert (profile["rank"], profile["last_step"], Path(profile["trace"]).name) == (0, 6, trace.name)
         assert profile["operators"]["aten::mm"] > 0
-        assert set(profile["measured"]) == {"step_time", "tps", "memory_peak"}
         said = profile["table"]
     assert "Self CPU" in said
+    assert re.search(r"s a step, [\d,]+ tokens/s, [\d.]+ GiB", said)
     assert re.search(r"aten::mm +[\d.]+%", said)
     assert [path.name for path in (tmp_path / folder).parent.iterdir()] == ["profile"]  # no file of a run
 

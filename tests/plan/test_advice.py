@@ -1,39 +1,135 @@
-"""What would help: the largest batch, the cheapest changes, and the search, over traces made by hand."""
+"""From traces made by hand to memory, time and advice: each expectation is worked out in the test."""
+
+import math
+from typing import Any
 
 import pytest
-from traces import run, trace_of_rows
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import broken_rules
-from titanlite.observe.gpus import find_gpu
+from titanlite.observe.forecast import Forecast
+from titanlite.observe.gpus import GIB, find_gpu
 from titanlite.plan import advice
-from titanlite.plan.trace import trace_run
+from titanlite.plan.roofline import BANDWIDTH, FUSED_BYTES, LINK, MATMUL, OVERLAP_PRICE, forecast
+from titanlite.plan.trace import RankTrace, Work, trace_run
 
 H100 = find_gpu("H100")
+CPU = H100.model_copy(update={"cpu": True, "memory_gib": 24.0, "machine": 2})
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Traces are made by hand; their rows. None is made of 2 rows that are recomputed."""
-    rows: list[int] = []
+def run(world_size: int = 8, **sections: dict[str, Any]) -> Run:
+    """A job of Llama 8b with 8,192 tokens in a row, which recomputes nothing."""
+    training = {"seq_len": 8192, "local_batch_size": 2, "steps": 1000, **sections.pop("training", {})}
+    recompute = {"mode": "none", **sections.pop("activation_checkpoint", {})}
+    job = {"model": {"flavor": "8b"}, "training": training, "activation_checkpoint": recompute, **sections}
+    return Run(JobConfig.model_validate(job), world_size)
 
-    def trace(run: Run, *_: object):
-        rows.append(run.job.training.local_batch_size)
-        if run.job.float8.enable or (run.job.training.seq_len == 4096 and run.job.activation_checkpoint.mode == "full"):
-            raise RuntimeError("no kernel for this layout\nand a second line")
-        return trace_of_rows(run)
 
-    monkeypatch.setattr(advice, "trace_run", trace)
-    return rows
+def matmul(m: int, k: int, n: int, dtype: str = "bfloat16", count: int = 1) -> Work:
+    size = 2 * (m * k + k * n + m * n)
+    return Work("forward", "aten.mm", dtype, (m, k, n), None, count, count * 2 * m * k * n, count * size)
+
+
+def moving(size: int, phase: str = "forward") -> Work:
+    return Work(phase, "aten.add", "bfloat16", (), None, 1, 0, size)
+
+
+def sent(op: str, size: int, group: str, ranks: int = 8, span: int = 8, count: int = 1) -> Work:
+    return Work("forward", op, "", (), (group, ranks, span), count, 0, size)
+
+
+def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
+    """A rank whose peak is so many GiB."""
+    kinds = {"weights": int(peak * GIB / 4), "activations": int(peak * GIB) - int(peak * GIB / 4), "loss": 0}
+    return RankTrace(rank, int(peak * GIB), "backward of a block", kinds, 0, work)
+
+
+def trace_of_rows(run: Run, *_: object) -> tuple[RankTrace, ...]:
+    """10 GiB, 20 more for each row that is not recomputed and 2 for one that is; a second for each row of the step.
+    With FP8, and with short rows that are recomputed, none can be made."""
+    training, again = run.job.training, run.job.activation_checkpoint.mode == "full"
+    if run.job.float8.enable or (training.seq_len == 4096 and again):
+        raise RuntimeError("no kernel for this layout\nand a second line")
+    state = 5 if training.dtype == "bfloat16" else 10
+    tokens = run.microbatches * training.local_batch_size * (1.3 if again else 1.0)
+    work = matmul(4096, 4096, 4096, count=max(1, int(5000 * tokens)))
+    return (trace(work, peak=state + training.local_batch_size * (2 if again else 20)),)
+
+
+LARGE = matmul(16384, 4096, 14336, count=100)
+SECONDS = LARGE.flops / (989e12 * MATMUL["bfloat16"])
+NETWORK = 1e10 / 8 / 50e9 / LINK  # of 10 GB, by the network cards of a machine
+
+
+def plan(*work: Work, peak: float = 40.0, ranks: int = 8, gpu: Any = H100, **job: dict[str, Any]) -> Forecast:
+    traces = [trace(*work, LARGE, peak=peak), trace(peak=peak - 1, rank=1)]
+    return forecast(run(ranks, **job), traces, gpu.of_rank(ranks))
+
+
+def test_the_rank_with_the_highest_peak_counts_and_its_allowance_must_fit():
+    result = plan()
+    assert (result.rank, result.peak, result.moment) == (0, 40 * GIB, "backward of a block")
+    assert result.peaks == {"0": 40 * GIB, "1": 39 * GIB}
+    assert sum(result.kinds.values()) == result.peak < result.needs
+    assert plan(peak=74).fits
+    assert not plan(peak=78).fits
+    assert plan(peak=10, gpu=CPU, ranks=2).memory == 12 * GIB  # ranks share what the machine has
+
+
+@pytest.mark.parametrize(
+    ("work", "job", "part", "seconds"),
+    [
+        (LARGE, {}, "matmuls", 2 * SECONDS),
+        (matmul(16384, 4096, 14336, dtype="float32"), {}, "matmuls", SECONDS + LARGE.flops / 100 / 67e12 / 0.85),
+        (matmul(1, 4096, 4096), {}, "matmuls", SECONDS + 2 * (4096 * 4098) / (3350e9 * BANDWIDTH)),
+        (moving(10**10), {}, "memory-bound kernels", 1e10 / (3350e9 * BANDWIDTH)),
+        (moving(10**10), {"compile": {"enable": True}}, "memory-bound kernels", FUSED_BYTES / (335 * BANDWIDTH)),
+        (moving(10**10, "optimizer"), {}, "optimizer", 1e10 / (3350e9 * BANDWIDTH)),
+        (sent("all_gather", 10**10, "tensor"), {}, "collectives (tensor)", 1e10 * 7 / 8 / (450e9 * LINK)),
+        (sent("all_reduce", 10**10, "tensor"), {}, "collectives (tensor)", 2e10 * 7 / 8 / (450e9 * LINK)),
+        (sent("all_gather", 10**10, "context", 2, span=16), {}, "collectives (context)", NETWORK * 4),
+        (sent("send", 10**10, "pipeline", 2, span=16), {}, "collectives (pipeline)", NETWORK * 8),
+    ],
+)
+def test_what_takes_the_time_of_a_step(work: Work, job: dict[str, Any], part: str, seconds: float):
+    assert plan(work, **job).parts[part] == pytest.approx(seconds, rel=2e-3)
+
+
+def test_traffic_of_fsdp_hides_behind_computation_but_for_its_first_gather():
+    traffic = sent("all_gather", 10**10, "fsdp", count=10)
+    alone = 1e10 * 7 / 8 / (450e9 * LINK)
+    result = plan(traffic)
+    assert result.hidden_seconds == pytest.approx(0.9 * alone, rel=0.01)
+    assert result.parts["collectives (fsdp)"] == pytest.approx((0.1 + 0.9 * OVERLAP_PRICE) * alone, rel=0.01)
+    assert plan(traffic, gpu=CPU).hidden_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [("1F1B", 3 / 16), ("Interleaved1F1B", 3 / 32), ("InterleavedZeroBubble", 1 / 32), ("ZBVZeroBubble", 0)],
+)
+def test_ranks_of_a_pipeline_wait_for_each_other(schedule: str, share: float):
+    layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
+    job = run(8, parallelism=layout, training={"local_batch_size": 1, "global_batch_size": 32})
+    result = forecast(job, [trace(LARGE, rank=rank) for rank in range(4)], H100)
+    assert result.parts.get("pipeline bubble", 0.0) == pytest.approx(share * SECONDS, rel=0.01)
+
+
+def test_tokens_and_mfu_follow_from_the_step():
+    result = plan()
+    assert result.tokens_per_second == pytest.approx(2 * 8192 / result.step_seconds)
+    assert math.isclose(sum(result.parts.values()), result.step_seconds)
+    assert plan(gpu=CPU, ranks=4).step_seconds == pytest.approx(2 * plan(gpu=CPU, ranks=2).step_seconds, rel=0.01)
+    assert plan(gpu=CPU, ranks=2).mfu == pytest.approx(plan(gpu=CPU, ranks=1).mfu, rel=0.01)
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 32)])
-def test_the_largest_batch_that_fits_takes_three_traces(mode: str, rows: int, traced: list[int]):
+def test_the_largest_batch_that_fits(mode: str, rows: int, monkeypatch: pytest.MonkeyPatch):
     """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 4 are for allocator and libraries."""
+    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job = run(training={"local_batch_size": 1}, activation_checkpoint={"mode": mode})
     assert advice.make_plan(job, H100).largest_local_batch_size == rows
-    assert traced == [1, 2, rows]
     assert advice.make_plan(job, H100, quick=True).largest_local_batch_size is None
 
 
@@ -47,36 +143,27 @@ def test_the_peak_of_more_rows_is_on_the_line_through_two_numbers_of_rows():
     assert many == few + 8 * (more - few)
 
 
-@pytest.mark.usefixtures("traced")
-def test_changes_that_fit_are_listed_cheapest_first_with_their_price(capsys: pytest.CaptureFixture[str]):
-    plan = advice.make_plan(run(training={"local_batch_size": 8}), H100)
-    assert not plan.fits
-    assert plan.changes[0] == "--training.local_batch_size 2 --training.global_batch_size 64: 52.6 GiB, as fast"
-    assert plan.changes[-1] == "--activation_checkpoint.mode full: 27.9 GiB, 23% slower"
+def test_changes_that_fit_are_listed_cheapest_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
+    changes = advice.make_plan(run(training={"local_batch_size": 8}), H100).changes
+    assert changes[0] == "--training.local_batch_size 2 --training.global_batch_size 64: 52.6 GiB, as fast"
+    assert changes[-1] == "--activation_checkpoint.mode full: 27.9 GiB, 23% slower"
     short = run(training={"local_batch_size": 8, "seq_len": 4096})
     assert not [change for change in advice.make_plan(short, H100).changes if "mode full" in change]
-    said = capsys.readouterr().err
-    assert "cannot be traced: --activation_checkpoint.mode full (RuntimeError: no kernel for this layout)\n" in said
+    assert "cannot be traced: --activation_checkpoint.mode full (RuntimeError: no kernel" in capsys.readouterr().err
 
 
-def test_the_layouts_keep_the_rules_and_are_not_far_too_large():
+def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job = run(16, compile={"enable": True})
-    found = [new for each in advice.layouts(job, H100) if (new := advice.changed(job, each))]
-    assert len(found) > 50
-    assert {new.degrees.world for new in found} == {16}
-    assert not any(broken_rules(new) for new in found[::25])
-    assert {new.job.float8.enable for new in found} == {True, False}
-    alone = [new.job for new in found if new.degrees.tensor == new.degrees.pipeline == 1]
-    tried = {(job.activation_checkpoint.mode, job.training.local_batch_size) for job in alone}
-    assert {("full", 16), ("selective", 2), ("none", 1)} <= tried
-    assert ("none", 16) not in tried
-
-
-def test_the_search_lists_what_fits_fastest_first(traced: list[int]):
-    found, count = advice.search(run(8, compile={"enable": True}), H100, pooled=False)
-    assert 1 <= len(found) <= 10
-    assert len(found) <= count < len(traced)  # FP8 could not be traced
+    found, count = advice.search(job, H100, map)
+    jobs = [advice.with_keys(job, settings) for settings, _ in found]
+    assert 1 <= len(found) <= count < len([*advice.layouts(job, H100)])  # FP8 could not be traced
     assert all(plan.fits for _, plan in found)
+    assert {new.degrees.world for new in jobs} == {16}
+    assert not any(broken_rules(new) for new in jobs)
     speeds = [plan.tokens_per_second for _, plan in found]
     assert speeds == sorted(speeds, reverse=True)
-    assert advice.search(run(8), H100, seconds=0, pooled=False) == ([], 0)
+    assert advice.search(run(8), H100, map, seconds=0) == ([], 0)

@@ -121,10 +121,6 @@ def test_the_job_files_of_large_models_are_planned(name: str, ranks: int, kinds:
     assert len(plan.peaks) == kinds
     assert state_bytes(run) < plan.peak
     assert plan.fits  # as the first lines of the file say
-    tokens = run.job.training.seq_len * run.global_batch_size / ranks
-    assert plan.mfu == pytest.approx(
-        tokens * flops_per_token(run.arch, run.job.training.seq_len) / plan.step_seconds / 989e12
-    )
 
 
 def test_all_flops_of_a_step_are_counted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -13,13 +12,11 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import not_writable, write_whole
-from titanlite.config.load import dump_config
-from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
+from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import Forecast
-from titanlite.observe.gpus import GIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
+from titanlite.observe.gpus import GIB, MIB, MOST_GIB, Gpu, device_memory, find_gpu, gpu_of_device
 from titanlite.runtime.logging import note
 
 
@@ -43,15 +40,11 @@ class Plan(Options):
     """List what takes less memory even if the job fits."""
     search: bool = False
     """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
-    write: OptionPath | None = None
-    """Search, and write the job file of the fastest to this new file."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
-    if options.write and (os.path.lexists(options.write) or not_writable(options.write.absolute().parent)):
-        raise UserError(f"--write {options.write}: it exists, or its folder cannot be written to. Name another file.")
     run = load_run(words, options.world_size or world_size())
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
         from titanlite.plan import advice
@@ -62,16 +55,12 @@ def main(argv: Sequence[str]) -> None:
         gpu = gpu.of_rank(run.world_size)
         if gpu.cpu:  # device and host are one memory there
             run = advice.with_keys(run, {"training.enable_cpu_offload": False})
-        if options.search or options.write:
-            found, traced = advice.search(run, gpu)
+        if options.search:
+            with advice.workers() as pool:
+                found, traced = advice.search(run, gpu, pool.map)
             if not found:
-                raise UserError(
-                    f"Nothing that was tried fits: {traced} layouts were traced. Take more or larger devices than "
-                    f"{run.world_size} x {gpu.name}, or a smaller model."
-                )
-            if options.write:
-                write_whole(options.write, dump_config(advice.with_keys(run, found[0][0]).job).encode())
-            best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found]
+                raise UserError(f"None of {traced} layouts fits. Take more or larger devices, or a smaller model.")
+            best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found[:10]]
             text = json.dumps({"traced": traced, "best": best}) if options.as_json else _listed(best, traced)
         else:
             plan = advice.make_plan(run, gpu, options.quick, options.remedies)
@@ -96,10 +85,7 @@ def _chosen_gpu(name: str | None) -> Gpu:
         note("This machine has no GPU, so the plan is for H100. --gpu names another.")
         return find_gpu("H100")
     if (gpu := gpu_of_device(device)) is None:
-        raise UserError(
-            f"This machine's GPU, {device}, is not in the table. Name a GPU that is like it with --gpu, or a TOML file "
-            "with its numbers (docs/planning.md lists the keys)."
-        )
+        raise UserError(f"This machine's GPU, {device}, is not in the table. Name one that is like it with --gpu.")
     return gpu.model_copy(update={"memory_gib": memory / GIB})
 
 
@@ -109,7 +95,7 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     sizes = dict(sorted(plan.kinds.items(), key=lambda kind: -kind[1]))
     sizes |= {"allocator and libraries (allowance)": plan.allowance, "in host memory": plan.host}
     sizes |= {f"tensors of rank {rank}": peak for rank, peak in plan.peaks.items()}
-    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items() if size)
+    yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items() if size >= MIB)
     fits = "fits" if plan.fits else "DOES NOT FIT"
     yield f"  {f'together, of {plan.memory / GIB:.1f}: {fits}':<36}{plan.needs / GIB:>10.3f}"
     yield f"\nTime of a step, s ({plan.basis}; a roofline, right to a third)"
@@ -128,8 +114,8 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
 
 def _listed(best: Sequence[Mapping[str, Any]], traced: int) -> str:
     """What a search has found, as text."""
-    lines = [f"The best of {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}", ""]
-    lines.append(f"{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
+    lines = [f"The best of {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}"]
+    lines.append(f"\n{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
     for plan in best:
         words = " ".join(plan["options"])
         lines.append(f"{plan['tokens_per_second']:>10,.0f}{plan['mfu']:>7.1%}{plan['peak'] / GIB:>10.1f}   {words}")

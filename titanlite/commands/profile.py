@@ -41,9 +41,6 @@ def main(argv: Sequence[str]) -> int:
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
 
     profiles = profile_steps(run, options.steps, options.warmup, options.out)
-    text = list[str]()
-    for own in profiles:
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in own.measured.items())
-        text.append(f"rank {own.rank}\n{own.table}\n{measured}\nOpen in https://ui.perfetto.dev: {own.trace}")
+    text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
     print_result({"profiles": list(map(asdict, profiles))}, "\n".join(text), options.as_json)
     return 0

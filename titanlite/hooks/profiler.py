@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
 
@@ -34,7 +34,6 @@ class StepProfile:
         trace: File of the trace, for Perfetto.
         table: torch's table of the operators that took the most time.
         operators: Name -> seconds of all these steps without what the operator calls. On a GPU: of its kernels.
-        measured: Of `profile_steps`: step_time, tps and memory_peak, as `LoggedStep` explains them, from step 2 on.
     """
 
     rank: int
@@ -42,7 +41,6 @@ class StepProfile:
     trace: str
     table: str
     operators: dict[str, float]
-    measured: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager

@@ -38,8 +38,6 @@ class Forecast(FileModel):
     """Kind of memory -> bytes at that moment."""
     host: int
     """Bytes in host memory (training.enable_cpu_offload)."""
-    shared: bool
-    """The ranks share the memory of a machine, because they run on its CPU cores."""
     allowance: int
     """Bytes for allocator and libraries."""
     memory: int

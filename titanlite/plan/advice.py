@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.load_run import broken_rules
 from titanlite.observe.flops import state_bytes
@@ -55,17 +54,9 @@ def make_plan(run: Run, gpu: Gpu, quick: bool = False, remedies: bool = False) -
         return plan if quick else plan.model_copy(update={"largest_local_batch_size": largest(run, plan, gpu, apply)})
 
 
-@contextmanager
-def workers() -> Iterator[Executor]:
-    """Processes for traces, which print to standard error alone. Raises UserError: one of them was killed."""
-    try:
-        with ProcessPoolExecutor(WORKERS, get_context("spawn"), os.dup2, (2, 1)) as pool:
-            yield pool
-    except BrokenExecutor:
-        raise UserError(
-            f"A process of the plan was killed, probably because the memory of this machine is full: {WORKERS} layouts "
-            "are traced at a time. Plan again where more memory is free."
-        ) from None
+def workers() -> Executor:
+    """Processes for traces, which print to standard error alone."""
+    return ProcessPoolExecutor(WORKERS, get_context("spawn"), os.dup2, (2, 1))
 
 
 def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
@@ -105,28 +96,20 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int 
     return tuple(changes[:most])
 
 
-def search(
-    run: Run, gpu: Gpu, seconds: float = 120.0, most: int = 10, pooled: bool = True
-) -> tuple[list[tuple[Settings, Forecast]], int]:
-    """The fastest changes of a run that fit, with their plans, fastest first, and how many were traced.
+def search(run: Run, gpu: Gpu, apply: Apply, seconds: float = 120.0) -> tuple[list[tuple[Settings, Forecast]], int]:
+    """Other layouts of a run that fit, with their plans, fastest first, and how many were traced.
 
     They are traced in the order of a guess at their speed.
 
     Args:
         seconds: After this time no further trace is started.
-        pooled: Processes of their own trace them.
-
-    Raises:
-        UserError: A process of a trace was killed.
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
-    with workers() if pooled else nullcontext() as pool:
-        found, traced = _fastest(run, tries, gpu, pool.map if pool else map, time.time() + seconds)
-    return found[:most], traced
+    return _fastest(run, tries, gpu, apply, time.time() + seconds)
 
 
 def _fastest(
-    run: Run, tries: Iterable[Settings], gpu: Gpu, apply: Apply, until: float = float("inf")
+    run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, until: float = float("inf")
 ) -> tuple[list[tuple[Settings, Forecast]], int]:
     """The changes that fit, with their plans, fastest first, and how many of all were traced."""
     plans = apply(partial(_plan, run=run, gpu=gpu, until=until), tries)
@@ -145,8 +128,6 @@ def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map, until: flo
         return None
     try:
         return forecast(new, trace_run(new, gpu.fp8 > 0, apply), gpu)
-    except BrokenExecutor:
-        raise  # no other trace would come to an end, either
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         note(f"Left out, because it cannot be traced: {' '.join(options(settings))} ({type(error).__name__}: {reason})")

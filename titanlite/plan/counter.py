@@ -113,8 +113,8 @@ class Counter(TorchDispatchMode):
         ]
         self.begins = list[int]()
         self._actions: dict[Any, list[tuple[Place, int | Work, int]]] = {}
-        self._last: tuple[Any, int, int] | None = None  # an action: its name, and where it begins and ends in the log
-        self._allocated_before, self._born = len(self.kinds), set[int]()  # the numbers of what an action allocated
+        self._action: Any = None  # the one that happens now
+        self._first = 0  # where it begins in the log
 
     def mark(self, tensors: Iterable[Any], kind: str, over: Iterable[str] = COUNTED) -> None:
         """Say what kind of memory these tensors are, if they are of a kind of `over` so far."""
@@ -124,30 +124,13 @@ class Counter(TorchDispatchMode):
                 if self.kinds[number] in over:
                     self.kinds[number] = kind
 
-    @contextmanager
-    def action(self, name: Any, place: Place) -> Iterator[None]:
-        """What happens within can be repeated by this name."""
-        self._end_action()
-        self.place, begin = place, len(self.log)
-        yield
-        self.place, self._last = place._replace(name="between stages"), (name, begin, len(self.log))
-
-    def repeat(self, name: Any) -> None:
-        """Count the last action of this name once more, with what it allocated and was freed after it."""
-        self._end_action()
-        self.log += self._actions.get(name, ())
-
-    def _end_action(self) -> None:
-        if self._last:
-            name, begin, end = self._last
-            numbers = {what for _, what, _ in self.log[begin:end] if isinstance(what, int)}
-            self._born |= {number for number in numbers if number >= self._allocated_before}
-            self._actions[name] = self.log[begin:end] + [each for each in self.log[end:] if self._belongs(each[1])]
-            self._last = None
-
-    def _belongs(self, what: int | Work) -> bool:
-        """Whether what happens between two actions belongs to one: it is sent, or was allocated in one."""
-        return what.op == "send" if isinstance(what, Work) else what in self._born
+    def action(self, name: Any, place: Place, again: bool = False) -> None:
+        """An action begins, and the one before ends. `again`: the last one of this name is counted once more."""
+        if self._action is not None:
+            self._actions[self._action] = self.log[self._first :]
+        self.place, self._action, self._first = place, None if again else name, len(self.log)
+        if again:
+            self.log += self._actions.get(name, ())
 
     @contextmanager
     def watching(self) -> Iterator[None]:

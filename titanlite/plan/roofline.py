@@ -73,7 +73,6 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         moment=worst.moment,
         kinds=dict(worst.kinds),
         host=worst.host,
-        shared=gpu.cpu,
         allowance=_allowance(run, worst.peak, gpu),
         memory=gpu.memory,
         step_seconds=seconds,
@@ -123,8 +122,6 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
     """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
     parts, hidden = defaultdict[str, float](float), 0.0
     hides = () if gpu.cpu else ("fsdp", "replicate")
-    if run.job.parallelism.enable_async_tensor_parallel:
-        hides += ("tensor",)
     for phase in ("forward", "backward", "optimizer"):
         busy = launches = hideable = first = 0.0
         compiled = run.compiles("optimizer" if phase == "optimizer" else "model")

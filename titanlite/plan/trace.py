@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import V_SHAPED, Run, stage_rank
@@ -97,20 +96,17 @@ def trace_run(
             f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
         )
     if run.job.activation_checkpoint.mode == "memory_budget":
-        raise UserError(
-            'activation_checkpoint.mode = "memory_budget": the compiler decides what is recomputed. Plan with '
-            '"selective" instead.'
-        )
+        raise UserError('activation_checkpoint.mode = "memory_budget" has no plan: see how "selective" fits.')
     run = with_keys(run, {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False})
-    spare, unit = (0, 1) if whole else _spare_blocks(run)
-    runs = [_without_blocks(run, lost) for lost in ((spare, spare - unit) if spare else (0,))]
+    spare = 0 if whole else _spare_blocks(run)
+    runs = [_without_blocks(run, lost) for lost in ((spare, spare - 1) if spare else (0,))]
     ranks = _ranks(run, whole)
     tasks = [(each, rank, fp8, whole) for rank in ranks for each in runs]
     counted = list(apply(_trace, *zip(*tasks, strict=True)))
     traces = []
     for rank, short, longer in zip(ranks, counted[:: len(runs)], counted[len(runs) - 1 :: len(runs)], strict=True):
         peaks, amounts = (
-            {key: value + spare // unit * (more[key] - value) for key, value in few.items()}
+            {key: value + spare * (more[key] - value) for key, value in few.items()}
             for few, more in zip(short, longer, strict=True)
         )
         place = max(peaks, key=lambda place: peaks[place][:-1].sum())
@@ -144,22 +140,21 @@ def _ranks(run: Run, whole: bool) -> list[int]:
     return list(alike.values())
 
 
-def _spare_blocks(run: Run) -> tuple[int, int]:
-    """How many blocks each stage can lose so that the extension is exact, and a number of blocks after which they are
-    alike.
+def _spare_blocks(run: Run) -> int:
+    """How many blocks each stage can lose so that the extension is exact.
 
-    None can go if blocks are so small that FSDP puts several into a group, or that a single rank keeps them gathered.
+    None can go if they are not alike, because each second or third one is recomputed, if blocks are so small that FSDP
+    puts several into a group, or if a single rank keeps them gathered.
     """
-    job, recompute = run.job, run.job.activation_checkpoint
-    numbered = recompute.mode == "selective" and recompute.selective_ac_option != "op"
-    unit = int(recompute.selective_ac_option) if numbered else 1
-    ahead = max(job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch)
-    ends = 2 * unit * -(-(2 + ahead) // unit)  # so many blocks that those between do not feel the ends
-    least, shortest = job.parallelism.fsdp_min_num_params, min(map(len, run.stages))
-    block = num_params(run.arch) // run.arch.n_layers  # at least as many parameters as a block has
+    layout, recompute = run.job.parallelism, run.job.activation_checkpoint
+    if recompute.mode == "selective" and recompute.selective_ac_option != "op":
+        return 0
+    # So many blocks that those between do not feel the ends.
+    ends = 2 * (2 + max(layout.fsdp_forward_prefetch, layout.fsdp_backward_prefetch))
+    least, block = layout.fsdp_min_num_params, num_params(run.arch) // run.arch.n_layers  # no block has more parameters
     if block < 2 * least or (run.degrees.shard * run.degrees.context == 1 and ends * block < 32 * least):
-        return 0, unit
-    return max(0, shortest - ends) // unit * unit, unit
+        return 0
+    return max(0, min(map(len, run.stages)) - ends)
 
 
 def _without_blocks(run: Run, lost: int) -> Run:
@@ -205,8 +200,9 @@ def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
     with fake_world(run.world_size, rank), patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
-        fake = FakeTensorMode()
-        _allocate(sharded, fake)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
+        with fake:
+            sharded.whole.to_empty(device=DEVICE)
         update = TrainStep(run, mesh, sharded, DEVICE)
         with fake:
             return count_step(run, mesh, sharded, update, whole)
@@ -266,25 +262,6 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
         # DTensor remembers meshes, which compare equal to those of a later world with process groups of other names.
         _clear_sharding_prop_cache()
-
-
-def _allocate(sharded: ShardedModel, fake: FakeTensorMode) -> None:
-    """Replace the parameters, which are on the meta device, by fake ones on the device."""
-
-    def faked(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value  # the mesh of a DTensor
-        if is_traceable_wrapper_subclass(value):
-            names, context = value.__tensor_flatten__()
-            inner = {name: faked(getattr(value, name)) for name in names}
-            return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
-        with fake:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
-
-    with torch.no_grad():
-        for module in sharded.whole.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(faked(parameter.detach())))
 
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
@@ -383,13 +360,12 @@ def _skipping(counter: Counter, missing: Sequence[int]) -> Iterator[None]:
 
         def act(stage: PipelineStage, microbatch: int, *args: Any, **kwargs: Any) -> Any:
             name, has_loss = (method, stage.stage_index), method == "forward_one_chunk" and stage.is_last
+            counter.action(name, Place(_ACTIONS[method], "stage", stage.stage_index), microbatch in missing)
             if microbatch in missing:
-                counter.repeat(name)
                 return losses[-1] if has_loss else [] if method.startswith("get") else None
-            with counter.action(name, Place(_ACTIONS[method], "stage", stage.stage_index)):
-                result = own(stage, microbatch, *args, **kwargs)
-                if has_loss:
-                    losses[:] = [result.detach()]
+            result = own(stage, microbatch, *args, **kwargs)
+            if has_loss:
+                losses[:] = [result.detach()]
             return result
 
         return act

@@ -35,7 +35,8 @@ def profile_steps(
         out: The files go to the folder `profile` in it. None: job.dump_folder.
 
     Returns:
-        A profile of each rank of profiling.profiler_ranks.
+        A profile of each rank of profiling.profiler_ranks. Below its table stand the seconds of a step, the tokens per
+        second of all ranks and the peak of memory, from step 2 on.
 
     Raises:
         UserError: the job breaks a rule, its data cannot be read or is too short, or the files cannot be written.
@@ -53,6 +54,7 @@ def profile_steps(
                 logged = trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
-        measured = logged.model_dump(include={"step_time", "tps", "memory_peak"}) if logged is not None else {}
-        dist.all_gather_object(found, [replace(profile, measured=measured) for profile in profiler.profiles])
+        assert logged is not None  # the last step is logged
+        took = f"{logged.step_time:.3g} s a step, {logged.tps:,.0f} tokens/s, {logged.memory_peak:.2f} GiB at the peak"
+        dist.all_gather_object(found, [replace(own, table=f"{own.table}\n{took}") for own in profiler.profiles])
     return [profile for of_rank in found for profile in of_rank]
