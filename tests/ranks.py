@@ -25,6 +25,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from titanlite.runtime.process import STORE, leave
+
 PRELOADED = [
     *("titanlite.cli", "titanlite.train.loop", "titanlite.load_run", "pytest"),
     *("torch._dynamo", "torch.distributed.pipelining", "torchao.float8"),
@@ -85,13 +87,13 @@ class World:
         Raises:
             RanksFailed: Some rank did not end in time. The text says where it was.
         """
-        deadline, running = time.monotonic() + timeout, {process.sentinel: process for process in self.processes}
-        while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
-            for sentinel in ended:
-                process = running.pop(sentinel)  # type: ignore[arg-type]
-                process.join()
-                if process.exitcode != 0:
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
+        deadline = time.monotonic() + timeout
+        while (
+            running := [process for process in self.processes if process.is_alive()]
+        ) and time.monotonic() < deadline:
+            if any(process.exitcode for process in self.processes):
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+            wait([process.sentinel for process in running], 0.1)
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
             self.kill(rank, signal.SIGABRT)  # it says where it is
@@ -139,10 +141,10 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
     return world.results()
 
 
-def run_process(function: Callable[..., Any], *args: Any, timeout: float = 240) -> Any:
+def run_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function(*args)` in a process of its own, without a process group; what it returns."""
     world = World(1, _alone, function, args)
-    world.ends_with(0, timeout)
+    world.ends_with(0)
     return world.results()[0]
 
 
@@ -200,9 +202,7 @@ def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], arg
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a gloo thread that lets go of a tensor while Python shuts down would abort the process
+    leave(code)
 
 
 def _alone(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
@@ -222,7 +222,6 @@ def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) 
 
 def _command(words: list[str], before: Callable[[], None] | None, store: Path) -> None:
     from titanlite import cli
-    from titanlite.runtime.process import STORE
 
     os.environ[STORE] = str(store)
     if before is not None:

@@ -215,9 +215,13 @@ NGPU=all launch => NGPU
 NGPU=999999999999 launch => NGPU
 NNODES=many launch => NNODES
 NNODES=2 launch => MASTER_ADDR
-{MASTER} NODE_RANK=2 launch => NODE_RANK
+{MASTER} NODE_RANK=-1 launch => NODE_RANK
+NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
+NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
+profile --steps 0 => steps = 0
+profile --out /proc/none => /proc/none
 launch --training.steps 0 => training.steps
 """
 

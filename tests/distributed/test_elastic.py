@@ -6,36 +6,14 @@ from pathlib import Path
 
 import pytest
 from ranks import titanlite
-from small_runs import losses
+from small_runs import SMALL, losses
 
 from titanlite.checkpoint import step_folders
 
 pytestmark = pytest.mark.slow
 
-JOB = """
-[model]
-dim = 64
-n_layers = 4
-n_heads = 2
-n_kv_heads = 2
-ffn_dim = 128
-[training]
-steps = 12
-seq_len = 32
-local_batch_size = 2
-global_batch_size = 4
-mixed_precision_param = "float32"
-[optimizer]
-lr = 2e-3
-[lr_scheduler]
-warmup_steps = 2
-decay_ratio = 0.0
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-"""
+OPTIONS = ["--model.n_layers", "4", "--model.n_kv_heads", "2", "--training.seq_len", "32"]
+OPTIONS += ["--lr_scheduler.decay_ratio", "0"]
 ONE_ROW = ["--training.local_batch_size", "1"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", *ONE_ROW]
 PIPELINE += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
@@ -50,8 +28,8 @@ LEGS = [  # last step, ranks, what differs from one rank
 
 def train(folder: Path, ranks: int, *options: object) -> Path:
     job = folder.with_name("job.toml")
-    job.write_text(JOB)
-    titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *options, ranks=ranks)
+    job.write_text(SMALL)
+    titanlite("train", "--job.config_file", job, "--job.dump_folder", folder, *OPTIONS, *options, ranks=ranks)
     return folder
 
 

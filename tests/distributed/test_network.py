@@ -102,7 +102,6 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
             process.kill()
     for number in (0, 1):
         said = (tmp_path / f"log{number}").read_text()
-        assert said.count("Starting again from the newest checkpoint (0 restarts left).") == 1
         assert f"To go on after it: NGPU=1 NNODES=2 NODE_RANK={number} MASTER_ADDR=127.0.0.1 MASTER_PORT=" in said
         assert " MAX_RESTARTS=1 titanlite launch --job.config_file job.toml" in said
         assert "frame #" not in said  # no C++ stack of the agent, whose store may end before it

@@ -52,33 +52,6 @@ def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
-NO_NAMES = [" ", "2 3", "\u0662", "\x1b[2J", "\udcff", "n" * 300, "node0;reboot"]
-NO_NUMBERS = ["9" * 400, "-1", "1e3", "0x2", "1.5"]
-
-
-@pytest.mark.parametrize("name", [*NUMBERS, "LOG_RANK", "MASTER_ADDR"])
-def test_a_wrong_variable_is_named_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Said):
-    others = {"LOG_RANK": ["-1", "1", "0,7"], "MASTER_ADDR": ["", "a b"]}.get(name, NO_NUMBERS)
-    more = {"NNODES": ["2:1", ":2"], "NGPU": ["0", "99999"], "MASTER_PORT": ["99999"], "NODE_RANK": ["1"]}.get(name, [])
-    if name == "MASTER_ADDR":
-        monkeypatch.setenv("NNODES", "2")
-    for value in (*NO_NAMES, *others, *more):
-        monkeypatch.setenv(name, value)
-        assert cli.main(["launch"]) == 2, value
-        said = capsys.readouterr().err
-        assert name in said
-        assert said.count("\n") == 1
-        assert len(said) < 300
-        assert said.rstrip().isprintable()
-
-
-def test_the_job_is_checked_for_all_ranks_of_all_machines(monkeypatch: pytest.MonkeyPatch, capsys: Said):
-    for name, value in {"NGPU": "02", "NNODES": "1:3", "MASTER_ADDR": "here", "NODE_RANK": ""}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["launch", "--training.global_batch_size", "8"]) == 2
-    assert "data-parallel degree = 6" in " ".join(capsys.readouterr().err.split())
-
-
 def test_more_processes_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Said):
     executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -92,87 +65,11 @@ def test_more_processes_than_visible_gpus_are_refused(monkeypatch: pytest.Monkey
 
 # ------------------------------------------------------------------------------------------------ the end
 
-PROGRAM = """
-import os, sys
-from titanlite.launch.ranks import Ranks
-stop_seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
-sys.exit(Ranks(sys.argv[1:], range(2), 2, stop_seconds, restarts, lambda: "To go on: outputs/\\x1b]0;mine\\x07").run())
-"""
-
-RANK = """
-import json, os, pathlib, signal, sys, time
-from titanlite.runtime import process
-process.begin()
-from titanlite.cli import run_quietly
-from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
-
-rank, folder = int(os.environ["RANK"]), pathlib.Path(os.environ[ERROR_FOLDER])
-
-def ready(handler=None):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
-        signal.signal(number, handler)
-    both = folder / "ready"
-    if rank == 1:
-        both.touch()
-    else:
-        while not both.exists():
-            time.sleep(0.01)
-        print("ready", flush=True)
-
-def fails(error):
-    if rank == 1:
-        raise error
-    while not (folder / "1.json").exists():  # rank 1 may start later
-        time.sleep(0.01)
-    raise RuntimeError("connection reset by peer")
-
-def guard_on_one():
-    fails(GuardError("loss is nan on one rank"))
-
-def crash():
-    fails(ValueError("the root cause"))
-
-def hang():
-    time.sleep(300 * (rank == 0))
-    fails(ValueError("the root cause"))
-
-def save():
-    got = []
-    ready(lambda number, frame: got.append(number))
-    while not got:
-        time.sleep(0.02)
-    time.sleep(0.3 + rank)  # ranks do not finish at the same time
-    raise StoppedBySignal(f"saved after {len(got)} signal")
-
-def stuck():
-    ready(lambda number, frame: None)
-    time.sleep(300)
-
-def early():
-    ready()
-    time.sleep(300)
-
-def orphan():
-    ready(lambda number, frame: (open(f"saved{rank}", "w").close(), sys.exit()))
-    time.sleep(300)
-
-def hostile():
-    (folder / "train.log").write_text("run.log")
-    (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\\x1b[2J"]))
-    if rank == 1 and not os.path.exists("again"):
-        open("again", "w").close()
-        (folder / "1.json").write_text(json.dumps({"message": "a tensor\\x1b[2J named\\r\\u202e", "time": 0.0}))
-    os._exit(9 if rank else 0)
-
-sys.exit(run_quietly(globals()[sys.argv[1]]))
-"""
-
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[list[str]]:
+def command() -> Iterator[list[str]]:
     before = signal.signal(signal.SIGHUP, lambda *_: None)  # tests under nohup would hand on that it is ignored
-    (tmp_path / "rank.py").write_text(RANK)
-    yield [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "rank.py")]
+    yield [sys.executable, "-P", str(REPOSITORY / "tests/mishap_run.py"), "launch", "2"]
     signal.signal(signal.SIGHUP, before)
 
 

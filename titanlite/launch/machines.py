@@ -91,17 +91,12 @@ def run_part(folder: Path, ranks: Ranks) -> int:
     """Run the ranks of this machine under its agent, and tell it whether they are to be started again."""
     (folder / "process").write_text(str(os.getpid()))
     (folder / "code").unlink(missing_ok=True)  # of ranks that made room for another machine
-    first, count = int(os.environ["RANK"]) * len(ranks.ranks), len(ranks.ranks)  # the agent's rank is a machine
-    size, left = (
-        int(os.environ["WORLD_SIZE"]) * count,
-        ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-    )
+    count = len(ranks.ranks)
+    first, size = (int(os.environ[name]) * count for name in ("RANK", "WORLD_SIZE"))  # the agent's rank is a machine
     code = replace(ranks, ranks=range(first, first + count), size=size, max_restarts=0).run()
     if code in FINAL:
         (folder / "code").write_text(str(code))
         return 0
-    if left:
-        note(f"Starting again from the newest checkpoint ({left - 1} restarts left).")
     return code
 
 

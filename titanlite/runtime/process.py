@@ -93,14 +93,13 @@ def stop_signals() -> list[signal.Signals]:
 def set_up_torch() -> None:
     """Set the variables that torch reads when it is imported, unless the user has set them.
 
-    Its compilers keep what they made in a folder of this user's own. Otherwise they would use one in /tmp that another
-    user can guess and make first, and run code from it. Its allocator for GPUs extends its blocks, so that
-    fragmentation takes less memory.
+    Its compiler keeps what it made, and what Triton made for it, in a folder of this user's own. Otherwise it would use
+    one in /tmp that another user can guess and make first, and run code from it. Its allocator for GPUs extends its
+    blocks, so that fragmentation takes less memory.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    if all(name in os.environ for name in names):
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "titanlite-compiler")
     owned = False
@@ -113,8 +112,7 @@ def set_up_torch() -> None:
         import tempfile
 
         folder = tempfile.mkdtemp(prefix="titanlite-compiler-")
-    for name, part in names.items():
-        os.environ.setdefault(name, os.path.join(folder, part))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
 
 
 def leave(code: int) -> NoReturn:

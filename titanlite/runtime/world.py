@@ -72,10 +72,10 @@ def _rendezvous(world_size: int, timeout: timedelta, file: str | None) -> Store:
         store = FileStore(file)
         store.set_timeout(timeout)
         return store
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        why = f"WORLD_SIZE={world_size}, but MASTER_ADDR or MASTER_PORT is not set"
-        raise UserError(f"{why}. `NGPU={world_size} titanlite launch` or torchrun starts a world of several ranks.")
-    return next(rendezvous("env://", timeout=timeout))[0]
+    try:
+        return next(rendezvous("env://", timeout=timeout))[0]
+    except ValueError as error:  # a variable is not set
+        raise UserError(f"{error}. `NGPU={world_size} titanlite launch` or torchrun sets all.") from None
 
 
 @contextmanager

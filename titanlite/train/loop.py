@@ -306,7 +306,6 @@ def exchange(request: Request, group: dist.ProcessGroup) -> Callable[[], Request
     """
     flags = torch.tensor(request, dtype=torch.int32)
     work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
-
     assert work is not None
 
     def receive() -> Request:

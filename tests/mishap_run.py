@@ -1,0 +1,149 @@
+"""Ranks to which something happens, under titanlite's launcher: `mishap_run.py launch RANKS MISHAP ...` starts it.
+
+Each runs `mishap_run.py MISHAP ...`: a function of this module, or a mishap of training with the options that follow.
+hang_data: rank 1 never gets the batch of step 5; hang_nccl: the same, and NCCL's flight recorder has a collective that
+it did not join. hang_alone: rank 0, which is alone, waits for its batch until it dies. hang_save: rank 1 never writes
+its part of a checkpoint.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlite.runtime import process
+
+RANK = int(os.environ.get("RANK", "0"))
+late = RANK == 1
+
+
+def launch(count: int, *words: str) -> int:
+    from titanlite.launch.ranks import Ranks
+
+    seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
+    hint = "To go on: outputs/\x1b]0;mine\x07"
+    return Ranks([__file__, *words], range(count), count, seconds, restarts, lambda: hint).run()
+
+
+# ------------------------------------------------------------------------------------------ without any training
+
+
+def ready(handler: Any = None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if handler else ():
+        signal.signal(number, handler)
+    both = folder / "ready"
+    if late:
+        both.touch()
+    else:
+        while not both.exists():
+            time.sleep(0.01)
+        print("ready", flush=True)
+
+
+def fails(error: Exception) -> None:
+    if late:
+        raise error
+    while not (folder / "1.json").exists():  # rank 1 may start later
+        time.sleep(0.01)
+    raise RuntimeError("connection reset by peer")
+
+
+def guard_on_one() -> None:
+    fails(GuardError("loss is nan on one rank"))
+
+
+def crash() -> None:
+    fails(ValueError("the root cause"))
+
+
+def hang() -> None:
+    time.sleep(0 if late else 300)
+    fails(ValueError("the root cause"))
+
+
+def save() -> None:
+    got = []
+    ready(lambda number, frame: got.append(number))
+    while not got:
+        time.sleep(0.02)
+    time.sleep(0.3 + RANK)  # ranks do not finish at the same time
+    raise StoppedBySignal(f"saved after {len(got)} signal")
+
+
+def stuck() -> None:
+    ready(lambda number, frame: None)
+    time.sleep(300)
+
+
+def early() -> None:
+    ready()
+    time.sleep(300)
+
+
+def orphan() -> None:
+    ready(lambda number, frame: (Path(f"saved{RANK}").touch(), sys.exit()))
+    time.sleep(300)
+
+
+def hostile() -> None:
+    (folder / "train.log").write_text("run.log")
+    (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"]))
+    if late and not Path("again").exists():
+        Path("again").touch()
+        (folder / "1.json").write_text(json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0}))
+    os._exit(9 if late else 0)
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def train(mishap: str, arguments: list[str]) -> None:
+    import torch
+    from torch._C import _distributed_c10d
+
+    from titanlite.checkpoint.dcp import CommittingWriter
+    from titanlite.cli import train
+    from titanlite.data.loader import Loader
+
+    next_global_batch, batches = Loader.next_global_batch, 0
+
+    def late_batch(loader: Loader) -> Any:
+        nonlocal batches
+        batches += 1
+        if mishap in ("hang_data", "hang_nccl") and late and batches == 5:
+            time.sleep(1000)
+        if mishap == "hang_alone" and batches == 5:
+            time.sleep(10)
+            os._exit(9)
+        return next_global_batch(loader)
+
+    def nccl_table(*_: bool) -> str:
+        """What NCCL's flight recorder would say: rank 1 has joined 6 collectives, the others wait in the seventh."""
+        entry = {"collective_seq_id": 6 if late else 7, "profiling_name": "nccl:all_reduce", "retired": late}
+        return json.dumps({"entries": [{**entry, "time_created_ns": 2**62}]})
+
+    loaders: Any = Loader
+    writers: Any = CommittingWriter
+    recorder: Any = _distributed_c10d
+    loaders.next_global_batch = late_batch
+    if mishap == "hang_save" and late:
+        writers.write_data = lambda *_: time.sleep(1000)
+    if mishap == "hang_nccl":
+        recorder._dump_nccl_trace_json = nccl_table
+        torch.distributed.is_nccl_available = lambda: True
+    train(arguments)
+
+
+if __name__ == "__main__":
+    name, *words = sys.argv[1:]
+    if name == "launch":
+        sys.exit(launch(int(words[0]), *words[1:]))
+    process.begin()
+    from titanlite.cli import run_quietly
+    from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
+
+    folder = Path(os.environ[ERROR_FOLDER])
+    sys.exit(run_quietly(globals().get(name) or (lambda: train(name, words))))
