@@ -8,9 +8,9 @@ device between two logged steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter, Part
 from titanlite.parallel.forward_backward import ForwardBackward
 from titanlite.parallel.mesh import Mesh
+
+P = ParamSpec("P")
 
 
 class Request(NamedTuple):
@@ -178,6 +180,11 @@ class Training:
     def log(self, line: str) -> None:
         """A line for the log. An `Event` is one of events.jsonl, too."""
         logging.getLogger("titanlite").info(line)
+
+    def tell(self, method: Callable[Concatenate[Hook, P], object], *values: P.args, **_: P.kwargs) -> None:
+        """Call a method of `Hook` for all hooks, in their order."""
+        for hook in self.hooks:
+            getattr(hook, method.__name__)(*values)
 
     def hook_tensors(self) -> dict[str, Tensor]:
         """The tensors of all hooks, by hook and name."""

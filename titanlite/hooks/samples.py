@@ -46,8 +46,7 @@ class Samples(Hook):
             return
         self._done = step
         completions = self.complete()
-        for hook in self._training.hooks:
-            hook.sampled(step, [asdict(completion) for completion in completions])
+        self._training.tell(Hook.sampled, step, [asdict(completion) for completion in completions])
         for completion in completions:
             self._training.log(f"sample after step {step}: {completion.prompt}{completion.completion}")
 

@@ -38,7 +38,6 @@ class Validation(Hook):
         loss = self._training.forward_backward.evaluate(list(self._rows.batches()))
         dist.all_reduce(loss, group=mesh.loss_group)
         score = make_score(loss.item(), self._rows.num_tokens, self._rows.num_bytes)
-        for hook in self._training.hooks:
-            hook.validated(step, asdict(score))
+        self._training.tell(Hook.validated, step, asdict(score))
         self._training.log(Event(f"validation after step {step}: {score}", "validation", step))
         return score

@@ -132,15 +132,12 @@ class Trainer(Training):
         self.model, self.optimizer = self.train_step.model, self.train_step.optimizer
         self.forward_backward = self.train_step.forward_backward
         self.meter = Meter(run, device)
-        for hook in self.hooks:
-            hook.built(self)
-        for hook in self.hooks:
-            hook.load()
+        self.tell(Hook.built, self)
+        self.tell(Hook.load)
         self.train_step.precompute_scales()
         self.loader.start()
         self.meter.start(self.steps_done)
-        for hook in self.hooks:
-            hook.started(self.steps_done)
+        self.tell(Hook.started, self.steps_done)
 
     def train(self) -> None:
         """Do steps until the last step, the end of the data, or a signal. Then save.
@@ -155,16 +152,14 @@ class Trainer(Training):
         try:
             self._train()
         except BaseException as error:
-            for hook in self.hooks:
-                hook.failed(error)
+            self.tell(Hook.failed, error)
             raise
 
     def _train(self) -> None:
         first, steps = self.steps_done, self.job.training.steps
         if first >= steps:
             self.log(f"Nothing to do: step {first} is done. Set a larger training.steps to go on.")
-        for hook in self.hooks:
-            hook.train_begins(first)
+        self.tell(Hook.train_begins, first)
         if first == 0:
             self.validate()
         failure, group = None, self.mesh.world_group
@@ -177,7 +172,7 @@ class Trainer(Training):
             self.step()
             asked = receive()
             if self.steps_done < steps:
-                self._act(asked)
+                self.tell(Hook.act, self.steps_done, asked)
             else:
                 asked = asked._replace(validate=False)  # it comes below
         if isinstance(failure, OutOfData):
@@ -188,7 +183,8 @@ class Trainer(Training):
             steps, failure = self.steps_done, None
         finished, trained = self.steps_done >= steps, self.steps_done > first
         validate = trained and not asked.validate and not asked.stop and failure is None
-        self._act(Request(save=failure is None or trained, validate=validate, last=finished))
+        last = Request(save=failure is None or trained, validate=validate, last=finished)
+        self.tell(Hook.act, self.steps_done, last)
         self._finish(asked.stop, finished, failure)
 
     def step(self) -> LoggedStep | None:
@@ -203,16 +199,14 @@ class Trainer(Training):
             GuardError: The loss or the gradient norm of a step that is logged is not finite.
         """
         step = self.steps_done + 1
-        for hook in self.hooks:
-            hook.before_step(step)
+        self.tell(Hook.before_step, step)
         with self.meter.timing("data"), record_function("data"):
             batch = self.loader.next_global_batch()
         self.steps_done = step
         lr = learning_rate(step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
         result = self.train_step(batch.microbatches, batch.num_valid_tokens, lr, self.hooks, step)
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
-        for hook in self.hooks:
-            hook.after_step(step, result)
+        self.tell(Hook.after_step, step, result)
         if not self.meter.is_log_step(step):
             return None  # the loss is not summed over the ranks
         losses = self._losses(result.loss, batch.num_valid_tokens)
@@ -220,8 +214,7 @@ class Trainer(Training):
         for hook in self.hooks:
             more |= hook.numbers(step)
         entry = self.meter.read(step, lr, losses, **more)
-        for hook in self.hooks:
-            hook.logged(entry)
+        self.tell(Hook.logged, entry)
         return entry
 
     def validate(self) -> Score | None:
@@ -238,10 +231,6 @@ class Trainer(Training):
     def close(self) -> None:
         """Finish all background work and close all files."""
         self.opened.close()
-
-    def _act(self, asked: Request) -> None:
-        for hook in self.hooks:
-            hook.act(self.steps_done, asked)
 
     def _wants(self) -> Request:
         """What this rank asks for after the next step."""
