@@ -8,21 +8,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from data_helpers import (
-    dataset_of,
-    make_loader,
-    make_validation,
-    some_texts,
-    write_hub,
-    write_jsonl,
-    write_parquet,
-    write_zst,
-)
+from data_helpers import dataset_of, make_loader, some_texts, write_hub, write_jsonl, write_parquet, write_zst
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset, Validation
+from titanlite.config.schema import Dataset
 from titanlite.data.sources.base import BadRecord
 from titanlite.data.sources.files import find_files, open_source
 
@@ -191,7 +182,4 @@ def test_the_first_look_ends_a_run_over_what_it_finds(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             make_loader(dataset_of(tmp_path, found))
-    validation = Validation(source="jsonl", path=str(tmp_path / "a.jsonl"), freq=1)
-    with pytest.raises(UserError, match=r"or leave such records out by validation\.on_bad_record"):
-        make_validation(validation, Dataset(num_workers=0))
     make_loader(dataset_of(tmp_path, [""] * 50 + ["word " * 40]))

@@ -23,7 +23,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
 from titanlite.data.mixture import stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
-from titanlite.data.sources.shards import Shards
 from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Interrupted, Worker
@@ -194,7 +193,7 @@ class Loader:
         for source, share in zip(self.sources, shares, strict=True):
             line = f"{share:6.1%}  {source.describe()}"
             if tokens := _count_tokens(source, documents.tokenizer):
-                estimate = "" if isinstance(source, Shards) else f", about {tokens:,} tokens"
+                estimate = "" if source.num_tokens else f", about {tokens:,} tokens"
                 line += f"{estimate}; {share * run_tokens / (tokens * (1 - documents.holdout)):,.2f} epochs in this run"
             lines.append(line)
         return "\n".join(lines)
@@ -257,10 +256,8 @@ class Loader:
 
 def _count_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
     """Tokens of a source, estimated where it is text; None: unknown. Warns of characters that the tokenizer loses."""
-    if isinstance(source, Shards):
+    if source.num_tokens or not isinstance(source, RandomAccess):
         return source.num_tokens
-    if not isinstance(source, RandomAccess):
-        return None
     numbers = source.sample()
     texts = [record for record in map(source.record, numbers) if isinstance(record, str)]
     characters = sorted(set("".join(texts)))

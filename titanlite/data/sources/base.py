@@ -80,12 +80,13 @@ class Source(ABC):
         column: of the text.
         files: what it reads on this machine.
         fingerprint: hash of the contents, or of a sample where a file is too large to read before the first step.
-        num_documents: None where only reading everything would tell.
+        num_documents, num_tokens: None where only reading everything would tell.
         num_units: of what is read in an order: documents, or the parts of a sequential source.
     """
 
     fingerprint: str
     num_documents: int | None = None
+    num_tokens: int | None = None
     num_units: int
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
