@@ -75,8 +75,8 @@ class Resumer:
         found = [f"{path.name}: set aside earlier" for path in earlier]
         if step != -1 and not ranks.on_rank0(lambda: self._went_back(candidates)):
             found = [f"checkpoint.load_step = {step}; present: {', '.join(path.name for path in candidates)}"]
-            later = [path for path in candidates if path.name > step_folders.step_name(step)]
-            candidates = [path for path in candidates if path.name == step_folders.step_name(step)]
+            later = [path for path in candidates if (step_folders.step_of(path) or 0) > step]
+            candidates = [path for path in candidates if step_folders.step_of(path) == step]
         for path in reversed(candidates):
             try:
                 state = self._load(path)

@@ -185,8 +185,12 @@ class Saver:
         """On rank 0: remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be
         good, is never among them. A folder without a manifest is none of a run's, and is not counted."""
         latest, every = self._config.keep_latest_k, self._config.keep_every_n_steps
-        best = (self._folder.path / step_folders.BEST).resolve()
-        complete = [path for path in step_folders.list_checkpoints(self._folder.path) if (path / MANIFEST).is_file()]
+        try:
+            found = step_folders.list_checkpoints(self._folder.path)
+            complete = [path for path in found if (path / MANIFEST).is_file()]
+            best = (self._folder.path / step_folders.BEST).resolve()
+        except OSError as error:
+            return self._log(f"no old checkpoint is removed: {error}")
         for path in complete[:-latest] if latest else []:
             try:
                 if path.resolve() != best and (not every or (step_folders.step_of(path) or 0) % every):
