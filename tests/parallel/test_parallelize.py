@@ -35,11 +35,32 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"model": {"tied_embeddings": True}},
     "hsdp": {"parallelism": {"data_parallel_replicate_degree": 2}},
 }
-VARIANTS = OTHERS | UNCHANGED | CLOSE
+EACH = {"local_batch_size": 2, "global_batch_size": 8}, {"fsdp_reduce": "microbatch"}
+# Of a single rank, which computes on its shards, or on one conversion of them.
+SPARED: dict[str, dict[str, Any]] = {
+    "spared fp32": {"training": EACH[0]},
+    "spared bf16": {"training": EACH[0] | BF16},
+    "spared, pure bf16": {"training": EACH[0] | BF16 | {"dtype": "bfloat16"}},
+    "spared, reduce each": {"training": EACH[0], "parallelism": EACH[1]},
+    "spared bf16, reduce each": {"training": EACH[0] | BF16, "parallelism": EACH[1]},
+}
+VARIANTS = OTHERS | UNCHANGED | CLOSE | SPARED
+VARIANTS |= {f"{name}, by FSDP2": variant | {"plant": "no spare copies"} for name, variant in SPARED.items()}
 BUILT = ("built_in_bf16", "pure_bf16")
 ON = {  # by number of ranks
-    1: ["fp32", "tied", "ac_op", "offload", "never_reshard", "bf16", *BUILT, "fp8", "fp8_all_gather"],
-    2: [name for name in VARIANTS if name != "hsdp"],
+    1: [
+        *(name for name in VARIANTS if name.startswith("spared")),
+        "fp32",
+        "tied",
+        "ac_op",
+        "offload",
+        "never_reshard",
+        "bf16",
+        *BUILT,
+        "fp8",
+        "fp8_all_gather",
+    ],
+    2: [name for name in VARIANTS if name != "hsdp" and not name.startswith("spared")],
     4: ["fp32", "hsdp", "tied"],
 }
 COMPILED = {"enable": True, "components": ["model"]}
@@ -70,7 +91,8 @@ def relative_difference(a: list[float], b: list[float]) -> float:
 
 def test_same_weights_anywhere(results: Results) -> None:
     """Invariant 1: initial weights are bitwise the same on 1, 2 and 4 ranks, and for every way to run them."""
-    untied = {r["initial"] for ranks in results.values() for name, r in ranks.items() if name not in ("tied", *BUILT)}
+    others = ("tied", *BUILT, *(name for name in VARIANTS if "pure bf16" in name))
+    untied = {r["initial"] for ranks in results.values() for name, r in ranks.items() if name not in others}
     assert len(untied) == len({ranks["tied"]["initial"] for ranks in results.values()}) == 1
     for name in BUILT:  # rounded to bf16: other bits, but the same ones on any number of ranks
         assert results[1][name]["initial"] == results[2][name]["initial"]
@@ -95,6 +117,13 @@ def test_schedule_of_computation_changes_no_bit(results: Results, ranks: int) ->
     for name in UNCHANGED.keys() & results[ranks].keys():
         for what in ("losses", "norms", "final"):
             assert results[ranks][name][what] == results[ranks]["fp32"][what], name
+
+
+def test_a_single_rank_has_the_gradients_that_fsdp2_would_make(results: Results) -> None:
+    for name in SPARED:
+        ours, theirs = results[1][name], results[1][f"{name}, by FSDP2"]
+        for what in ("losses", "norms", "final"):
+            assert ours[what] == theirs[what], name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
