@@ -1,6 +1,6 @@
 """Ten steps in every layout beside one process: `benchmarks/equivalence.sh [--write FILE]`.
 
-It runs all rows of tests/distributed/equivalence_rows.py, prints the tables, and exits with 1 if a row misses its
+It runs all rows of tests/equivalence_rows.py, prints the tables, and exits with 1 if a row misses its
 tolerance. With --write it also replaces the tables in FILE between their markers.
 """
 

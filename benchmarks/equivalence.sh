@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 git describe --always --dirty # the commit that is measured
-export PYTHONPATH="tests:tests/distributed${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}"
 exec .venv/bin/python benchmarks/equivalence.py "$@"

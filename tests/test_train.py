@@ -268,7 +268,7 @@ def without_reading(self: Trainer) -> LoggedStep | None:
 
 
 def arm(step: Callable[[Trainer], LoggedStep | None]) -> None:
-    Trainer.step = step
+    Trainer.step = step  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
