@@ -65,11 +65,11 @@ class HangReport(Hook):
         """Whether this rank waits for others, its number, and words for where it is."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         ours = [frame for frame in frames if f"{os.sep}titanlite{os.sep}" in frame.filename]
-        at, inside = (f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (*ours[-1:], *frames[-1:]))
-        last, pending = last_collectives() if dist.is_initialized() else ("", [])
-        does = (
-            f"waits in {pending[-1]}" if pending else "is LATE" + (f": its last collective was {last}" if last else "")
+        at, inside = (
+            f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in ((ours or frames)[-1], frames[-1])
         )
+        last, pending = last_collectives() if dist.is_initialized() else ("none", [])
+        does = f"waits in {pending[-1]}" if pending else f"is LATE: its last collective was {last}"
         text = f"Rank {self._rank} ({self._host}), step {self._step + 1}, {does}, at {at}, inside of {inside}"
         return bool(pending), self._rank, text
 
@@ -87,4 +87,4 @@ def last_collectives() -> tuple[str, list[str]]:
     entries.sort(key=lambda entry: entry["time_created_ns"])
     names = [f"{entry['profiling_name']} number {entry['collective_seq_id']}" for entry in entries]
     waiting = [name for name, entry in zip(names, entries, strict=True) if not entry["retired"]]
-    return names[-1] if names else "", waiting
+    return names[-1] if names else "none", waiting
