@@ -91,6 +91,15 @@ checkpoint.async_mode = "process" => 'async'
 validation.prefetch = 3 => no longer a key
 validation.sources = [{source = "c4", max_epochs = 2}] => no longer a key
 checkpoint.keep_best = true =>
+checkpoint.initial_load_path = "nowhere" =>
+samples.freq = 5 =>
+validation.path = "text.jsonl" ; validation.source = "jsonl" => validation.source
+float8.enable_fsdp_float8_all_gather = true ; float8.recipe_name = "rowwise" => float8.enable_fsdp_float8_all_gather
+float8.precompute_float8_dynamic_scale_for_fsdp = true =>
+optimizer.stochastic_rounding = true =>
+parallelism.enable_async_tensor_parallel = true =>
+parallelism.pipeline_parallel_split_points = ["layers.2"] =>
+profiling.profiler_ranks = [1] =>
 checkpoint.folder = "/etc/passwd" =>
 checkpoint.folder = "tb" =>
 metrics.writers = ["none_such"] =>
@@ -216,6 +225,7 @@ NGPU=999999999999 launch => NGPU
 NNODES=many launch => NNODES
 NNODES=2 launch => MASTER_ADDR
 {MASTER} NODE_RANK=-1 launch => NODE_RANK
+{MASTER} NODE_RANK=2 launch => NODE_RANK
 NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS

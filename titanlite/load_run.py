@@ -112,7 +112,8 @@ def broken_rules(run: Run) -> list[tuple[str, str]]:
 
 
 def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
-    return [_model(run), layout_rules(run), _schedules(run, origins), _precision(run), _float8(run), _others(run)]
+    rules = [_model(run), layout_rules(run), _schedules(run, origins), _precision(run), _float8(run), _others(run)]
+    return [*rules, _without_effect(run)]
 
 
 def _model(run: Run) -> Problems:
@@ -229,13 +230,37 @@ def _float8(run: Run) -> Problems:
 
 
 def _others(run: Run) -> Problems:
-    checkpoint, profiling = run.job.checkpoint, run.job.profiling
-    if checkpoint.keep_best and not (checkpoint.enable and run.job.validation.freq):
-        yield "checkpoint.keep_best", "keeps nothing without checkpoint.enable and validation.freq. Set them."
+    profiling = run.job.profiling
     if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
         yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
     if (needed := profiling.profiler_warmup + profiling.profiler_active) > profiling.profile_freq:
         yield "profiling.profile_freq", f"must be at least profiler_warmup + profiler_active = {needed}."
+    if any(rank >= run.world_size for rank in profiling.profiler_ranks):
+        yield "profiling.profiler_ranks", f"names a rank that is not there: the last one is {run.world_size - 1}."
+
+
+def _without_effect(run: Run) -> Problems:
+    """Keys that ask for something which another key keeps from happening."""
+    job, layout, float8, validation = run.job, run.job.parallelism, run.job.float8, run.job.validation
+    no_freq = not validation.freq and "freq" not in validation.model_fields_set
+    has_bfloat16 = "bfloat16" in (run.state_dtype, job.training.dtype)
+    compiled = run.degrees.tensor > 1 and run.compiles("model")
+    gathers, scales = float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp
+    for key, has_no_effect, needed in (
+        ("samples.freq", job.samples.freq and not job.samples.prompts, "samples.prompts"),
+        ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
+        ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
+        ("checkpoint.keep_best", job.checkpoint.keep_best and not job.checkpoint.enable, "checkpoint.enable"),
+        ("float8.enable_fsdp_float8_all_gather", gathers and float8.recipe_name != "tensorwise", "tensorwise scales"),
+        ("float8.precompute_float8_dynamic_scale_for_fsdp", scales and not gathers, "enable_fsdp_float8_all_gather"),
+        ("optimizer.stochastic_rounding", job.optimizer.stochastic_rounding and not has_bfloat16, "bfloat16 state"),
+        ("parallelism.enable_async_tensor_parallel", layout.enable_async_tensor_parallel and not compiled,
+         "tensor parallelism of a compiled model"),
+        ("parallelism.pipeline_parallel_split_points",
+         layout.pipeline_parallel_split_points and run.degrees.pipeline == 1, "pipeline_parallel_degree > 1"),
+    ):  # fmt: skip
+        if has_no_effect:
+            yield key, f"has no effect without {needed}. Set both, or leave it out."
 
 
 # ------------------------------------------------------------------------------------------------ rules that read files
@@ -296,6 +321,9 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
+    resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
+    if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
+        yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
     for name in metrics.writers:

@@ -82,4 +82,6 @@ def test_the_command_prints_a_plan_and_the_fastest_jobs(job_file: Path, tmp_path
     assert "DOES NOT FIT" in said
     assert "tokens/s per device" in said
     assert "No single change of the job makes it fit" in said
-    assert "The best of " in titanlite(*words, "--search")
+    assert "The best of " in titanlite(*words, "--write", tmp_path / "best.toml")
+    assert "[job]" not in (tmp_path / "best.toml").read_text()  # folder and file are not those of the given job
+    assert "OK" in titanlite("check", "--job.config_file", tmp_path / "best.toml")

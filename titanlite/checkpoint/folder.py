@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +108,10 @@ class CheckpointFolder:
         self.ranks = Ranks(self.config.timeout_seconds)
         self.token = self.ranks.on_rank0(self._clean)
         probe = self.path / f"{step_folders.UNFINISHED}{self.token}"
-        if not all(self.ranks.gather(probe.exists())):
+        patience = time.monotonic() + 10  # network storage shows another node's file with a delay
+        while not (seen := probe.exists()) and time.monotonic() < patience:
+            time.sleep(0.5)
+        if not all(self.ranks.gather(seen)):
             raise UserError(f"{self.path} is not the same folder on all nodes. Put it on storage that they share.")
         self.ranks.on_rank0(probe.unlink)
 

@@ -12,7 +12,9 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.options import OptionRanks, Options, parse_beside_job
+from titanlite.config.files import write_whole
+from titanlite.config.load import dump_config
+from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import Forecast
@@ -40,6 +42,9 @@ class Plan(Options):
     """List what takes less memory even if the job fits."""
     search: bool = False
     """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
+    write: OptionPath | None = None
+    """Search, and write the job file of the fastest to this file, without [job], which names folder and file of
+    another."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -55,11 +60,14 @@ def main(argv: Sequence[str]) -> None:
         gpu = gpu.of_rank(run.world_size)
         if gpu.cpu:  # device and host are one memory there
             run = advice.with_keys(run, {"training.enable_cpu_offload": False})
-        if options.search:
+        if options.search or options.write:
             with advice.workers() as pool:
                 found, traced = advice.search(run, gpu, pool.map)
             if not found:
                 raise UserError(f"None of {traced} layouts fits. Take more or larger devices, or a smaller model.")
+            if options.write:
+                job = advice.with_keys(run, found[0][0]).job
+                write_whole(options.write, dump_config(job, without=("job",)).encode())
             best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found[:10]]
             text = json.dumps({"traced": traced, "best": best}) if options.as_json else _listed(best, traced)
         else:

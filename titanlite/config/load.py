@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,9 +176,9 @@ def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
     tyro.cli(keys_of_job, args=["--help"], prog="titanlite train", description=_TEXT, use_underscores=True)
 
 
-def dump_config(job: JobConfig) -> str:
-    """The job as TOML. A file with this text gives an equal `JobConfig` when it is loaded."""
-    return tomlkit.dumps(job.model_dump(exclude_none=True))
+def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
+    """The job as TOML, but for some sections. A file with this text gives an equal `JobConfig` when it is loaded."""
+    return tomlkit.dumps(job.model_dump(exclude_none=True, exclude={*without}))
 
 
 def resolve_path(path: str) -> Path:

@@ -54,6 +54,8 @@ def launch(argv: Sequence[str]) -> int:
     workers, nodes = variables.NGPU, (int(least), int(most or least))
     if nodes[0] > nodes[1]:
         raise UserError(f"NNODES={variables.NNODES}: the least number of machines comes first, then the most.")
+    if (variables.NODE_RANK or 0) >= nodes[1]:
+        raise UserError(f"NODE_RANK={variables.NODE_RANK} must be less than NNODES={variables.NNODES}.")
     if nodes[1] > 1 and variables.MASTER_ADDR is None:
         raise UserError(f"NNODES={variables.NNODES} needs MASTER_ADDR: the first machine, as others see it.")
     logged_ranks(workers * nodes[1])

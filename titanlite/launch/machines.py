@@ -10,10 +10,13 @@ well, and leaves the exit code in a file.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import signal
 import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from titanlite.runtime.logging import note
 from titanlite.runtime.process import leave, python_command, stop_signals
 
 FOLDER = "TITANLITE_MACHINE"  # environment variable: where the process of the machine leaves its number and its end
+SIOCGIFADDR = 0x8915  # of netdevice(7)
 MEET_SECONDS = 900  # for all machines to come, also for lost ones to come back
 
 
@@ -111,11 +115,16 @@ def _pass_on(signals: set[signal.Signals], child: Path) -> None:
 
 
 def _own_address(store: tuple[str, int]) -> str | None:
-    """The address by which the host of the store sees this machine; None: it cannot be found out. torch would take what
-    belongs to the name of this machine, which can be a loopback address."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(store)  # nothing is sent
-            return probe.getsockname()[0]
-    except OSError:
-        return None
+    """The address by which the host of the store sees this machine; None: it cannot be found out. gloo is told the
+    interface that has it, unless the user has named one. torch would take what belongs to the name of this machine,
+    which is a loopback address where /etc/hosts says so, as on Debian."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(store)  # nothing is sent
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # the interface has no address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return address
+    return None
