@@ -117,7 +117,7 @@ def test_a_run_is_saved_before_a_bad_record_ends_it_and_goes_on_where_such_recor
     assert 3 < last < 12
     assert f"The last good step is {last}, saved in" in said
     assert len(re.findall(bad, said)) == 1
-    reason = said[re.search(rf"\S*{bad}", said).start() :]
+    reason = said[said.index(re.findall(rf"\S*{bad}", said)[0]) :]
     assert (out / "train.log").read_text().endswith(as_logged(reason))
     assert len(re.findall(bad, run(out, code=2))) == 1
     assert max(losses(out)) == last

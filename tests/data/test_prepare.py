@@ -17,6 +17,7 @@ from titanlite.config.schema import Dataset, DataSource
 from titanlite.data.prepare import prepare
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.files import open_source
+from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import load_tokenizer
 
 TEXTS = some_texts(3000, words=120)
@@ -76,6 +77,7 @@ def test_threads_and_kills_change_no_byte(tmp_path, monkeypatch):
     assert len(one) > 10
     monkeypatch.setattr("titanlite.data.sources.shards._MOST_OPEN", 4)  # there are more shards than files may be open
     prepared, texts = open_source(shards_in(tmp_path / "one")), list(open_source(text))
+    assert isinstance(prepared, Shards)
     for i in permuted(np.arange(100), len(TEXTS), "some").tolist():
         assert prepared.record(i).tokens[1:-1].tolist() == TOKENIZER.encode(texts[i])
 
