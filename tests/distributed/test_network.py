@@ -94,7 +94,7 @@ def test_a_crash_on_one_machine_restarts_all_and_a_signal_to_one_saves_and_stops
     try:
         wait_for("saved step 5 ", tmp_path, running)
         os.kill(descendants(running[1].pid)[2], signal.SIGKILL)  # its launcher's child is a launcher, too
-        said = wait_for(r"resumed from step.*saved step", tmp_path, running)
+        said = wait_for(r"Resumed after step.*saved step", tmp_path, running)
         running[1].send_signal(signal.SIGTERM)
         assert [process.wait(120) for process in running] == [75, 75], said
     finally:
@@ -115,7 +115,7 @@ def test_the_run_goes_on_without_a_machine_that_is_lost(tmp_path: Path) -> None:
         wait_for("saved step 5 ", tmp_path, running)
         for pid in descendants(running[1].pid):
             os.kill(pid, signal.SIGKILL)
-        wait_for(r" 1 x cpu.*resumed from step.*saved step", tmp_path, running[:1])
+        wait_for(r" 1 x cpu.*Resumed after step.*saved step", tmp_path, running[:1])
         running[0].send_signal(signal.SIGTERM)
         assert running[0].wait(120) == 75
     finally:

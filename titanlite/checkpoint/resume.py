@@ -138,7 +138,7 @@ class Resumer:
         for name in (name for name in wanted if name.startswith("rng.")):
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state
             restore(wanted[name])
-        self._log(f"resumed from step {manifest['step']} ({path})")
+        self._log(f"Resumed after step {state['step']} of {path}: {state['tokens']:,} tokens seen")
         return {key: value for key, value in state.items() if key not in self._excluded}
 
     def _compare(self, path: Path, manifest: dict[str, Any]) -> None:

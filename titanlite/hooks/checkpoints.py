@@ -42,7 +42,6 @@ class Checkpoints(Hook):
         training.opened.callback(self._saver.close)
         if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:
             training.load_state_dict(state)
-            training.log(f"Resumed after step {state['step']}: {state['tokens']:,} tokens seen")
             self._saver.loaded_step = state["step"]
 
     def wants(self, step: int) -> Request:
