@@ -158,12 +158,14 @@ def test_changes_that_fit_are_listed_cheapest_first(
 def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job = run(16, compile={"enable": True})
-    found, count = advice.search(job, H100, map)
+    found, traced, candidates = advice.search(job, H100, map)
     jobs = [advice.with_keys(job, settings) for settings, _ in found]
-    assert 1 <= len(found) <= count < len([*advice.layouts(job, H100)])  # FP8 could not be traced
+    assert traced == advice.MOST < candidates == 1 + len([*advice.layouts(job, H100)])
+    assert all(settings for settings, _ in found[:-1])  # nothing stands behind the job as it is
     assert all(plan.fits for _, plan in found)
     assert {new.degrees.world for new in jobs} == {16}
     assert not any(broken_rules(new) for new in jobs)
     speeds = [plan.tokens_per_second for _, plan in found]
     assert speeds == sorted(speeds, reverse=True)
-    assert advice.search(run(8), H100, map, seconds=0) == ([], 0)
+    ((settings, _),), *counts = advice.search(run(8), H100, map, most=1)
+    assert (settings, counts[0]) == ({}, 1)  # which comes first

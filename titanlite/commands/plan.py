@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
     run = load_run(words, options.world_size or world_size())
+    out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
         from titanlite.plan import advice
 
@@ -62,17 +63,23 @@ def main(argv: Sequence[str]) -> None:
             run = advice.with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write:
             with advice.workers() as pool:
-                found, traced = advice.search(run, gpu, pool.map)
+                found, traced, of = advice.search(run, gpu, pool.map)
             if not found:
-                raise UserError(f"None of {traced} layouts fits. Take more or larger devices, or a smaller model.")
+                raise UserError(f"None of {traced} jobs fits. Take more or larger devices, or a smaller model.")
             if options.write:
                 job = advice.with_keys(run, found[0][0]).job
                 write_whole(options.write, dump_config(job, without=("job",)).encode())
             best = [{"options": advice.options(settings), **plan.model_dump()} for settings, plan in found[:10]]
-            text = json.dumps({"traced": traced, "best": best}) if options.as_json else _listed(best, traced)
+            result = {"traced": traced, "candidates": of, "best": best}
+            text = json.dumps(result) if options.as_json else _listed(best, f"{traced} of {of}")
         else:
-            plan = advice.make_plan(run, gpu, options.quick, options.remedies)
-            text = plan.model_dump_json() if options.as_json else "\n".join(_described(run, plan))
+
+            def tell(plan: Forecast) -> None:
+                if not options.as_json:
+                    print("\n".join(_described(run, plan)), file=out, flush=True)
+
+            plan = advice.make_plan(run, gpu, options.quick, options.remedies, tell)
+            text = plan.model_dump_json() if options.as_json else _advice(run, plan)
     print(text)
 
 
@@ -111,20 +118,24 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     yield from (f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}" for name, seconds in parts.items())
     days = plan.step_seconds * run.job.training.steps / 86400
     yield f"  {plan.tokens_per_second:,.0f} tokens/s per device, MFU {plan.mfu:.1%}, {days:,.2f} days for all steps\n"
+
+
+def _advice(run: Run, plan: Forecast) -> str:
     if plan.changes:
-        yield "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
-    elif not plan.fits:
-        yield plan.remedy()
-    elif plan.largest_local_batch_size is not None:
-        rows = run.job.training.local_batch_size
-        yield f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
+        return "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
+    if not plan.fits:
+        return plan.remedy()
+    if plan.largest_local_batch_size is None:
+        return ""
+    rows = run.job.training.local_batch_size
+    return f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
 
 
-def _listed(best: Sequence[Mapping[str, Any]], traced: int) -> str:
+def _listed(best: Sequence[Mapping[str, Any]], traced: str) -> str:
     """What a search has found, as text."""
-    lines = [f"The best of {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}"]
+    lines = [f"The best of the {traced} jobs that were traced, for {best[0]['world_size']} x {best[0]['gpu']}"]
     lines.append(f"\n{'tokens/s':>10}{'MFU':>7}{'peak GiB':>10}   job")
     for plan in best:
-        words = " ".join(plan["options"])
+        words = " ".join(plan["options"]) or "(as it is)"
         lines.append(f"{plan['tokens_per_second']:>10,.0f}{plan['mfu']:>7.1%}{plan['peak'] / GIB:>10.1f}   {words}")
     return "\n".join(lines)

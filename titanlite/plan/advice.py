@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 from titanlite.config.run import Run
@@ -24,8 +24,11 @@ from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import MOST_TOKENS, trace_run, with_keys
 from titanlite.runtime.logging import note
+from titanlite.runtime.process import PARENT, serve_parent
 
 WORKERS = 2  # processes that trace
+MOST = 40  # jobs that a search traces: two minutes for a model of 8 billion parameters on two cores
+_SAY_SECONDS = 10.0
 Settings = Mapping[str, Any]
 """A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
@@ -33,30 +36,58 @@ SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.s
 HALF_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 OFFLOAD = {"training.enable_cpu_offload": True}
+FP8_GATHER = {
+    "float8.enable_fsdp_float8_all_gather": True,
+    "float8.precompute_float8_dynamic_scale_for_fsdp": True,
+}
 _POWERS = (1, 2, 4, 8, 16)
 Apply = Callable[..., Iterable[Any]]
 """`map`, or that method of a pool of processes."""
 
 
-def make_plan(run: Run, gpu: Gpu, quick: bool = False, remedies: bool = False) -> Forecast:
+def make_plan(
+    run: Run,
+    gpu: Gpu,
+    quick: bool = False,
+    remedies: bool = False,
+    tell: Callable[[Forecast], None] = lambda plan: None,
+) -> Forecast:
     """The plan of a run, with the largest batch that fits (unless `quick`), or with what makes the run fit.
 
     Args:
         gpu: What each rank has.
         remedies: List what takes less memory even if the run fits.
+        tell: Gets the plan before anything else is traced.
     """
     # A pipeline has several kinds of ranks to trace. For less it would not pay to start processes.
     with workers() if run.degrees.pipeline > 2 else nullcontext() as pool:
         apply = pool.map if pool else map
         plan = forecast(run, trace_run(run, gpu.fp8 > 0, apply), gpu)
+        tell(plan)
         if not plan.fits or remedies:
             return plan.model_copy(update={"changes": what_fits(run, plan, gpu, apply)})
         return plan if quick else plan.model_copy(update={"largest_local_batch_size": largest(run, plan, gpu, apply)})
 
 
-def workers() -> Executor:
-    """Processes for traces, which print to standard error alone."""
-    return ProcessPoolExecutor(WORKERS, get_context("spawn"), os.dup2, (2, 1))
+@contextmanager
+def workers() -> Iterator[Executor]:
+    """Processes for traces, which print to standard error alone. They end with this process, also if it is interrupted
+    or killed."""
+    pool = ProcessPoolExecutor(WORKERS, get_context("spawn"), _begin_worker, (os.getpid(),))
+    try:
+        yield pool
+    except BaseException:
+        for child in active_children():
+            child.kill()  # a trace takes long, and nobody waits for it
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    os.environ[PARENT] = str(parent)
+    serve_parent()
+    os.dup2(2, 1)
 
 
 def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
@@ -86,7 +117,7 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int 
     """Changes that make a run fit which does not, cheapest first."""
     changes = list[str]()
     for tries in _remedies(run):
-        for settings, after in _fastest(run, tries, gpu, apply)[0]:
+        for settings, after in _fastest(run, tries, gpu, apply):
             if after.needs < plan.needs:
                 price = 1 - after.tokens_per_second / plan.tokens_per_second
                 speed = f"{abs(price):.0%} {'slower' if price > 0 else 'faster'}" if abs(price) > 0.005 else "as fast"
@@ -96,32 +127,41 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int 
     return tuple(changes[:most])
 
 
-def search(run: Run, gpu: Gpu, apply: Apply, seconds: float = 120.0) -> tuple[list[tuple[Settings, Forecast]], int]:
-    """Other layouts of a run that fit, with their plans, fastest first, and how many were traced.
+def search(run: Run, gpu: Gpu, apply: Apply, most: int = MOST) -> tuple[list[tuple[Settings, Forecast]], int, int]:
+    """The run as it is, if it fits, after its layouts that fit and are faster; with their plans, fastest first.
 
-    They are traced in the order of a guess at their speed.
+    The run is traced first, then so many layouts in the order of a guess at their speed.
 
-    Args:
-        seconds: After this time no further trace is started.
+    Returns:
+        The settings and their plans; how many jobs were traced; and of how many.
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
-    return _fastest(run, tries, gpu, apply, time.time() + seconds)
+    chosen: list[Settings] = [{}, *tries[: most - 1]]
+    note(f"Tracing {len(chosen)} of {1 + len(tries)} jobs.")
+    found = _fastest(run, chosen, gpu, apply, says=True)
+    own = next((place for place, (settings, _) in enumerate(found) if not settings), len(found))
+    return found[: own + 1], len(chosen), 1 + len(tries)
 
 
 def _fastest(
-    run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, until: float = float("inf")
-) -> tuple[list[tuple[Settings, Forecast]], int]:
-    """The changes that fit, with their plans, fastest first, and how many of all were traced."""
-    plans = apply(partial(_plan, run=run, gpu=gpu, until=until), tries)
-    traced = [(settings, plan) for settings, plan in zip(tries, plans, strict=True) if plan]
-    return sorted([each for each in traced if each[1].fits], key=lambda each: -each[1].tokens_per_second), len(traced)
+    run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, says: bool = False
+) -> list[tuple[Settings, Forecast]]:
+    """The changes that fit, with their plans, fastest first. `says`: how many were traced, every ten seconds."""
+    found, said = list[tuple[Settings, Forecast]](), time.monotonic()
+    for number, plan in enumerate(apply(partial(_plan, run=run, gpu=gpu), tries), 1):
+        if plan is not None and plan.fits:
+            found.append((tries[number - 1], plan))
+        if says and time.monotonic() - said > _SAY_SECONDS:
+            said = time.monotonic()
+            note(f"{number} of {len(tries)} jobs traced")
+    return sorted(found, key=lambda each: -each[1].tokens_per_second)
 
 
-def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map, until: float = float("inf")) -> Forecast | None:
-    """The plan of a changed run. None if it breaks a rule, is the same, or has a state that is too large; after the
-    time `until`; or if it cannot be traced, which is said, because the advice about other changes holds without it."""
+def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecast | None:
+    """The plan of a changed run. None if it breaks a rule, is the same, or has a state that is too large; or if it
+    cannot be traced, which is said, because the advice about other changes holds without it."""
     new = changed(run, settings)
-    if new is None or new.job == run.job or time.time() > until:
+    if new is None or (settings and new.job == run.job):
         return None
     # On a CPU device and host are one memory.
     if gpu.cpu if new.job.training.enable_cpu_offload else state_bytes(new) > gpu.memory:
@@ -167,12 +207,21 @@ def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
         "context_parallel": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
         "data_parallel_replicate": [1, world // gpu.machine] if several else [1],
     }
-    float8 = [False, True] if gpu.fp8 and run.compiles("model") else [False]
+    compiles = not gpu.cpu or run.compiles("model")
+    float8 = [False, True] if gpu.fp8 and compiles else [False]
     again: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
-    for sizes, fp8, recompute in itertools.product(itertools.product(*degrees.values()), float8, again):
+    schedules = ("1F1B", "Interleaved1F1B")
+    for sizes, schedule, fp8, recompute in itertools.product(
+        itertools.product(*degrees.values()), schedules, float8, again
+    ):
         tensor, pipeline, context, _ = sizes
-        layout: Settings = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
+        if pipeline == 1 and schedule != schedules[0]:
+            continue
+        layout: dict[str, Any] = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
         layout = {**layout, "parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **recompute}
+        layout |= {"compile.enable": True} if compiles else {}
+        layout |= FP8_GATHER if fp8 else {}
+        layout |= {"parallelism.pipeline_parallel_schedule": schedule} if pipeline > 1 else {}
         fit: list[Settings] = []
         for rows in _POWERS:
             batch = training.global_batch_size
@@ -204,7 +253,7 @@ def _guessed_time(run: Run) -> float:
     """A guess at the time of a token, of which only the order counts: the jobs that are traced first."""
     degree, job = run.degrees, run.job
     again = {"full": 4 / 3, "selective": 7 / 6}.get(job.activation_checkpoint.mode, 1.0)
-    idle = 1 + (degree.pipeline - 1) / run.microbatches
+    idle = 1 + (degree.pipeline - 1) / run.microbatches * degree.pipeline / max(1, len(run.stages))
     traffic = 1 + 0.1 * (degree.tensor > 1) + 0.1 * (degree.context > 1)
     return again * idle * traffic / (1.5 if job.float8.enable else 1.0) - 0.001 * job.training.local_batch_size
 

@@ -24,7 +24,7 @@ STORE = "TITANLITE_STORE"  # environment variable that the launcher sets: the fi
 # SIGHUP: the terminal is gone. SIGUSR1: the usual warning of Slurm before it kills.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-_PARENT = "TITANLITE_PARENT"  # environment variable of a child: the process id of its parent
+PARENT = "TITANLITEPARENT"  # environment variable of a child: the process id of its parent
 
 
 def start_python(
@@ -60,7 +60,7 @@ def python_command(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return [sys.executable, "-P", *words], {"PYTHONPATH": path, _PARENT: str(os.getpid())}
+    return [sys.executable, "-P", *words], {"PYTHONPATH": path, PARENT: str(os.getpid())}
 
 
 def begin() -> None:
@@ -130,7 +130,7 @@ def leave(code: int) -> NoReturn:
 def _end_with_parent(number: signal.Signals) -> None:
     """Let Linux send the signal `number` to this process when the thread that started it ends, even by SIGKILL. Then
     take signals: they were blocked since the start."""
-    if parent := os.environ.pop(_PARENT, None):  # it is not the parent of the processes that this one starts
+    if parent := os.environ.pop(PARENT, None):  # it is not the parent of the processes that this one starts
         if sys.platform == "linux":
             import ctypes
 
