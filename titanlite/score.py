@@ -88,6 +88,8 @@ def evaluate_text(
         UserError: a value is not allowed, a file is missing, or a record cannot be read.
         CheckpointError: there is no good checkpoint, or the model's output is not finite.
     """
+    if not data or isinstance(data, str):
+        raise UserError("data: a list of files is needed, with one at least.")
     options, files, saved = Scoring(**settings), [Path(file) for file in data], known_job(Path(checkpoint))
     window = options.window or saved.training.seq_len
     stride = options.stride or max(1, window // 2)

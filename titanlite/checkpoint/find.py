@@ -134,8 +134,8 @@ def job_of(step_folder: Path) -> JobConfig:
     if job is None and config.is_file():
         return load_job(["--job.config_file", str(config)])
     if job is None:
-        problem = f"{step_folder} does not say which model and tokenizer it has, and there is no {config}"
-        raise CheckpointError(f"{problem}. Copy the config.toml of the run there.")
+        problem = f"{step_folder} does not say which model and tokenizer it has: it was imported. Start a run from it"
+        raise CheckpointError(f"{problem} (checkpoint.initial_load_path), or write its job file to {config}.")
     read, mistakes = JobConfig.read(job)
     # Without keys and choices of earlier versions the job is the same.
     if found := [each.found for each in mistakes if each.kind not in ("gone", "literal_error")]:

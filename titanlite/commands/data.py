@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -22,7 +22,7 @@ class Prepare(Options):
     out: OptionPath
     """Folder for the shards. The work of an interrupted `prepare` in this folder is kept and continued."""
     workers: PositiveInt | None = None
-    """Number of processes that tokenize. Left out: one per core of the machine."""
+    """Number of threads that tokenize. Left out: one per core of the machine."""
 
 
 def prepare(argv: Sequence[str]) -> None:
@@ -62,6 +62,8 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     from titanlite.data.stream import BatchReader, OutOfData, training_data
     from titanlite.data.tokenizer import load_tokenizer
 
+    if step > run.job.training.steps:
+        raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
     data, lines = training_data(run, load_tokenizer(run.tokenizer_path)), list[str]()
     if row is not None and row >= run.global_batch_size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
@@ -83,6 +85,12 @@ def show_step(run: Run, step: int, row: int | None) -> str:
 
 class Train(Options):
     """Train a byte-level BPE on the data of a job, with Llama 3's split pattern and special tokens."""
+
+    dropped: ClassVar = {
+        "data": (None, "is gone: the keys of a job name the text, as in --dataset.source jsonl --dataset.path FILE."),
+        "text_column": (None, "is gone: --dataset.text_column."),
+        "holdout": (None, "is gone: compare the bits per byte of validations with each tokenizer."),
+    }
 
     vocab_size: Annotated[int, Field(gt=512, lt=1 << 24)]
     """Number of ids: the 256 bytes, the tokens that BPE merges from them, and Llama 3's 256 special tokens."""

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, ClassVar, cast
 
 import tyro
 
@@ -21,11 +21,14 @@ from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, Options, parse_beside_job
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
+_GONE = "flavor torchtitan_version n_heads rope_theta rope_scaling_factor norm_eps max_seq_len".split()  # noqa: SIM905
 _KEYS = "With --torchtitan, a job says which model it is: --job.config_file FILE, or keys such as --model.flavor 8b."
 
 
 class Import(Options):
     """Make a checkpoint from published weights."""
+
+    dropped: ClassVar = {name: (None, _KEYS) for name in _GONE}
 
     out: OptionPath
     """Folder of checkpoints in which step-00000000 is made."""

@@ -116,6 +116,9 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
         kinds = types_in(field.annotation) if field else set()
         if flag == HELP:
             values[HELP] = given
+        elif key in SECTIONS:
+            keys = ", ".join(f"{flag}.{key}" for key in SECTIONS[key].model_fields)
+            mistakes.append(Mistake(flag, flag, f"is a section, whose keys are {keys}."))
         elif field is None or (key != name and bool not in kinds):
             mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
         elif bool in kinds and not given:

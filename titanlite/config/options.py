@@ -47,6 +47,7 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
         UserError: a value that is not allowed.
         SystemExit: 2 after a message about an unknown, a missing or a malformed option.
     """
+    _check_flags(options, argv)
     return tyro.cli(options, args=list(argv), prog=f"titanlite {command}", config=_STYLE)
 
 
@@ -55,6 +56,7 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
+    _check_flags(options, argv)
     prog, text = f"titanlite {command}", f"{options.__doc__}\n\n{keys}"
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
     flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
@@ -65,8 +67,24 @@ def parse_beside_job(
     return own, words
 
 
+def _check_flags(options: type[Options], argv: Sequence[str]) -> None:
+    """Raises UserError: an option of an earlier version, with what to use instead, or one that stands there twice."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
+        name = flag[2:].replace("-", "_")
+        if name in options.dropped:
+            raise UserError(f"{flag}: {options.dropped[name][1]}")
+        if flags.count(flag) > 1 and name in options.model_fields:
+            raise UserError(f"{flag}: stands there twice. Give it once, with all of its values.")
+
+
 class Generation(Options):
     """How texts are completed."""
+
+    dropped: ClassVar = {
+        "stop": (None, "is gone: cut the text at what you look for."),
+        "top_p": (None, "is gone: --top-k and --temperature narrow the sampling."),
+    }
 
     max_new_tokens: PositiveInt = 100
     """Longest completion, in tokens. It ends earlier if the model ends the document or reaches its max_seq_len."""
