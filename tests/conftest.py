@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -58,16 +59,24 @@ def order(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("xdist_group") else 2
 
 
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # not imported for tests that need no torch
+    return distributed is not None and distributed.is_initialized()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Commands that a test calls in this process set variables and loggers for a process of their own. Put both back,
-    because the next test in this worker may be any. They also set the level of torch's handlers, among which are
-    pytest's own: without this, `caplog` would miss all warnings from then on."""
-    environment = dict(os.environ)
+    """Commands that a test calls in this process set variables and loggers for a process of their own, and leave a
+    process group when they end with an error. Put all back, because the next test in this worker may be any. They
+    also set the level of torch's handlers, among which are pytest's own: without this, `caplog` would miss all
+    warnings from then on."""
+    environment, had_group = dict(os.environ), _has_process_group()
     loggers = [logging.getLogger(name) for name in ("titanlite", "py.warnings")]
     before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
     levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     yield
+    if _has_process_group() and not had_group:
+        sys.modules["torch.distributed"].destroy_process_group()
     for logger, (propagate, level, handlers) in zip(loggers, before, strict=True):
         logger.propagate, logger.handlers = propagate, handlers
         logger.setLevel(level)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +47,17 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, keys, kep
     assert names(tmp_path) == [*others, "step-00000007"]
 
 
+def scored(run: TinyRun, step: int, loss: float) -> dict[str, Any]:
+    return run.train_state(step) | {"hooks": {"BestCheckpoint": {"step": step, "loss": loss}}}
+
+
+def best_of(folder: Path) -> str:
+    return checkpoints_at(folder / "best")[0].name
+
+
 def test_the_link_leads_to_the_best_one_which_stays_until_a_better_one_is_saved(tmp_path):
     run, folder = TinyRun(), tmp_path / "checkpoint"
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 3.5, 6: 2.0, 8: 1.0}
     for steps, best, kept, keys in (
         (range(1, 6), 2, [2, 5], {"async_mode": "async"}),
         ([6], 6, [6], {}),
@@ -55,14 +65,42 @@ def test_the_link_leads_to_the_best_one_which_stays_until_a_better_one_is_saved(
     ):
         folder.mkdir(exist_ok=True)
         (folder / ".best.new").symlink_to("anything")  # a kill has left it
-        manager = run.manager(folder, keep_latest_k=1, **keys)
-        manager.saver.best_step = best
+        manager = run.manager(folder, keep_latest_k=1, keep_best=True, **keys)
         for step in steps:
-            manager.save(step, run.train_state(step), last=step == 8)
+            assert manager.saver.improves(losses[step]) == (step in (1, 2, 6, 8))
+            manager.save(step, scored(run, step, losses[step]), last=step == 8)
         manager.close()
         assert names(folder) == ["best", *map(step_folders.step_name, kept)]
-        assert checkpoints_at(folder / "best")[0].name == step_folders.step_name(best)
+        assert best_of(folder) == step_folders.step_name(best)
     assert (folder / "best").resolve() == tmp_path / "final" / "step-00000008"
+
+
+def test_the_files_alone_say_which_one_is_the_best(tmp_path):
+    run = TinyRun()
+    manager = run.manager(tmp_path, keep_best=True)
+    manager.save(2, run.train_state(2) | {"validation_loss": 2.0})  # as an earlier version has written it
+    manager.save(4, scored(run, 4, 1.0))
+    manager.save(6, scored(run, 4, 1.0))  # step 6 was not validated
+    manager.close()
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to("step-00000002")  # a kill came before the link was moved
+    manager = run.manager(tmp_path, keep_best=True)
+    manager.load()
+    manager.saver.link_best()
+    manager.close()
+    assert best_of(tmp_path) == "step-00000004"
+    manager = run.manager(tmp_path, keep_best=True, keep_latest_k=1, load_step=2)  # 4 and 6 make room
+    manager.load()
+    manager.saver.link_best()
+    assert best_of(tmp_path) == "step-00000002"
+    (tmp_path / "step-00000003").mkdir()  # in the way of the save
+    manager.save(3, scored(run, 3, 0.5))
+    assert manager.stats()["failed_saves"] == 1
+    assert manager.saver.improves(0.9)
+    (tmp_path / "step-00000003").rmdir()
+    manager.save(5, scored(run, 5, 3.0))
+    manager.close()
+    assert best_of(tmp_path) == "step-00000002"
 
 
 VALIDATED = """
@@ -92,7 +130,7 @@ def test_a_run_that_gets_worse_keeps_its_best_step_over_a_restart(tmp_path: Path
     link.unlink()
     link.symlink_to("step-00000099")  # as of a run that went back to an earlier step
     titanlite(*words, "--training.steps", 12)
-    assert not link.is_symlink()
+    assert link.resolve().name == step_folders.step_name(best)
 
 
 @pytest.mark.parametrize("model_only", [False, True])

@@ -29,6 +29,7 @@ def test_a_world_that_no_launcher_has_described_is_answered_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert cli.main(["train"]) == 2
     assert "MASTER_PORT" in capsys.readouterr().err

@@ -7,6 +7,8 @@ costs nothing but itself.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.published import checkpoint_weights, export_hf
-from titanlite.config.errors import UserError
+from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST
 from titanlite.runtime.logging import Event
 
@@ -39,7 +41,6 @@ class Saver:
 
     Attributes:
         loaded_step: the step that the live state was loaded from, if it was. Who loads it sets this.
-        best_step: the step whose checkpoint the link `best` is to lead to, once that is complete.
 
     Raises:
         UserError: the async mode needs a GPU.
@@ -52,7 +53,6 @@ class Saver:
         saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.loaded_step: int | None = None
-        self.best_step: int | None = None
         self._folder, self._live, self._write_tokenizer, self._saved = folder, folder.live, write_tokenizer, saved
         self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
         self._begun = self._failed = self._waits = 0
@@ -79,6 +79,27 @@ class Saver:
         """Counters for the metrics, alike on all ranks: saves that failed, and those that found the one before still
         under way."""
         return {"failed_saves": self._failed, "save_waits": self._waits}
+
+    def improves(self, loss: float) -> bool:
+        """Whether no checkpoint has such a low validation loss, and `checkpoint.keep_best` so asks for a save."""
+
+        def is_lowest() -> bool:
+            try:
+                return loss < self._find_best()[0]
+            except CheckpointError:  # one cannot be read now, and a save too many costs least
+                return True
+
+        self.settle()  # because a save in a thread talks to the other ranks, too
+        return self._ranks.on_rank0(is_lowest)
+
+    def link_best(self) -> None:
+        """With `checkpoint.keep_best`, let the link `best` lead to the best checkpoint. Without one there is no link.
+
+        Raises:
+            CheckpointError: a manifest cannot be read now.
+        """
+        if self._config.keep_best:
+            self._ranks.on_rank0(self._link_best)
 
     def save(self, step: int, train_state: dict[str, Any], *, last: bool = False) -> None:
         """Save the live state as `step-<step>`; does nothing if it is saved already.
@@ -167,8 +188,6 @@ class Saver:
             staged = tensors.result() if isinstance(tensors, Future) else tensors
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp_save(staged, storage_writer=writer, planner=planner, process_group=self._ranks.group)
-            if self._ranks.rank == 0 and writer.step == self.best_step:
-                step_folders.point(self._folder.path / step_folders.BEST, writer.target)
         except (CheckpointException, OSError, RuntimeError, MemoryError) as error:
             if self._ranks.rank == 0:
                 self._log(Event(f"save of step {writer.step} FAILED ({reason(error)})", "failed save", writer.step))
@@ -188,8 +207,10 @@ class Saver:
         try:
             found = step_folders.list_checkpoints(self._folder.path)
             complete = [path for path in found if (path / MANIFEST).is_file()]
+            if self._config.keep_best:
+                self._link_best()
             best = (self._folder.path / step_folders.BEST).resolve()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:  # the best one is not known, and could be among them
             return self._log(f"no old checkpoint is removed: {error}")
         for path in complete[:-latest] if latest else []:
             try:
@@ -197,6 +218,28 @@ class Saver:
                     step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
+
+    def _find_best(self) -> tuple[float, Path | None]:
+        """The lowest validation loss of the checkpoints, and the one that has it, the earlier one of two equal ones."""
+        lowest, best = math.inf, None
+        for path in step_folders.list_checkpoints(self._folder.path, self._folder.path.parent / "final"):
+            with contextlib.suppress(Damage):  # it is no candidate
+                manifest = step_folders.read_manifest(path)
+                state = manifest["info"]["train_state"]
+                scored = state.get("hooks", {}).get("BestCheckpoint", {})
+                ours = scored.get("step") == manifest["step"]
+                loss = scored["loss"] if ours else state.get("validation_loss", math.inf)  # so it was in version 0.2
+                if loss < lowest:
+                    lowest, best = loss, path
+        return lowest, best
+
+    def _link_best(self) -> None:
+        link, (loss, best) = self._folder.path / step_folders.BEST, self._find_best()
+        if best is None:
+            link.unlink(missing_ok=True)
+        elif link.resolve() != best.resolve():
+            step_folders.point(link, best)
+            self._log(f"{best.name} has the lowest validation loss so far, {loss:.4f}: {link} leads to it")
 
     def _keep_or_supersede(self, path: Path, step: int) -> bool:
         """On rank 0: whether an earlier start wrote this and nothing was trained since. Else it makes room."""

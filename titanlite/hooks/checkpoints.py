@@ -16,7 +16,6 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.step_folders import BEST
 from titanlite.config.errors import CheckpointError
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook, Request, Training
@@ -27,7 +26,7 @@ class Checkpoints(Hook):
     """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
 
     def built(self, training: Training) -> None:
-        self._training, self._interval = training, training.run.job.checkpoint.interval
+        self._training, self._interval, self._best_step = training, training.run.job.checkpoint.interval, 0
 
     def load(self) -> None:
         training, run, job = self._training, self._training.run, self._training.run.job
@@ -43,16 +42,18 @@ class Checkpoints(Hook):
         if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:
             training.load_state_dict(state)
             self._saver.loaded_step = state["step"]
+            self._saver.link_best()  # a kill may have come between a save and the link, or the run goes back
 
     def wants(self, step: int) -> Request:
         return Request(save=step % self._interval == 0)
 
-    def save_best(self, step: int) -> None:
-        """Save `step`, which has just been done, and let the link `best` lead to it."""
-        self._saver.best_step = step
+    def save_if_best(self, step: int, loss: float) -> None:
+        """Save `step`, which has just been done, if no checkpoint has such a low validation loss."""
+        if self._saver.improves(loss):
+            self._best_step = step
 
     def act(self, step: int, asked: Request) -> None:
-        if asked.save or step == self._saver.best_step:
+        if asked.save or step == self._best_step:
             for hook in self._training.hooks:
                 hook.saving(step)
             with self._training.meter.timing("checkpoint"):
@@ -77,30 +78,22 @@ class Checkpoints(Hook):
 
 
 class BestCheckpoint(Hook):
-    """Lets the weights with the lowest validation loss of the run be saved, and the link `best` lead to them.
+    """Lets the weights with the lowest validation loss be saved.
 
-    It does not look for the checkpoints on the disk. What is known of the loss comes with the one that is loaded.
+    The validation loss of a step is a part of its checkpoint, so that the files alone say which one is the best.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints, self._lowest = checkpoints, math.inf
-
-    def built(self, training: Training) -> None:
-        self._training = training
-
-    def started(self, step: int) -> None:
-        link = self._training.run.checkpoint_folder / BEST
-        if self._training.rank == 0 and not link.exists():  # the run went back to before it
-            link.unlink(missing_ok=True)
+        self._checkpoints = checkpoints
+        self._validated: dict[str, Any] = {}
 
     def validated(self, step: int, score: Mapping[str, float]) -> None:
-        if step and score["loss"] < self._lowest:  # the weights before the first step do not count
-            self._lowest = score["loss"]
-            self._checkpoints.save_best(step)
-            self._training.log(f"the validation loss after step {step} is the lowest so far: {self._lowest:.4f}")
+        if step and math.isfinite(score["loss"]):  # the weights before the first step do not count
+            self._validated = {"step": step, "loss": score["loss"]}
+            self._checkpoints.save_if_best(**self._validated)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loss": self._lowest} if math.isfinite(self._lowest) else {}
+        return self._validated
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._lowest = state["loss"]
+        self._validated = state
