@@ -205,6 +205,9 @@ tokenizer train => --out
 tokenizer train --vocab-size 5 --out x => vocab_size = 5
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 plan --memory 1e300 => memory
+plan --quick --write job.toml => --write job.toml: It exists
+import --hf run --out x --foo 1 => --foo
+check --dataset.source text --dataset.path packed.gz => decompress
 report run --out job.toml => --out job.toml
 report run --out pipe => pipe
 report nowhere => nowhere
@@ -325,6 +328,7 @@ def place(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.jsonl").write_text(TEXT)
     (tmp_path / "dangling").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "packed.gz").touch()
     monkeypatch.chdir(tmp_path)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -95,7 +95,10 @@ def evaluate_text(
     stride = options.stride or max(1, window // 2)
     if stride >= window:
         raise UserError(f"--stride {stride}: must be less than the window of {window} tokens, or some are not scored.")
-    sources = [open_source(source_of_file(file, options.text_column)) for file in files]
+    try:
+        sources = [open_source(source_of_file(file, options.text_column)) for file in files]
+    except UserError as error:
+        raise UserError(str(error).replace("dataset.path =", "--data")) from None
     run = _run_for(saved, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), window, stride)
     folder, total = _sum_of_losses(run, Path(checkpoint), texts, log)

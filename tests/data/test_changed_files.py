@@ -13,6 +13,7 @@ from data_helpers import hide_bad_records, make_loader, run_of, some_texts, writ
 from small_runs import SMALL, as_logged, launched, logged, losses, start, wait_for_step
 from test_worker import workers
 
+from titanlite import Trainer, load_job
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 from titanlite.data.prepare import prepare
@@ -79,6 +80,15 @@ def job(tmp_path):
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
     (tmp_path / "job.toml").write_text(f'{SMALL}[dataset]\nsource = "jsonl"\npath = "{tmp_path}/text.jsonl"\n')
     return tmp_path / "job.toml"
+
+
+def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_path):
+    words = ["--job.config_file", str(job), "--job.dump_folder", str(tmp_path / "run")]
+    with Trainer(load_job(words)) as trainer:
+        trainer.loader.failure = lambda steps: UserError("it cannot be read")
+        with pytest.raises(UserError, match="it cannot be read"):
+            trainer.train()
+    assert not [*tmp_path.glob("run/checkpoint/step-*")]
 
 
 @pytest.mark.slow

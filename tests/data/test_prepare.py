@@ -120,10 +120,17 @@ def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards
     assert {file.name: file.stat().st_mtime_ns for file in shards.iterdir()} == before
     (tmp_path / "file").touch()
     (tmp_path / "manifest.json").write_text("[]")
+    damaged = shutil.copytree(shards, tmp_path / "damaged")
+    manifest = json.loads((damaged / "manifest.json").read_text())
+    (damaged / "manifest.json").write_text(json.dumps(manifest | {"shards": None}))
+    (tmp_path / "another's").mkdir()
+    (tmp_path / "another's" / "shard-00000.bin").touch()
     for other, out, message in [
         (dataset_of(tmp_path, TEXTS[:50]), shards, "made with another source"),
         (dataset.model_copy(update={"on_bad_record": "skip"}), shards, "made with another on bad record"),
         (dataset, tmp_path, "manifest.json"),
+        (dataset, damaged, "manifest.json: .*damaged"),
+        (dataset, tmp_path / "another's", "is not empty"),
         (dataset, tmp_path / "file" / "out", "cannot be made"),
     ]:
         with pytest.raises(UserError, match=message):

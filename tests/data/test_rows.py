@@ -305,6 +305,10 @@ def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(t
         rows = ranks.state()["schedule"]["rows"]
         assert [now - then for now, then in zip(rows, before, strict=True)] == [[4, 4], [2, 6], [0, 8]][step // 2]
         before = rows
+    for wrong in ((1.0,), (0.0, 0.0)):
+        stages = (DataStage(start_step=1, weights=wrong),)
+        with pytest.raises(UserError, match=r"dataset\.stages"):  # without the rules of a whole job
+            Ranks(Dataset(sources=sources, stages=stages, num_workers=0), 1, global_batch=8)
 
 
 # -------------------------------------------------------------------------------------------------------------- states

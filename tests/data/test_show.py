@@ -36,6 +36,12 @@ def test_it_shows_the_text_that_training_saw(tmp_path, capsys, packing, holdout)
         assert text.startswith(TOKENIZER.decode(tokens).split("<|end_of_text|><|end_of_text|>")[0])
 
 
+def test_padding_is_no_text(tmp_path, capsys):
+    dataset = dataset_of(tmp_path, ["word " * 18] * 20, packing="best_fit")  # two do not fit into one row
+    output, _ = show(capsys, dataset, "--row", 0)
+    assert re.search(r"tokens 0 to (\d+)\n.*\n--- \d+ tokens of padding\n$", output, re.DOTALL)
+
+
 def test_places_ranks_and_mistakes_are_named_and_nothing_commands_the_terminal(tmp_path, capsys):
     heading, place, *_ = show(capsys, Dataset(), "--row", 2)[0].split("\n")
     assert heading == "=== step 1, row 2, python_stdlib"

@@ -237,6 +237,14 @@ def test_what_is_no_llama_job_of_torchtitans_is_refused_in_words(text: str, word
     assert "Traceback" not in said
 
 
+def test_only_keys_of_the_old_file_are_said_to_be_renamed_and_each_of_them_is_in_the_report(capsys):
+    Path("old.toml").write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
+    assert cli.main(["migrate", "old.toml"]) == 0
+    report = capsys.readouterr().err
+    assert "training.dataset ->" not in report
+    assert "checkpoint.initial_load_path" in report
+
+
 def test_the_command_writes_a_whole_file_or_prints_it(capsys: pytest.CaptureFixture[str]):
     old, new = Path("old.toml"), Path("made/new.toml")
     old.write_text(OF_02)

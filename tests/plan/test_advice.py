@@ -160,6 +160,8 @@ def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(monkeypatc
     job = run(16, compile={"enable": True})
     found, traced, candidates = advice.search(job, H100, map)
     jobs = [advice.with_keys(job, settings) for settings, _ in found]
+    rowwise = run(8, float8={"recipe_name": "rowwise"})
+    assert any(each.get("float8.enable") for each in advice.layouts(rowwise, H100))
     assert traced == advice.MOST < candidates == 1 + len([*advice.layouts(job, H100)])
     assert all(settings for settings, _ in found[:-1])  # nothing stands behind the job as it is
     assert all(plan.fits for _, plan in found)

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError
-from titanlite.config.files import short
+from titanlite.config.mistakes import short
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, which works on one process, too
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titanlite.config.files import short
+from titanlite.config.mistakes import short
 
 HARMLESS, CURVE, REFUSED = "harmless", "changes the curve", "refused"
 REMEDY = (

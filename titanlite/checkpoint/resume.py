@@ -74,7 +74,8 @@ class Resumer:
         earlier, later = ranks.on_rank0(lambda: step_folders.list_set_aside(folder)), []
         found = [f"{path.name}: set aside earlier" for path in earlier]
         if step != -1 and not ranks.on_rank0(lambda: self._went_back(candidates)):
-            found = [f"checkpoint.load_step = {step}; present: {', '.join(path.name for path in candidates)}"]
+            present = ", ".join(path.name for path in candidates) or "none"
+            found = [f"checkpoint.load_step = {step}; present: {present}"]
             later = [path for path in candidates if (step_folders.step_of(path) or 0) > step]
             candidates = [path for path in candidates if step_folders.step_of(path) == step]
         for path in reversed(candidates):

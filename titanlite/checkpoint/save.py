@@ -179,7 +179,7 @@ class Saver:
             self.settle()
 
     def _save(self, writer: CommittingWriter, tensors: Any, started: float, blocked: float | None = None) -> bool:
-        """In whichever thread: write and publish, say so on rank 0, and clean up.
+        """In whichever thread: write and publish, say so, and remove old checkpoints.
 
         Returns:
             Whether it is complete. It is not if any rank failed.

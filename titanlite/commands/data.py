@@ -80,6 +80,8 @@ def show_step(run: Run, step: int, row: int | None) -> str:
             lines.append(f"--- {source.where(part, document)}, tokens {offset} to {offset + length - 1}")
             lines.append(data.tokenizer.tokenizer.decode(found.tokens[start : start + length].tolist()))
             start += length
+        if start < len(found.tokens):
+            lines.append(f"--- {len(found.tokens) - start} tokens of padding")
     return printable("\n".join(lines))
 
 

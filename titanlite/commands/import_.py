@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     """
     options, words = parse_beside_job(Import, argv, "import", _KEYS)
     if bool(words) != (options.torchtitan is not None):
-        raise UserError(f"{_KEYS} The other formats say it themselves.")
+        raise UserError(" ".join([*words[:1], _KEYS, "The other formats say it themselves."]))
     from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
     from titanlite.torchtitan.weights import torchtitan_weights
 

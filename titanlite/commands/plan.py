@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import write_whole
+from titanlite.config.files import not_writable, write_whole
 from titanlite.config.load import dump_config
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
@@ -43,13 +44,17 @@ class Plan(Options):
     search: bool = False
     """Look for the fastest layouts, recomputation, batch sizes and precisions that fit on these ranks."""
     write: OptionPath | None = None
-    """Search, and write the job file of the fastest to this file, without [job], which names folder and file of
+    """Search, and write the job file of the fastest to this new file, without [job], which names folder and file of
     another."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong."""
     options, words = parse_beside_job(Plan, argv, "plan")
+    if options.write:
+        taken = os.path.lexists(options.write) and "It exists already. Name another file."
+        if problem := taken or not_writable(options.write.absolute().parent):
+            raise UserError(f"--write {options.write}: {problem}")
     run = load_run(words, options.world_size or world_size())
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
@@ -80,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
 
             plan = advice.make_plan(run, gpu, options.quick, options.remedies, tell)
             text = plan.model_dump_json() if options.as_json else _advice(run, plan)
-    print(text)
+    print(text, end="\n" if text else "")
 
 
 def _chosen_gpu(name: str | None) -> Gpu:

@@ -33,7 +33,13 @@ def _or_of_job_file(folder: str, info: ValidationInfo) -> str:
     return folder or f"outputs/{Path(info.data.get('config_file') or 'python').stem}"
 
 
-AutoInt = Annotated[int, Field(ge=-1)]  # -1: automatic
+def _auto_or_positive(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be at least 1, or -1 for automatic")
+    return value
+
+
+AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
 PathText = Annotated[str, AfterValidator(usable_path)]
 Steps = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -422,8 +428,8 @@ class Float8(Section):
     """All-gather weights in FP8, which is half the traffic of bfloat16. It has an effect with recipe_name =
     "tensorwise" only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights with one all-reduce after the optimizer step. It has an
-    effect with enable_fsdp_float8_all_gather only."""
+    """Compute the scales of all weights with one all-reduce after the optimizer step. It has an effect with
+    enable_fsdp_float8_all_gather only."""
     min_features: NonNegativeInt = 1024
     """Layers with fewer inputs or outputs than this stay in high precision, because casting their tensors costs about
     as much as the faster matmul saves. 0: all layers are converted."""

@@ -20,15 +20,16 @@ import torch.distributed as dist
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
-from titanlite.data.batch import IGNORED, GlobalBatch, Microbatch, make_microbatch
+from titanlite.data.batch import IGNORED, GlobalBatch, make_microbatch
 from titanlite.data.mixture import stage_weights
 from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.data.worker import Interrupted, Worker
+from titanlite.data.worker import Worker
 
-__all__ = ["GlobalBatch", "Interrupted", "Loader", "Microbatch", "OutOfData"]
+__all__ = ["Loader", "OutOfData"]
 
+_MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
 _STATE_VERSION = 2
 
 
@@ -237,13 +238,13 @@ class Loader:
 
     def _meet(self) -> list[int]:
         """Report what was skipped, learn from the other ranks where their streams stand, and add up the counts."""
-        of_ranks = self._gather((self._counts.tolist(), self._skipped, self._moved))
-        counts, reasons, moved = zip(*of_ranks, strict=True)
+        now, self._skipped = self._skipped[:_MOST_REPORTED], self._skipped[_MOST_REPORTED:]
+        counts, reasons, moved = zip(*self._gather((self._counts.tolist(), now, self._moved)), strict=True)
         if self._dp_rank == 0:
             report_skipped(list(itertools.chain(*reasons)))
         for (source, stream), position in itertools.chain(*(positions.items() for positions in moved)):
             self._data.positions[source][stream] = max(position, self._data.positions[source][stream])
-        self._skipped, self._moved = [], {}
+        self._moved = {}
         return [sum(each) for each in zip(*counts, strict=True)]
 
     def _gather(self, value: Any) -> list[Any]:

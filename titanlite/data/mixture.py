@@ -11,6 +11,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 
 _STATE = ("step", "rows", "weights", "stage_rows")
@@ -74,9 +75,17 @@ class Mixture:
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
     """First step of each stage and its weights as whole numbers, in the order of the steps. The first stage starts at
-    step 0. There is a weight for each source, and one above 0, because a job with others is refused."""
+    step 0.
+
+    Raises:
+        UserError: the number of weights is wrong, or all of them are 0.
+    """
     first = [source.weight for source in dataset.sources] or [1.0]
     stages = [(0, first), *((stage.start_step, list(stage.weights)) for stage in dataset.stages)]
+    for start, weights in stages:  # not every caller has the rules of `load_run`
+        if len(weights) != len(first) or not any(weights):
+            need = "one weight for each of [[dataset.sources]] is needed, and one above 0"
+            raise UserError(f"dataset.stages: from step {start} on the weights are {weights}; {need}")
     return [(start, _whole(weights)) for start, weights in sorted(stages, key=lambda stage: stage[0])]
 
 

@@ -28,7 +28,7 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, parse_json, put, read_file
 from titanlite.config.run import Run
 from titanlite.data.sources.base import Record, Source, text_hash
-from titanlite.data.sources.shards import FORMAT, MOST_BYTES, block_checksums
+from titanlite.data.sources.shards import FORMAT, MOST_BYTES, Manifest, block_checksums
 from titanlite.data.stream import DocumentTokenizer, open_sources, source_specs
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -80,6 +80,10 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
     if done.exists():
         print(f"{folder}: complete already")
         return
+    if not begun.exists():
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no prepared shards. Name another --out.")
+        put(begun, json.dumps({**header, "shards": []}).encode())
     units = _units(source.documents(sum(shard["documents"] for shard in shards)))
     with ThreadPoolExecutor(workers) as pool:
         tokenize = partial(_tokenize, documents, np.dtype(header["dtype"]).newbyteorder("<"))
@@ -98,12 +102,14 @@ def _resume(path: Path, header: dict[str, Any], tokenizer: Tokenizer) -> list[di
     """The shards that the file `path` names; none if it is not there."""
     if not path.exists():
         return []
-    found = parse_json(path, read_file(path, MOST_BYTES), RootModel[dict[str, Any]]).root
+    raw = read_file(path, MOST_BYTES)
+    found = parse_json(path, raw, RootModel[dict[str, Any]]).root
     if tokenizer.is_known_as(found.get("tokenizer", "")):  # an older version may have written another fingerprint
         found["tokenizer"] = tokenizer.fingerprint
     if wrong := [key.replace("_", " ") for key in header if found.get(key) != header[key]]:
         made = f"{path.parent} holds shards made with another {', another '.join(wrong)}"
         raise UserError(f"{made}. Name another --out, or remove the folder.")
+    parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
     return list(found["shards"])
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, parse_json, read_file, short
+from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.config.mistakes import short
 
 if TYPE_CHECKING:
     import tiktoken

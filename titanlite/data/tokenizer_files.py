@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,9 @@ def train_tokenizer(dataset: Dataset, out: Path, vocab_size: int, max_bytes: int
     make_folder(out)
     (_, weights), *_ = stage_weights(dataset)
     most = [int(max_bytes * weight / sum(weights)) for weight in weights]
-    sources = [open_source(spec) for spec in source_specs(dataset)]
+    shares = [(open_source(spec), share) for spec, share in zip(source_specs(dataset), most, strict=True) if share]
     skip_bad = dataset.on_bad_record == "skip"
-    texts = chain.from_iterable(map(_texts, repeat(made), sources, most, repeat(skip_bad)))
+    texts = chain.from_iterable(_texts(made, source, share, skip_bad) for source, share in shares)
     sample = list(islice(texts, _SAMPLE_DOCUMENTS))
     tokens = _train(chain(sample, texts), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:

@@ -140,12 +140,13 @@ def main(at_file: int) -> None:
 
 def _batches(at_file: int) -> Iterator[list[Row] | Exception]:
     try:
-        data, part = pickle.load(sys.stdin.buffer)
+        try:
+            data, part = pickle.load(sys.stdin.buffer)
+        except (EOFError, pickle.UnpicklingError):
+            return  # the trainer was killed while it sent them
         reader = BatchReader(data, part, memoryview(mmap.mmap(at_file, _AT_BYTES)).cast("q"))
         while True:
             yield reader.next_batch()
-    except (EOFError, pickle.UnpicklingError):
-        return  # the trainer was killed while it sent them
     except (UserError, OutOfData) as error:
         yield error
     except Exception:

@@ -26,7 +26,8 @@ class Checkpoints(Hook):
     """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
 
     def built(self, training: Training) -> None:
-        self._training, self._interval, self._best_step = training, training.run.job.checkpoint.interval, 0
+        self._training, self._interval = training, training.run.job.checkpoint.interval
+        self._best_step = -1  # the step whose validation asks for a save
 
     def load(self) -> None:
         training, run, job = self._training, self._training.run, self._training.run.job
@@ -37,7 +38,7 @@ class Checkpoints(Hook):
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment))
         write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
-        self._saver = Saver(folder, write_files, self._saved)
+        self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step))
         training.opened.callback(self._saver.close)
         if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:
             training.load_state_dict(state)
@@ -54,8 +55,7 @@ class Checkpoints(Hook):
 
     def act(self, step: int, asked: Request) -> None:
         if asked.save or step == self._best_step:
-            for hook in self._training.hooks:
-                hook.saving(step)
+            self._training.tell(Hook.saving, step)
             with self._training.meter.timing("checkpoint"):
                 self._saver.settle()
                 self._saver.save(step, self._training.state_dict(), last=asked.last)
@@ -71,10 +71,6 @@ class Checkpoints(Hook):
             f"{stopped and f'{stopped}. '}The save after the last step, {step}, FAILED; the log says why. Once that is "
             "mended, start again: what the newest checkpoint does not hold is trained again."
         )
-
-    def _saved(self, step: int) -> None:
-        for hook in self._training.hooks:
-            hook.saved(step)
 
 
 class BestCheckpoint(Hook):

@@ -22,9 +22,9 @@ class LiveRun(Hook):
         self._folder, self._shows = folder, rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
-        from rich.live import Live
-
         if self._shows:
+            from rich.live import Live
+
             self._live = Live(
                 get_renderable=lambda: read_status(self._folder).text(), refresh_per_second=0.5, transient=True
             )

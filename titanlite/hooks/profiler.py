@@ -7,6 +7,7 @@ on.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Profiler(Hook):
         if self._snapshots:  # on all ranks, because any can run out of memory
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
         if not settings.profiler_ranks or self._rank in settings.profiler_ranks:
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # as it should
             self._tracer = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (self._device == "cuda"))],
                 schedule=schedule, on_trace_ready=self._write, record_shapes=True,
@@ -98,7 +100,9 @@ class Profiler(Hook):
     @_going_on()
     def failed(self, error: BaseException) -> None:
         if self._snapshots and isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.memory._dump_snapshot(self._file("out-of-memory", "memory.pickle"))
+            path = self._file("out-of-memory", "memory.pickle")
+            torch.cuda.memory._dump_snapshot(path)
+            _LOGGER.info(f"What is in the GPU's memory on rank {self._rank}: {path}")
 
     @_going_on()
     def _stop(self) -> None:

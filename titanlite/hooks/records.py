@@ -81,8 +81,8 @@ class Records(Hook):
                 training.log(aside)
             self._writers = open_writers(RunStart(run, step, now))
         except OSError as error:
-            folder = f"{run.dump_folder}: the files of this run cannot be written"
-            raise UserError(f"{folder}: {error}. Correct that.") from None
+            problem = f"{run.dump_folder}: the files of this run cannot be written"
+            raise UserError(f"{problem}: {error}. Correct that.") from None
         training.opened.callback(self._tell, lambda writer: writer.close())
         # After the writers, because one that cannot begin ends this start.
         details: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid(), "record": now}

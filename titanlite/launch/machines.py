@@ -101,6 +101,8 @@ def run_part(folder: Path, ranks: Ranks) -> int:
     if code in FINAL:
         (folder / "code").write_text(str(code))
         return 0
+    if left := ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        note(f"Starting again from the newest checkpoint ({left - 1} restarts left).")
     return code
 
 

@@ -161,7 +161,7 @@ class Ranks:
         root = min(known, default=ends[0] if ends else RankEnd(killed[0], -signal.SIGKILL, 0.0, ""))
         late = f" Killed, because they did not end: ranks {', '.join(map(str, killed))}." if killed else ""
         text, code = root.reason, root.code if root.code > 0 else 128 - root.code
-        if not known and self._stopped_by and root.code in (*UNSAVED_STOPS, -signal.SIGKILL):
+        if not known and self._stopped_by and (not ends or root.code in UNSAVED_STOPS):
             text = f"Stopped by {signal.Signals(self._stopped_by).name} without a save.{late}"
             code = 128 + self._stopped_by
         elif not known:

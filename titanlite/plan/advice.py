@@ -9,12 +9,13 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import active_children, get_context
 from typing import Any
 
+from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.load_run import broken_rules
 from titanlite.observe.flops import state_bytes
@@ -76,6 +77,9 @@ def workers() -> Iterator[Executor]:
     pool = ProcessPoolExecutor(WORKERS, get_context("spawn"), _begin_worker, (os.getpid(),))
     try:
         yield pool
+    except BrokenExecutor:
+        text = "A process of the plan was killed, probably because the memory of this machine is full"
+        raise UserError(f"{text}. Plan again where more is free.") from None
     except BaseException:
         for child in active_children():
             child.kill()  # a trace takes long, and nobody waits for it
@@ -113,7 +117,7 @@ def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | Non
     return max((rows for rows, each in known.items() if each.fits), default=None)
 
 
-def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int = 5) -> tuple[str, ...]:
+def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tuple[str, ...]:
     """Changes that make a run fit which does not, cheapest first."""
     changes = list[str]()
     for tries in _remedies(run):
@@ -124,7 +128,7 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map, most: int 
                 changes.append(f"{' '.join(options(settings))}: {after.needs / GIB:.1f} GiB, {speed}")
         if changes:  # several at once are for runs that no single one helps
             break
-    return tuple(changes[:most])
+    return tuple(changes[:5])
 
 
 def search(run: Run, gpu: Gpu, apply: Apply, most: int = MOST) -> tuple[list[tuple[Settings, Forecast]], int, int]:
@@ -168,9 +172,12 @@ def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecas
         return None
     try:
         return forecast(new, trace_run(new, gpu.fp8 > 0, apply), gpu)
+    except BrokenExecutor:
+        raise  # no other trace would come to an end, either
     except Exception as error:
+        words = " ".join(options(settings)) or "the job as it is"
         reason = str(error).strip().partition("\n")[0]
-        note(f"Left out, because it cannot be traced: {' '.join(options(settings))} ({type(error).__name__}: {reason})")
+        note(f"Left out, because it cannot be traced: {words} ({type(error).__name__}: {reason})")
         return None
 
 
@@ -220,7 +227,7 @@ def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
         layout: dict[str, Any] = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
         layout = {**layout, "parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **recompute}
         layout |= {"compile.enable": True} if compiles else {}
-        layout |= FP8_GATHER if fp8 else {}
+        layout |= FP8_GATHER if fp8 and run.job.float8.recipe_name == "tensorwise" else {}
         layout |= {"parallelism.pipeline_parallel_schedule": schedule} if pipeline > 1 else {}
         fit: list[Settings] = []
         for rows in _POWERS:
@@ -253,7 +260,7 @@ def _guessed_time(run: Run) -> float:
     """A guess at the time of a token, of which only the order counts: the jobs that are traced first."""
     degree, job = run.degrees, run.job
     again = {"full": 4 / 3, "selective": 7 / 6}.get(job.activation_checkpoint.mode, 1.0)
-    idle = 1 + (degree.pipeline - 1) / run.microbatches * degree.pipeline / max(1, len(run.stages))
+    idle = 1 + (degree.pipeline - 1) / run.microbatches * degree.pipeline / len(run.stages)
     traffic = 1 + 0.1 * (degree.tensor > 1) + 0.1 * (degree.context > 1)
     return again * idle * traffic / (1.5 if job.float8.enable else 1.0) - 0.001 * job.training.local_batch_size
 

@@ -96,7 +96,7 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
     metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
     validations = read_columns(json_lines(folder / "validation.jsonl", problems))
     events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
-    most = _EVENTS // shares
+    most = max(20, _EVENTS // shares)
     return {
         "folder": folder,
         **{name: getattr(status, name) for name in ("state", "reason", "last_word", "step", "total_steps", "numbers")},

@@ -186,8 +186,8 @@ def read_status(folder: Path) -> RunStatus:
     told = [(event["time"], event["text"].partition("\n")[0]) for event in events if event.get("event") != "data"]
     status.events = told[-4:]
     starts = [place for place, event in enumerate(events) if event.get("event") == "start"]
-    steps = [number(event, "step") or 0.0 for event in events[starts[-1] if starts else 0 :]]
-    status.step = int(max(*steps, status.numbers.get("step", 0.0), 0.0))
+    reached = [number(event, "step") or 0.0 for event in events[starts[-1] if starts else 0 :]]
+    status.step = int(max(*reached, status.numbers.get("step", 0.0), 0.0))
     words = [number(entry, "time") for entry in (*lines[-1:], *events[-1:])]
     status.last_word = max((word for word in words if word is not None), default=None)
     status.state, status.reason = _state(status, events)
@@ -222,9 +222,7 @@ def _is_alive(process: Any, since: float) -> bool:
         os.kill(process, 0)
         stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except PermissionError:  # another user's
-        return True
-    except FileNotFoundError:  # no Linux
+    except (PermissionError, FileNotFoundError):  # another user's; no Linux
         return True
     except (OSError, TypeError, OverflowError):
         return False

@@ -24,7 +24,7 @@ STORE = "TITANLITE_STORE"  # environment variable that the launcher sets: the fi
 # SIGHUP: the terminal is gone. SIGUSR1: the usual warning of Slurm before it kills.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-PARENT = "TITANLITEPARENT"  # environment variable of a child: the process id of its parent
+PARENT = "TITANLITE_PARENT"  # environment variable of a child: the process id of its parent
 
 
 def start_python(

@@ -65,7 +65,7 @@ class Migration:
         for key in old:
             if "." not in key or key.partition(".")[0] not in tables.SECTIONS:
                 known = ", ".join(sorted(tables.SECTIONS))
-                raise UserError(f"{key} is not torchtitan's for a Llama, whose sections are {known}.")
+                raise UserError(f"{key} is no key in a section of torchtitan's for a Llama; these are {known}.")
         self.version: Version = version or tables.version_of(old)
         for key, value in old.items():
             if ours := tables.EQUIVALENT.get(key):
@@ -83,7 +83,7 @@ class Migration:
             JobConfig.model_validate(job)
         except WrongJob as wrong:
             raise WrongJob(wrong.mistakes, "added", self._origin) from None  # with the keys of the old file
-        self.renamed = {old: new for new, old in self._origin.items() if old != new and new in self._new}
+        self.renamed = {key: new for new, key in self._origin.items() if key != new and key in old and new in self._new}
         self.carried = sum(self._origin.get(key) == key for key in self._new)
         self.text = tomlkit.dumps({section: values for section, values in job.items() if values})
 
@@ -216,7 +216,7 @@ class Migration:
         if self._old.get("checkpoint.initial_load_in_hf", False) is True:
             folder = self._old.get("model.hf_assets_path", "./tests/assets/tokenizer")
             self._add("checkpoint.initial_load_path", folder, "torchtitan's default: model.hf_assets_path")
-        elif path := self._new.pop("checkpoint.initial_load_path", None):
+        elif (path := self._new.pop("checkpoint.initial_load_path", None)) is not None:
             command = f"`titanlite import --torchtitan {shown(path)} --out FOLDER --job.config_file` with the new file"
             text = f"It is a checkpoint of torchtitan's. {command} makes one of ours of its weights."
             self._lose("checkpoint.initial_load_path", text)

@@ -249,6 +249,8 @@ def find_files(spec: TextSource) -> list[Path]:
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not (files := [Path(name) for name in names if os.path.isfile(name)]):
         raise UserError(f"dataset.path = {spec.path!r} matches no file (of {pattern}; current folder: {Path.cwd()})")
+    if spec.source == "text" and any(file.suffix in _COMPRESSIONS for file in files):
+        raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
     return files
 
 

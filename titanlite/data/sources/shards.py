@@ -145,8 +145,8 @@ class Shards(RandomAccess):
         if self._with_hashes and self._manifest.format == 1:
             made = f"{self.name} was prepared by an older titanlite, which did not keep what validation.holdout needs"
             raise UserError(f"{made}. Prepare it again, or give [validation] a source of its own.")
-        for entry, (*_, hashes) in zip(self._manifest.shards, self._shards, strict=True):
-            if self._with_hashes:
+        if self._with_hashes:
+            for entry, (*_, hashes) in zip(self._manifest.shards, self._shards, strict=True):
                 _check_whole(hashes, entry.hash_checksum)
 
     def describe(self) -> str:
