@@ -26,6 +26,7 @@ COMMANDS = {
     "check": ("commands.check", "Check a job file, for --world-size N ranks, without starting anything."),
     "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
     "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
+    "get": ("commands.get", "Download a tokenizer or data, and print the lines of the job file."),
     "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),
     "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
     "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),

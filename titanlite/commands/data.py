@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -110,7 +111,11 @@ def tokenizer(argv: Sequence[str]) -> None:
 
     made = train_tokenizer(load_job(words).dataset, options.out, options.vocab_size, options.max_bytes)
     read = f"{made.documents:,} documents ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
-    rows = -(-options.vocab_size // 128) * 128  # a multiple that suits the matrix units
-    job = f"[tokenizer]\npath = {shown(str(made.json))}\n\n[model]\nvocab_size = {rows}"
     wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
-    print(printable(f"{wrote}\nA job that uses it needs\n\n{job}"))
+    print(printable(f"{wrote}\nA job that uses it needs\n\n{tokenizer_tables(made.json, options.vocab_size)}"))
+
+
+def tokenizer_tables(path: Path, vocab_size: int) -> str:
+    """The part of a job file that uses the tokenizer `path`."""
+    rows = -(-vocab_size // 128) * 128  # a multiple that suits the matrix units
+    return f"[tokenizer]\npath = {shown(str(path))}\n\n[model]\nvocab_size = {rows}"

@@ -1,0 +1,139 @@
+"""Tokenizers and data from a Hugging Face hub, a mirror of it, or a folder: what `titanlite get` brings.
+
+Invariant: a file appears under its name when it is whole. So the same command goes on where one ended early, and files
+that are there are not fetched again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import filter as matching
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titanlite.config.errors import UserError, one_line
+from titanlite.config.files import make_folder
+from titanlite.config.mistakes import short
+from titanlite.data.tokenizer import CONFIG
+
+ENDINGS = {
+    "tokenizer": {"tokenizer.json": "", "tokenizer.model": ""},
+    "data": {".parquet": "parquet", ".jsonl": "jsonl", ".gz": "jsonl", ".zst": "jsonl", ".txt": "text"},
+}
+"""What the name of a file ends in, the best first, and the dataset.source that reads it."""
+
+
+@cache
+def known() -> dict[str, dict[str, Any]]:
+    """What has a name here, such as "tokenizer gpt2" or "data c4"; hub.toml explains its values."""
+    kinds = tomli.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
+    return {f"{kind} {name}": row for kind, rows in kinds.items() for name, row in rows.items()}
+
+
+def remedy(kind: str, path: str) -> str:
+    """The command that gets what a job names by `path`, if it has a name here; otherwise empty."""
+    found = (asked for part in Path(path).parts if (asked := f"{kind} {part}") in known())
+    return next((f"; `titanlite get {asked}` downloads it" for asked in found), "")
+
+
+class Files:
+    """Files of a tokenizer, or of data.
+
+    Args:
+        name: that of hub.toml, or OWNER/NAME: a repository of the hub.
+        origin: None: the hub, or the mirror that HF_ENDPOINT names. Otherwise the URL of a mirror, or a folder.
+        include: pattern of their paths; None: that of hub.toml, or what titanlite can read.
+
+    Attributes:
+        sizes: path -> bytes.
+        ending: the key of `ENDINGS`.
+
+    Raises:
+        UserError: no such name, files or folder, or the hub cannot be reached or refuses.
+    """
+
+    def __init__(self, kind: str, name: str, origin: str | None, include: str | None) -> None:
+        row = _row(f"{kind} {name}")
+        self._kind, self.repo, self._origin, there = kind, row["repo"], origin, dict[str, int]()
+        self._folder = None if origin is None or re.match("https?://", origin) else Path(origin)
+        self._place: dict[str, Any] = {"repo_type": "dataset" if kind == "data" else "model"}
+        if self._folder is None:
+            with self._answered():
+                from huggingface_hub import HfApi
+                from huggingface_hub.hf_api import RepoFile
+
+                api = HfApi(endpoint=origin)
+                self._place["revision"] = api.repo_info(self.repo, **self._place).sha
+                tree = api.list_repo_tree(self.repo, recursive=True, **self._place)
+                there = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+        elif self._folder.is_dir():
+            there = {str(path.relative_to(self._folder)): path.stat().st_size for path in self._folder.rglob("*.*")}
+        else:
+            raise UserError(f"--from {origin}: is no URL, and there is no such folder.")
+        pattern, ends = include or row.get("files", "*"), ENDINGS[kind]
+        names = sorted(matching(there, pattern), key=lambda name: (name.count("/"), name))
+        self.ending = next((end for end in ends if any(name.endswith(end) for name in names)), "")
+        if not self.ending:
+            other = ' With source = "huggingface", `datasets` reads other kinds.' if kind == "data" else ""
+            found = f"has nothing that matches {pattern} and ends in {', '.join(ends)}, but {short(', '.join(there))}"
+            raise UserError(f"{self.repo} {found}.{other}")
+        names = [name for name in names if name.endswith(self.ending)]
+        if kind == "tokenizer":  # the one at the top, and what says which of its tokens begin and end a document
+            names = [name for name in (names[0], names[0].replace(self.ending, CONFIG)) if name in there]
+        elif pattern == "*":
+            names = [name for name in names if "train" in name] or names
+        self.sizes = {name: there[name] for name in names}
+
+    def fetch(self, out: Path) -> None:
+        """Bring those that are not in `out` yet. Raises UserError: the folder cannot be written, or the hub cannot be
+        reached or refuses."""
+        make_folder(out)
+        with self._answered():
+            for name in self.sizes:
+                if self._folder is None:  # in this thread, so that Ctrl-C ends it at once
+                    from huggingface_hub import hf_hub_download
+
+                    hf_hub_download(self.repo, name, local_dir=out, endpoint=self._origin, **self._place)
+                elif not (out / name).is_file():
+                    (out / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(self._folder / name, unfinished := (out / name).with_suffix(".unfinished"))
+                    os.replace(unfinished, out / name)
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raises UserError: what a hub refuses, with what to do about it."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
+
+        hub = (self._origin or constants.ENDPOINT).rstrip("/")
+        page = f"{hub}/{'datasets/' if self._kind == 'data' else ''}{self.repo}"
+        token = f"make a token on {hub}/settings/tokens, and give it by `hf auth login` or the variable HF_TOKEN"
+        try:
+            yield
+        except GatedRepoError:
+            raise UserError(f"{self.repo} is for those who accept its licence: do so on {page}, {token}.") from None
+        except RepositoryNotFoundError:
+            raise UserError(f"{page} is not there, or it is private: then {token}.") from None
+        except Exception as error:  # each version of the library has errors of its own, and its HTTP client others
+            why = short(one_line(str(error.__cause__ or error) or repr(error)))
+            ways = "name a mirror by --from URL, or a folder with a copy of it by --from FOLDER"
+            raise UserError(f"{page} cannot be had: {why}. Start this again, {ways}.") from None
+
+
+def _row(asked: str) -> dict[str, Any]:
+    """What is known of "KIND NAME". Raises UserError: nothing."""
+    kind, name = asked.split(" ", 1)
+    if asked in known() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return known().get(asked, {"repo": name})
+    near = difflib.get_close_matches(name.lower(), [each.split()[1] for each in known()], n=1)
+    near = [each for each in known() if each.split()[1] in near] or [each for each in known() if each.startswith(kind)]
+    hint = f"did you mean `titanlite get {' or '.join(near)}`? OWNER/NAME is any repository of the hub."
+    raise UserError(f"titanlite get {asked}: unknown; {hint}")
