@@ -23,6 +23,7 @@ from titanlite.config.load import COMMAND_LINE, Draft, read_job
 from titanlite.config.mistakes import Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
 from titanlite.config.schema import SECTIONS, Dataset, JobConfig, Validation
+from titanlite.data.hub import remedy
 from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
@@ -62,7 +63,7 @@ def _checked(draft: Draft, world_size: int) -> Run:
             job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": rows})})
         rules.append(_tokenizer(Run(job), tokenizer))
     except UserError as error:
-        problems.append(("tokenizer.path", f"cannot be used: {error}"))
+        problems.append(("tokenizer.path", f"cannot be used: {error}{_tokenizer_remedy(Run(job))}"))
     run = Run(job, world_size)
     rules += [*_of_keys(run, origins), _dataset(run), _validation(run), _files(run)]
     # A value that has been refused is taken out of the job, which goes no further: a rule that reads it ends there.
@@ -274,6 +275,15 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
         tokens = len(tokenizer.encode(prompt)) + (tokenizer.bos_id is not None)
         if not 0 < tokens < length:
             yield "samples.prompts", f"has a text of {tokens} tokens; 1 to {length - 1} fit into training.seq_len."
+
+
+def _tokenizer_remedy(run: Run) -> str:
+    """How to get or make a tokenizer that is not there."""
+    if os.path.lexists(run.tokenizer_path):
+        return ""
+    job, out = run.job.job.config_file, os.path.dirname(run.job.tokenizer.path)
+    train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {run.arch.vocab_size} --out {out or '.'}`"
+    return remedy("tokenizer", run.job.tokenizer.path) or f"; {train} makes one of the text of this job"
 
 
 def _dataset(run: Run) -> Problems:

@@ -21,14 +21,15 @@ import xxhash
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import DataSource, TextSource
+from titanlite.data import hub
 from titanlite.data.sources import base
 from titanlite.data.sources.base import BadRecord, File, RandomAccess, Record, Sequential, Source, check_column, text_of
 from titanlite.data.sources.shards import Shards
 
 _TEXT_BYTES = 64 * 1024  # of a document of source "text"
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *_COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
 # What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _SCAN_BYTES = 1 << 22
@@ -103,7 +104,7 @@ class CompressedLines(Sequential):
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
         import pyarrow
 
-        stream: Any = pyarrow.input_stream(file.open(), compression=_COMPRESSIONS.get(file.path.suffix))
+        stream: Any = pyarrow.input_stream(file.open(), compression=COMPRESSIONS.get(file.path.suffix))
         for line_number, line in enumerate(io.BufferedReader(stream, _BLOCK_BYTES), 1):
             if line.strip():
                 yield f"{file.path}, line {line_number}", line
@@ -214,7 +215,7 @@ def open_source(spec: TextSource) -> Source:
         UserError: a file is missing, the source is empty, or cannot be opened.
     """
     files = find_files(spec)
-    packed = spec.source == "jsonl" and any(file.suffix in _COMPRESSIONS for file in files)
+    packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
@@ -248,8 +249,9 @@ def find_files(spec: TextSource) -> list[Path]:
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not (files := [Path(name) for name in names if os.path.isfile(name)]):
-        raise UserError(f"dataset.path = {spec.path!r} matches no file (of {pattern}; current folder: {Path.cwd()})")
-    if spec.source == "text" and any(file.suffix in _COMPRESSIONS for file in files):
+        here = f"(of {pattern}; current folder: {Path.cwd()})"
+        raise UserError(f"dataset.path = {spec.path!r} matches no file {here}{hub.remedy('data', pattern)}")
+    if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
         raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
     return files
 
