@@ -3,12 +3,14 @@
 import re
 
 import pytest
-from data_helpers import TOKENIZER, dataset_of, make_loader, some_texts, write_jsonl
+from data_helpers import TOKENIZER, dataset_of, make_loader, run_of, some_texts, write_jsonl
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 from titanlite.cli import main
 from titanlite.config.schema import Dataset, DataSource, DataStage
+from titanlite.data.amounts import measured, table
+from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import load_tokenizer
 
 SMALL = ["--training.seq_len", "32", "--training.local_batch_size", "6", "--training.seed", "7"]
@@ -68,14 +70,17 @@ def test_the_table_of_sources(tmp_path, caplog, capsys):
     two = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0)
     stage = DataStage(start_step=50, weights=(1.0, 1.0))
     dataset = Dataset(sources=(one, two), stages=(stage,), num_workers=0)
-    first, second = make_loader(dataset, global_batch_size=8).table(100).split("\n")
+    sizes = [measured(source, TOKENIZER) for source in make_loader(dataset).sources]
+    first, second = table(run_of(dataset, global_batch_size=8, steps=100), sizes).split("\n")
     assert re.match(rf" 37\.5%  shards .*/out: 200 documents, {tokens:,} tokens; ", second)
     assert f"{0.375 * 100 * 8 * 32 / tokens:,.2f} epochs" in second
-    (estimate,) = re.findall(r"^ 62\.5%  jsonl .*/a\.jsonl: 200 documents, about ([\d,]+) tokens; \d", first)
+    line = r"^ 62\.5%  jsonl .*/a\.jsonl: 200 documents, about ([\d,]+) tokens, ([\d.]+) bytes a token; \d"
+    ((estimate, width),) = re.findall(line, first)
+    assert float(width) == pytest.approx(sum(map(len, texts)) / (tokens - 400), rel=0.1)
     assert abs(int(estimate.replace(",", "")) / tokens - 1) < 0.1  # 64 of 200 documents, by bytes
     assert not caplog.messages
     vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "abc ")]
     Library(models.Unigram(vocabulary, 0, False)).save(str(tmp_path / "tokenizer.json"))
     poor = dataset_of(tmp_path, ["abc cab " * 20] * 20 + ["caf\u00e9 \u00fcber"])
-    make_loader(poor, tokenizer=load_tokenizer(tmp_path / "tokenizer.json")).table(steps=1)
+    measured(open_source(poor), load_tokenizer(tmp_path / "tokenizer.json"))
     assert "tokenizer.json cannot represent 5 characters in a sample of jsonl" in caplog.messages[0]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from titanlite.config.errors import printable
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
+from titanlite.data.amounts import toy_note
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import load_run, world_size
 
 
@@ -22,3 +25,5 @@ def main(argv: Sequence[str]) -> None:
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
+    if note := toy_note(run, load_tokenizer(run.tokenizer_path)):
+        print(printable(f"\n{note}"))

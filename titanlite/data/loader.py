@@ -7,7 +7,6 @@ before it. It never depends on the number of ranks, the local batch size, the wo
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,8 +20,6 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import IGNORED, GlobalBatch, make_microbatch
-from titanlite.data.mixture import stage_weights
-from titanlite.data.sources.base import RandomAccess, Source
 from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Worker
@@ -184,21 +181,6 @@ class Loader:
         """One line for the log: what is read."""
         return " + ".join(source.describe() for source in self.sources)
 
-    def table(self, steps: int) -> str:
-        """Share, contents and epochs of each source in a run of `steps`, to be shown before the first one. Tokens of
-        text are estimated from 64 documents. Warns of text that the tokenizer cannot represent."""
-        run_tokens = self.global_batch_size * self._data.seq_len * steps
-        lines, documents, stages = list[str](), self._data.tokenizer, stage_weights(self._job.dataset)
-        ends = np.clip([*(start for start, _ in stages[1:]), steps], 0, steps)
-        shares = np.diff(ends, prepend=0) @ [np.divide(weights, sum(weights)) for _, weights in stages] / steps
-        for source, share in zip(self.sources, shares, strict=True):
-            line = f"{share:6.1%}  {source.describe()}"
-            if tokens := _count_tokens(source, documents.tokenizer):
-                estimate = "" if source.num_tokens else f", about {tokens:,} tokens"
-                line += f"{estimate}; {share * run_tokens / (tokens * (1 - documents.holdout)):,.2f} epochs in this run"
-            lines.append(line)
-        return "\n".join(lines)
-
     def close(self) -> None:
         """End the background processes, and forget what was read ahead. The next batch starts them again."""
         for reader in self._readers:
@@ -253,19 +235,3 @@ class Loader:
         if self._dp_group is not None:
             dist.all_gather_object(values, value, group=self._dp_group)
         return values
-
-
-def _count_tokens(source: Source, tokenizer: Tokenizer) -> int | None:
-    """Tokens of a source, estimated where it is text; None: unknown. Warns of characters that the tokenizer loses."""
-    if source.num_tokens or not isinstance(source, RandomAccess):
-        return source.num_tokens
-    numbers = source.sample()
-    texts = [record for record in map(source.record, numbers) if isinstance(record, str)]
-    characters = sorted(set("".join(texts)))
-    if lost := [c for c in characters if not c.isspace() and c not in tokenizer.decode(tokenizer.encode(c))]:
-        some = f"{len(lost):,} characters in a sample of {source.name}, such as {', '.join(map(repr, lost[:5]))}"
-        logging.getLogger("titanlite").warning("%s cannot represent %s", tokenizer.path, some)
-    # Tokens per byte vary less than tokens per document.
-    sizes = source.sizes()
-    tokens = sum(len(tokenizer.encode_array(text)) + 2 for text in texts)
-    return tokens * int(sizes.sum()) // int(sizes[numbers].sum())

@@ -11,6 +11,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from titanlite.config.errors import UserError
 from titanlite.config.schema import Dataset
 
@@ -71,6 +73,13 @@ class Mixture:
         """Go on from `state`. If the weights have changed since, the sequences of the stage are counted from 0."""
         for key in _STATE:
             setattr(self, key, copy.copy(state[key]))
+
+
+def source_shares(dataset: Dataset, steps: int) -> np.ndarray:
+    """Share of each source in the rows of a run of `steps`. Raises UserError as `stage_weights`."""
+    stages = stage_weights(dataset)
+    ends = np.clip([*(start for start, _ in stages[1:]), steps], 0, steps)
+    return np.diff(ends, prepend=0) @ [np.divide(weights, sum(weights)) for _, weights in stages] / steps
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:

@@ -5,11 +5,13 @@ Invariant: `standard_hooks` is the one place that says which hooks there are and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 
 from titanlite.config.run import Run
+from titanlite.data.amounts import measured, table, toy_note
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
@@ -25,7 +27,7 @@ from titanlite.hooks.samples import Samples
 from titanlite.hooks.stop_signals import StopSignals
 from titanlite.hooks.validation import Validation
 from titanlite.observe.flops import num_params
-from titanlite.runtime.logging import Event, setup_logging
+from titanlite.runtime.logging import LOGGER_NAME, Event, setup_logging
 
 
 def standard_hooks(training: Training) -> list[Hook]:
@@ -67,4 +69,7 @@ def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loade
     if unused := run.arch.vocab_size - tokenizer.vocab_size:
         yield f"{unused:,} of {run.arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
     if rank == 0:
-        yield Event("Data:\n" + loader.table(training.steps), "data")
+        sizes = [measured(source, tokenizer) for source in loader.sources]
+        yield Event(f"Data:\n{table(run, sizes)}", "data")
+        if note := toy_note(run, tokenizer, sizes):
+            logging.getLogger(LOGGER_NAME).warning(Event(note, "data"))
