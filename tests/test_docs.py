@@ -5,15 +5,18 @@ Training is cut short, unless TITANLITE_TUTORIALS=whole is set. Then a model mus
 """
 
 import importlib.util
+import json
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hub import Hub
 from ranks import free_port
 from test_package import copy_of_repository
 
@@ -84,9 +87,24 @@ def test_continue_pretraining_a_hugging_face_model(tmp_path: Path) -> None:
     assert "from transformers import" in said
 
 
-@pytest.mark.slow
-def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> None:
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A clone of the repository with a job and some text, and a hub that has what README gets."""
     clone = copy_of_repository(tmp_path / "titanlite")
+    (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
+    (clone / "data").mkdir()
+    texts = [json.dumps({"text": path.read_text()}) for path in ROOT.glob("titanlite/**/*.py")]
+    (clone / "data" / "a.jsonl").write_text("\n".join(texts))
+    model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
+    data = {"data/train-0.parquet": b"text"}
+    with Hub({"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}) as hub:
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        yield clone
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works_in_a_fresh_clone(clone: Path) -> None:
     # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
     (clone / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():
@@ -108,12 +126,8 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> N
     assert sum("run_train.sh" in command for command in commands) >= 2
 
 
-def test_the_job_file_of_the_readme_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jsonl").write_text('{"text": "hello"}\n')
-    (tmp_path / "my_job.toml").write_text(block)
-    monkeypatch.chdir(tmp_path)
+def test_the_job_file_of_the_readme_is_valid(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clone)
     assert load_run(["--job.config_file", "my_job.toml"], world_size=1).job.dataset.source == "jsonl"
 
 
