@@ -198,3 +198,16 @@ def test_a_pod_that_is_evicted_saves_first(number: int | None, ends: int, code: 
         pod.send_signal(number)
     assert pod.wait(timeout=20) == code
     assert (tmp_path / "saved").exists() == bool(number)
+
+
+def test_the_sample_for_slurm_trains_on_the_data_that_it_is_given_and_on_no_other(tmp_path: Path):
+    executable(tmp_path / "scontrol", "#!/bin/sh\necho first\n")
+    executable(tmp_path / "srun", '#!/bin/sh\nshift 2\nexec "$@"\n')
+    executable(tmp_path / "run_train.sh", '#!/bin/sh\necho "$MASTER_ADDR" "$@"\n')
+    slurm = {f"SLURM_{name}": "1" for name in ("JOB_NODELIST", "JOB_ID", "NNODES", "CPUS_PER_TASK", "NODEID")}
+    slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", REPOSITORY / "scripts/slurm/train.sbatch", "job.toml", "a b"]
+    assert subprocess.run(script, env={**os.environ, **slurm}, capture_output=True).returncode > 0  # no tokenizer
+    said = subprocess.check_output([*script, "t.json", "--training.seed", "1"], env={**os.environ, **slurm}, text=True)
+    keys = "--dataset.source shards --dataset.path a b --tokenizer.path t.json --training.seed 1"
+    assert said == f"first --job.config_file job.toml {keys}\n"

@@ -14,6 +14,10 @@ from titanlite.observe.flops import num_params
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD = {  # ranks that the file's first lines speak of
     "debug_model": 1,
+    "fineweb_debugmodel": 1,
+    "fineweb_150m": 1,
+    "fineweb_1b": 8,
+    "fineweb_8b": 64,
     "llama_1b": 1,
     "llama_3b": 4,
     "llama_8b": 8,
@@ -34,11 +38,14 @@ def test_every_job_file_is_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WORLD][:-2])  # tests/plan/test_trace.py has the two largest
 def test_a_job_file_steps_on_the_gpus_it_is_for_and_fits(name: str) -> None:
-    words = ("--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name])
+    words = ["--quick", "--json", "--gpu", "H100", "--world-size", WORLD[name]]
+    flavor = name.partition("_")[2].removesuffix("_float8")
+    if name.startswith("fineweb_"):  # whose text and tokenizer are not there
+        words += ["--dataset.source", "python_stdlib", "--dataset.path", "None", "--model.vocab_size"]
+        words += [FLAVORS[flavor].vocab_size, "--tokenizer.path", "assets/tokenizer/tokenizer.model"]
     said = titanlite("plan", *words, "--job.config_file", CONFIGS / f"{name}.toml")
     plan = json.loads(said[said.index('{"job"') :].splitlines()[0])
     assert plan["peak"] + plan["allowance"] < plan["memory"]
     if name != "debug_model":
-        flavor = name.removeprefix("llama_").removesuffix("_float8")
         expected = 4 * num_params(FLAVORS[flavor]) / WORLD[name]
         assert plan["kinds"]["weights"] == pytest.approx(expected, rel=0.02)

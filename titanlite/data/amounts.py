@@ -95,17 +95,15 @@ def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size] = ()) -> str:
     neither is. `sizes` left out: they are guessed."""
     lines, rows, specs = list[str](), run.arch.vocab_size, source_specs(run.job.dataset)
     sizes = sizes or [guessed(spec, tokenizer) for spec in specs]
-    for spec, size, (_, epochs) in zip(specs, sizes, reads(run, sizes), strict=True):
+    for spec, (text, tokens, _), (_, epochs) in zip(specs, sizes, reads(run, sizes), strict=True):
         if epochs > MOST_EPOCHS and not spec.max_epochs:
-            lines.append(f"This run reads {size.contents} {epochs:,.0f} times: it has about {size.tokens:,} tokens.")
-            lines.append(f"After {MOST_EPOCHS} times there is little left to learn from a text. For more of it:")
-            lines.append("    titanlite get data fineweb-edu-10bt")
-    if tokenizer.vocab_size <= LEAST_VOCABULARY * rows:
-        lines.append(
-            f"{run.job.tokenizer.path} has {tokenizer.vocab_size:,} tokens, and the model has rows for {rows:,}"
-        )
-        lines.append("(model.vocab_size). The others are never trained. For a tokenizer that fits:")
+            lines += [f"{text}: this run reads all of it {epochs:,.1f} times, because it has about {tokens:,} tokens."]
+            lines += [f"After {MOST_EPOCHS} times there is little left to learn from a text. For more text:"]
+            lines += ["    titanlite get data fineweb-edu-10bt"]
+    if (ids := tokenizer.vocab_size) <= LEAST_VOCABULARY * rows:
+        lines += [f"{run.job.tokenizer.path} has {ids:,} tokens, and the model has rows for {rows:,}"]
+        lines += ["(model.vocab_size). The others are never trained. For a tokenizer that fits:"]
         fits = [name for name, row in known().items() if row.get("tokens", math.inf) <= rows]
-        lines.append(f"    titanlite get {['tokenizer gpt2', *fits][-1]}")
+        lines += [f"    titanlite get {['tokenizer gpt2', *fits][-1]}"]
     lines = [f"{' THIS RUN TRAINS A TOY ':=^100}", *lines, "Each command prints the lines for the job file.", "=" * 100]
     return "\n".join(lines) if len(lines) > 3 else ""
