@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> None:
     files = Files(options.kind, options.name, options.origin, options.include)
     home = "assets/tokenizer" if options.kind == "tokenizer" else "data"
     out = options.out or Path(home, options.name.rpartition("/")[2])
-    total = f"{len(files.sizes)} files, {sum(files.sizes.values()):,} bytes, of {files.repo}"
+    total = f"{sum(files.sizes.values()):,} bytes of {files.repo} in {out} (files: {len(files.sizes)})"
     if options.dry_run:
         rows = [f"{size:>18,}  {name}" for name, size in files.sizes.items()]
-        print(printable("\n".join([*rows, f"{total}. They would be in {out}."])))
+        print(printable("\n".join([*rows, f"Not downloaded: {total}."])))
         return
     files.fetch(out)
     if options.kind == "tokenizer":
@@ -56,4 +56,4 @@ def main(argv: Sequence[str]) -> None:
     else:
         path = shown(f"{out}/**/*{files.ending}")
         job = f'[dataset]\nsource = "{ENDINGS["data"][files.ending]}"\npath = {path}'
-    print(printable(f"{out} has {total}. A job that uses them needs\n\n{job}"))
+    print(printable(f"{total}. A job that uses them needs\n\n{job}"))

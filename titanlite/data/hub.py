@@ -23,6 +23,7 @@ from titanlite.config.errors import UserError, one_line
 from titanlite.config.files import make_folder
 from titanlite.config.mistakes import short
 from titanlite.data.tokenizer import CONFIG
+from titanlite.runtime.logging import note
 
 ENDINGS = {
     "tokenizer": {"tokenizer.json": "", "tokenizer.model": ""},
@@ -97,12 +98,15 @@ class Files:
         reached or refuses."""
         make_folder(out)
         with self._answered():
-            for name in self.sizes:
+            for name, size in self.sizes.items():
+                if (out / name).is_file() and (out / name).stat().st_size == size:
+                    continue
+                note(f"{name} ({size:,} bytes)")  # a terminal gets a bar, too
                 if self._folder is None:  # in this thread, so that Ctrl-C ends it at once
                     from huggingface_hub import hf_hub_download
 
                     hf_hub_download(self.repo, name, local_dir=out, endpoint=self._origin, **self._place)
-                elif not (out / name).is_file():
+                else:
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(self._folder / name, unfinished := (out / name).with_suffix(".unfinished"))
                     os.replace(unfinished, out / name)
