@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.load_run import load_run, world_size
+from titanlite.observe.gpus import check_memory
 
 
 class Check(Options):
     """Check a job and print OK or all of its mistakes, without starting anything."""
 
     world_size: OptionRanks | None = None
-    """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
-    without it."""
+    """Number of ranks: the processes of all machines together, on any devices. Left out: the environment variable
+    WORLD_SIZE, or 1 without it, on this machine."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,4 +22,5 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_beside_job(Check, argv, "check")
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
+    check_memory(run, elsewhere=options.world_size is not None)
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")

@@ -66,6 +66,11 @@ class Section(FileModel):
     """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
     that these versions saved name each key, so one that has its default is read as if it were not there."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():  # whose text has the lines of its docstring
+            field.description = " ".join((field.description or "").split())
+
     @model_validator(mode="before")
     @classmethod
     def _forget_dropped(cls, values: Any) -> Any:

@@ -28,7 +28,7 @@ from titanlite.data.sources.shards import Shards
 _TEXT_BYTES = 64 * 1024  # of a document of source "text"
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *_COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
+_KINDS = {**dict.fromkeys((".jsonl", ".json", *_COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
 # What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _SCAN_BYTES = 1 << 22
@@ -213,7 +213,10 @@ def open_source(spec: TextSource) -> Source:
     Raises:
         UserError: a file is missing, the source is empty, or cannot be opened.
     """
-    files = find_files(spec)
+    try:
+        files = find_files(spec)
+    except UserError as error:
+        raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
     packed = spec.source == "jsonl" and any(file.suffix in _COMPRESSIONS for file in files)
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
@@ -222,10 +225,8 @@ def open_source(spec: TextSource) -> Source:
 
 
 def source_of_file(file: Path, column: str) -> DataSource:
-    """The table for a file that the option --data of a command names. Raises UserError: its ending is unknown."""
-    if file.suffix.lower() not in _KINDS:
-        raise UserError(f"--data {file}: the name of a file must end in {', '.join(_KINDS)}.")
-    keys = {"source": _KINDS[file.suffix.lower()], "path": str(file), "text_column": column}
+    """The table for a file that the option --data of a command names. What no ending tells otherwise is text."""
+    keys = {"source": _KINDS.get(file.suffix.lower(), "text"), "path": str(file), "text_column": column}
     return DataSource.model_validate(keys)
 
 
@@ -248,9 +249,9 @@ def find_files(spec: TextSource) -> list[Path]:
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not (files := [Path(name) for name in names if os.path.isfile(name)]):
-        raise UserError(f"dataset.path = {spec.path!r} matches no file (of {pattern}; current folder: {Path.cwd()})")
+        raise UserError(f"matches no file (of {pattern}; current folder: {Path.cwd()})")
     if spec.source == "text" and any(file.suffix in _COMPRESSIONS for file in files):
-        raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
+        raise UserError('names a packed file, and source "text" reads plain files only; decompress it')
     return files
 
 
