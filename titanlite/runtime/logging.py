@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -22,9 +23,11 @@ from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 LOGGER_NAME = "titanlite"
 LOG_FILE = "train.log"
 EVENTS_FILE = "events.jsonl"
+SAY_SECONDS = 10.0  # between two lines about what a command works at
 LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
 
-ENDS = ("stop", "guard", "failure", "hang", "finish")  # the kinds of events that end a run
+# The kinds of events that end a run. A failure is a crash; a refusal is an answer to what is wrong.
+ENDS = ("stop", "guard", "refusal", "failure", "hang", "finish")
 
 
 class Event(str):
@@ -61,6 +64,32 @@ def is_live_terminal() -> bool:
 def note(line: str) -> None:
     """Print a line on standard error, for a person who reads while a command works."""
     print(printable(line), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def working(text: str, shows: bool = True) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what a command works at, from now on and by the function that it gives: on a terminal in
+    one line with the time so far, which goes at the end; elsewhere in a line every ten seconds."""
+    said = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal said
+        if time.monotonic() - said > SAY_SECONDS:
+            said = time.monotonic()
+            note(text)
+
+    if not (shows and sys.stderr.isatty()):
+        if shows:
+            note(text)
+        yield say if shows else lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
 
 
 # ----------------------------------------------------------------------------------------------------- set-up

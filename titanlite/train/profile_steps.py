@@ -19,6 +19,7 @@ from titanlite.config.schema import JobConfig, Metrics
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
+from titanlite.runtime.logging import working
 from titanlite.train.loop import Trainer
 
 
@@ -48,9 +49,11 @@ def profile_steps(
     run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
     profiler, logged = Profiler(settings, folder), None
     found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
-    with Trainer(run, hooks=[profiler], standard=False) as trainer:
+    first_rank = os.environ.get("RANK", "0") == "0"
+    with working("Building the model", first_rank) as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
-            for _ in range(warmup + steps):
+            for number in range(warmup + steps):
+                say(f"Training step {number + 1} of {warmup + steps}")
                 logged = trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
