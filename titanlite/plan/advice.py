@@ -6,6 +6,7 @@ Invariant: each figure comes from a trace of the changed job. Estimates decide o
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
@@ -91,6 +92,7 @@ def _begin_worker(parent: int) -> None:
     os.environ[PARENT] = str(parent)
     serve_parent()
     os.dup2(2, 1)
+    logging.disable(logging.WARNING)  # libraries warn of what only a real run needs
 
 
 def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
@@ -121,7 +123,7 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tuple[s
     """Changes that make a run fit which does not, cheapest first."""
     changes = list[str]()
     for tries in _remedies(run):
-        for settings, after in _fastest(run, tries, gpu, apply):
+        for settings, after in _fastest(run, tries, gpu, apply, f"Tracing {len(tries)} changes that take less memory"):
             if after.needs < plan.needs:
                 price = 1 - after.tokens_per_second / plan.tokens_per_second
                 speed = f"{abs(price):.0%} {'slower' if price > 0 else 'faster'}" if abs(price) > 0.005 else "as fast"
@@ -141,15 +143,15 @@ def search(run: Run, gpu: Gpu, apply: Apply, most: int = MOST) -> tuple[list[tup
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
     chosen: list[Settings] = [{}, *tries[: most - 1]]
-    found = _fastest(run, chosen, gpu, apply)
+    found = _fastest(run, chosen, gpu, apply, f"Tracing {len(chosen)} of {1 + len(tries)} jobs")
     own = next((place for place, (settings, _) in enumerate(found) if not settings), len(found))
     return found[: own + 1], len(chosen), 1 + len(tries)
 
 
-def _fastest(run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply) -> list[tuple[Settings, Forecast]]:
-    """The changes that fit, with their plans, fastest first."""
+def _fastest(run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, text: str) -> list[tuple[Settings, Forecast]]:
+    """The changes that fit, with their plans, fastest first. `text` says what is done."""
     found = list[tuple[Settings, Forecast]]()
-    with working(f"Tracing {len(tries)} other jobs") as say:
+    with working(text) as say:
         for number, plan in enumerate(apply(partial(_plan, run=run, gpu=gpu), tries), 1):
             if plan is not None and plan.fits:
                 found.append((tries[number - 1], plan))

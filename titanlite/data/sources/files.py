@@ -183,7 +183,8 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
     import datasets
 
     datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.ERROR)
+    for library in ("datasets", "huggingface_hub"):  # which says each try to reach the hub
+        logging.getLogger(library).setLevel(logging.ERROR)
     path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
     streaming = spec.streaming or spec.source == "c4"
     try:
