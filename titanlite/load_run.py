@@ -335,7 +335,7 @@ def _files(run: Run) -> Problems:
     if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
-        yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
+        yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
     for name in metrics.writers:
         try:
             load_writer(name)

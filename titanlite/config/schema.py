@@ -501,7 +501,7 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb."""
     enable_wandb: bool = False
-    """Send TensorBoard's curves to Weights & Biases (pip install 'titanlite[wandb]'). Its environment variables say
+    """Send TensorBoard's curves to Weights & Biases (pip install 'wandb>=0.19'). Its environment variables say
     where: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline for files in <dump_folder>/wandb only."""
     writers: Names = ()
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
