@@ -67,9 +67,16 @@ def note(line: str) -> None:
 
 
 @contextlib.contextmanager
-def working(text: str, shows: bool = True) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what a command works at, from now on and by the function that it gives: on a terminal in
-    one line with the time so far, which goes at the end; elsewhere in a line every ten seconds."""
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what a command works at, and then by the function that it gives: on a terminal in a line
+    that goes at the end; elsewhere at once, and not more often than every ten seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(text) as status:
+            yield status.update
+        return
+    note(text)
     said = time.monotonic()
 
     def say(text: str) -> None:
@@ -78,18 +85,7 @@ def working(text: str, shows: bool = True) -> Iterator[Callable[[str], None]]:
             said = time.monotonic()
             note(text)
 
-    if not (shows and sys.stderr.isatty()):
-        if shows:
-            note(text)
-        yield say if shows else lambda text: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(text, total=None)
-        yield lambda text: progress.update(task, description=text)
+    yield say
 
 
 # ----------------------------------------------------------------------------------------------------- set-up

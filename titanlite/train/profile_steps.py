@@ -7,6 +7,7 @@ the files of the profile.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def profile_steps(
     run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
     profiler, logged = Profiler(settings, folder), None
     found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
-    first_rank = os.environ.get("RANK", "0") == "0"
-    with working("Building the model", first_rank) as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
+    saying = working("Building the model") if os.environ.get("RANK", "0") == "0" else nullcontext(str)
+    with saying as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
             for number in range(warmup + steps):
                 say(f"Training step {number + 1} of {warmup + steps}")
