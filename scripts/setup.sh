@@ -31,8 +31,10 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv || "$python" -m venv --clear --without-pip .venv # Debian's lacks ensurepip
     new=yes
 fi
-install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" --editable "$wanted"
+bar=off
+[[ -t 2 ]] && bar=on
+install() { # pip says what it downloads, because that takes minutes
+    .venv/bin/python -m pip install --progress-bar "$bar" --disable-pip-version-check "$@" --editable "$wanted" >&2
 }
 echo "Installing titanlite and its dependencies into .venv (once; PyTorch is large)" >&2
 if ! install; then

@@ -36,7 +36,8 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
     assert all(name in ended.stdout for name in cli.COMMANDS)
     # 0.04 s on an idle machine
     assert cpu_seconds(lambda: subprocess.run([*TITANLITE, "--help"], stdout=subprocess.DEVNULL)) < 0.1
-    program = "import sys; from titanlite import cli; cli.main(['--help']); sys.exit('pydantic' in sys.modules)"
+    program = "import sys; from titanlite import cli; cli.main(['--help']); assert 'pydantic' not in sys.modules; "
+    program += "[cli.main([name, '--help']) for name in cli.COMMANDS]; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=True)
 
 
@@ -44,11 +45,15 @@ def test_each_command_explains_itself(capsys: Output):
     assert all("usage: titanlite" in shown(capsys, name, "--help") for name in cli.COMMANDS)
 
 
-def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(tmp_path: Path, capsys: Output):
+def test_the_help_of_train_lists_and_explains_every_key_and_shows_the_values_of_the_job_file(
+    tmp_path: Path, capsys: Output
+):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
-    text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help")
+    text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help", "all")
+    listed = shown(capsys, "train", "--help")
     for key, field in KEYS.items():
-        assert re.search(rf"--{re.escape(key)}[ ,.]", text)
+        assert re.search(rf"(--|\[\[){re.escape(key)}[] ,.]", text)
+        assert re.search(rf"\b{key.partition('.')[2]}\b", listed)
         assert table_within(field.annotation) or " ".join((field.description or "").split()) in text
     assert all(" ".join((section.__doc__ or "").split()) in text for section in SECTIONS.values())
     assert "--training.steps INT Number of optimizer steps. (default: 12345)" in text
@@ -61,7 +66,7 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["help", "training.steps"], "--training.steps INT", "--training.seq_len"),
         (["help", "max-epochs"], "--dataset.max_epochs INT", "--training.steps"),
         (["help", "training.steps", "job"], "--job.dump_folder STR", "--training.seq_len"),
-        (["help", "dataset.stages"], "--dataset.stages.start_step INT The stage begins", "--dataset.path"),
+        (["help", "dataset.stages"], "dataset.stages.start_step INT The stage begins", "--dataset.path"),
         (["help", "check"], "--world-size {None}|INT Number of ranks", "--training.steps"),
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),
     ],

@@ -131,6 +131,11 @@ def test_the_job_file_of_the_readme_is_valid(clone: Path, monkeypatch: pytest.Mo
     assert load_run(["--job.config_file", "my_job.toml"], world_size=1).job.dataset.source == "jsonl"
 
 
+def test_no_page_installs_titanlite_from_where_it_is_not() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("titanlite/**/*.py")]
+    assert [page for page in pages if re.search(r"pip install '?titanlite", page.read_text())] == []
+
+
 def test_the_readme_names_files_that_exist() -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link

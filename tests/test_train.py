@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 from titanlite.observe.logged_step import LoggedStep
+from titanlite.report.run_files import read_status
 from titanlite.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
@@ -184,13 +185,26 @@ def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_
     first.wait_for("step +6/")
     options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2", "--checkpoint.no-enable"]
     output = run(job_file, tmp_path / "out", *options, code=2)
-    assert "another run is using it; waiting up to 1 s" in output
+    assert re.search(r"process \d+ on \S+ is using it; waiting up to 1 s", output)
     assert "Stop that one, or choose another job.dump_folder" in output
     assert "To go on" not in output
     first.kill(0, signal.SIGINT)
     first.ends_with(75)
-    assert "another run" not in (tmp_path / "out" / "train.log").read_text()
+    assert "is using it" not in (tmp_path / "out" / "train.log").read_text()
     assert not list((tmp_path / "out").glob("superseded*"))
+
+
+def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_none(
+    job_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON\n" * 50)
+    out, bad = tmp_path / "out", ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")]
+    assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
+    assert not out.exists()
+    launched(job_file, out, "--training.steps", "2")
+    launched(job_file, out, *bad, code=2)
+    assert (read_status(out).state, read_status(out).step) == ("refused", 2)
+    assert (out / "checkpoint" / "step-00000002").is_dir()
 
 
 def test_a_non_finite_gradient_stops_the_run_unsaved(job_file: Path, tmp_path: Path) -> None:

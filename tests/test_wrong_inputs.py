@@ -154,7 +154,7 @@ check --checkpoint.no-no-enable => --checkpoint.no-no-enable
 check --training.no-steps => --training.no-steps
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
 check --dataset.sources x => [[dataset.sources]]
-check --world-size 0 => world_size
+check --world-size 0 => --world-size
 check --world-sise 4 => --world-size
 check --validation.no-document-mask => no longer a key
 prepare --out => --out
@@ -202,8 +202,17 @@ verify => PATH
 verify run --deep => --deep
 tokenizer => titanlite tokenizer train
 tokenizer train => --out
-tokenizer train --vocab-size 5 --out x => vocab_size = 5
+tokenizer train --vocab-size 5 --out x => --vocab-size 5
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
+tokenizer train --vocab-size 600 --out x --dataset.path text.jsonl => dataset.path = "text.jsonl"
+check --dataset.source jsonl --dataset.path nowhere*.jsonl => command line: dataset.path = "nowhere*.jsonl"
+check --hidden_size 512 => model.dim
+check --model.dim 1000000000 => model.dim = 1000000000
+check --model.dim 1000000000 --world-size 64 --training.enable_cpu_offload => model.dim = 1000000000
+help n_embd => model.dim
+eval --checkpoint run --data no*.md => no*.md
+report => titanlite report DIR
+report run --out job.toml => --overwrite
 plan --memory 1e300 => memory
 plan --quick --write job.toml => --write job.toml: It exists
 import --hf run --out x --foo 1 => --foo
@@ -239,7 +248,7 @@ NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
-profile --steps 0 => steps = 0
+profile --steps 0 => --steps 0
 profile --out /proc/none => /proc/none
 launch --training.steps 0 => training.steps
 """

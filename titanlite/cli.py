@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
 from titanlite.runtime.logging import drop_output, logged_ranks, note_end, say_end
@@ -26,20 +27,21 @@ COMMANDS = {
     "check": ("commands.check", "Check a job file, for --world-size N ranks, without starting anything."),
     "plan": ("commands.plan", "Say what a job will take: memory, time, what fits, and the fastest layout."),
     "profile": ("commands.profile", "Say where the time of a job's step goes, and write a trace for Perfetto."),
-    "get": ("commands.get", "Download a tokenizer or data, and print the lines of the job file."),
-    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),
-    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
-    "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
-    "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
-    "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
-    "import": ("commands.import_", "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights."),
-    "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
+    "watch": ("commands.watch", "Show how a run goes, also from another machine."),
     "runs": ("commands.runs", "List the runs in a folder: state, step, loss, speed, age."),
     "report": ("commands.report", "Write a page about one or several runs, to look at offline."),
-    "watch": ("commands.watch", "Show how a run goes, also from another machine."),
     "generate": ("commands.generate", "Let a checkpoint complete a text."),
     "eval": ("commands.eval", "Score a checkpoint on texts: perplexity and bits per byte."),
+    "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
+    "import": ("commands.import_", "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights."),
+    "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
+    "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
+    "get": ("commands.get", "Download a tokenizer or data, and print the lines of the job file."),
+    "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),
+    "data": ("commands.data:data", "`data show --step N`: print the text that a step of a job reads."),
+    "tokenizer": ("commands.data:tokenizer", "`tokenizer train --vocab-size N --out DIR`: a vocabulary from text."),
 }
+_HEADINGS = {"train": "Train", "watch": "Look", "import": "Convert", "get": "Data"}  # by the first command below it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,9 +77,10 @@ def _dispatch(words: list[str]) -> object:
 
 def usage() -> str:
     """The text of `titanlite --help`."""
-    rows = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
+    headings = {name: f"\n{heading}\n" for name, heading in _HEADINGS.items()}
+    rows = "\n".join(f"{headings.get(name, '')}  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
     return (
-        f"usage: titanlite COMMAND ...\n\n{rows}\n\n"
+        f"usage: titanlite COMMAND ...\n{rows}\n\n"
         "`titanlite COMMAND --help` or `titanlite help COMMAND` explains the options of a command,\n"
         "`titanlite help training` a section of a job file, `titanlite help training.steps` one key.\n"
         "`titanlite --version` names the versions."
@@ -113,7 +116,7 @@ def run_quietly(command: Callable[[], object]) -> int:
             say_end(traceback.format_exc(), "failure")
             return 1
         stopped = isinstance(error, StoppedBySignal | StoppedUnsaved)
-        kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "failure"
+        kind = "stop" if stopped else "guard" if isinstance(error, GuardError) else "refusal"
         say_end("\n".join([str(error), *getattr(error, "__notes__", ())]), kind)
         return error.exit_code
 
@@ -128,7 +131,9 @@ def train(argv: Sequence[str]) -> None:
     run = load_run(argv, ranks)
     check_memory(run)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch
+    from titanlite.launch.launcher import output_folder
     from titanlite.train.loop import train
 
     gc.freeze()
-    train(run, argv)
+    with output_folder(run) if "RANK" not in os.environ else nullcontext():
+        train(run, argv)

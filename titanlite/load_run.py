@@ -19,8 +19,8 @@ from typing import Any
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
-from titanlite.config.load import COMMAND_LINE, Draft, read_job
-from titanlite.config.mistakes import Mistake, WrongJob, shown
+from titanlite.config.load import Draft, read_job
+from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
 from titanlite.config.schema import SECTIONS, Dataset, JobConfig, Validation
 from titanlite.data.hub import remedy
@@ -50,6 +50,14 @@ def check_run(job: JobConfig, world_size: int) -> Run:
             them are in one message.
     """
     return _checked(Draft(JobConfig.model_validate(job), (), {}, "JobConfig"), world_size)
+
+
+def load_dataset(argv: Sequence[str]) -> Dataset:
+    """The data of a command line, checked without a tokenizer. Raises UserError as `load_run`."""
+    draft = read_job(argv)
+    if found := [*draft.mistakes, *(mistake_of(Run(draft.job), *each) for each in _dataset(Run(draft.job)))]:
+        raise WrongJob(found, draft.file, draft.origins)
+    return draft.job.dataset
 
 
 def _checked(draft: Draft, world_size: int) -> Run:
@@ -315,10 +323,12 @@ def _sources(section: str, dataset: Dataset | Validation) -> Problems:
         prefix = f"{section}.sources.{number}" if dataset.sources else section
         try:
             if source.path is not None and source.source in ("python_stdlib", "c4"):
-                raise UserError("does not use path: name another source, or leave it out")
+                text = f'is not read: {prefix}.source is "{source.source}". Set that, too, such as "text" or "jsonl"'
+                raise UserError(text)
             find_files(source)
         except UserError as error:
-            yield f"{prefix}.source", f"{error}.".replace("dataset.", f"{prefix}.", 1)
+            key = "source" if source.path is None else "path"
+            yield f"{prefix}.{key}", f"{error}.".replace("dataset.", f"{prefix}.")
 
 
 def _files(run: Run) -> Problems:
@@ -335,7 +345,7 @@ def _files(run: Run) -> Problems:
     if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
-        yield "metrics.enable_wandb", "needs the package wandb: pip install 'titanlite[wandb]'."
+        yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
     for name in metrics.writers:
         try:
             load_writer(name)

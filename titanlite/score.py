@@ -75,8 +75,8 @@ def evaluate_text(
     log: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> TextScore:
-    """Score a checkpoint on files of text: .txt, .jsonl (also .gz and .zst) or .parquet. Under torchrun all ranks call
-    it, and all get the score. It starts the world of ranks and ends it.
+    """Score a checkpoint on files: .jsonl (also .gz and .zst), .parquet, any other is text. Under torchrun all ranks
+    call it, and all get the score. It starts the world of ranks and ends it.
 
     Args:
         checkpoint: The folder of one step, the folder of all steps, or the output folder of a run.

@@ -11,6 +11,7 @@ import tomli
 from titanlite import cli
 from titanlite.config.errors import UserError
 from titanlite.config.load import JOB_FILES, PACKAGE, load_job
+from titanlite.config.mistakes import unknown
 from titanlite.config.run import architecture
 from titanlite.config.schema import KEYS, JobConfig
 from titanlite.load_run import load_run
@@ -106,6 +107,11 @@ def migrated(text: str, version: tables.Version | None = None) -> tuple[Migratio
     content = tomli.loads(result.text)
     JobConfig.model_validate(content)
     return result, {f"{section}.{key}": value for section, table in content.items() for key, value in table.items()}
+
+
+def test_a_key_of_torchtitan_that_has_another_name_here_is_answered_with_that_name():
+    for theirs, ours in tables.EQUIVALENT.items():
+        assert theirs in KEYS or ours in unknown(JobConfig, theirs).remedy, theirs
 
 
 def test_each_key_of_torchtitan_is_in_one_table_and_each_of_ours_exists():

@@ -39,6 +39,7 @@ def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
     assert (found["name"], found["state"], found["step"], found["total_steps"]) == ("mine", "finished", 50, 100)
     assert found["curves"]["x"]["step"] == [10, 20, 30, 40, 50]
     assert found["curves"]["y"]["loss"] == {"mean": [7.9, 7.8, 7.7, 7.6, 7.5]}
+    assert "tps_per_device" not in found["curves"]["y"]  # of one rank, for which tps says it
     assert found["validations"]["y"]["loss"] == {"mean": [6.25]}
     assert [event["kind"] for event in found["events"]] == ["start", "data", "save", "finish"]
     assert (found["events"][1]["text"], found["samples"][0]["completion"]) == ("Data: a table", " upon a time")
@@ -194,7 +195,7 @@ def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_
 
     document = opened(tmp_path / "page.html", page)  # with its own policy
     assert "data-drawn" in document
-    for said in ("500 of 600", "finished", "6.25", "failure", "&lt;script&gt;alert(1)", "training.steps"):
+    for said in ("500 of 600", "minutes", "finished", "6.25", "failure", "&lt;script&gt;alert(1)", "training.steps"):
         assert said in document.partition('<script type="application/json"')[0], said
     assert document.count("<script") == page.count("<script") == 2
     assert "<img" not in document.partition("<script")[0]

@@ -2,6 +2,7 @@
 on a terminal."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -15,14 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 from small_runs import SMALL
 
 from titanlite.cli import main
 from titanlite.report.run_files import read_status, sparkline
+from titanlite.report.view import View
 
 
 def line(step: int, **changes: Any) -> str:
-    entry = {"step": step, "loss": 8.0 - step / 100, "tps": 100.0, "step_time": 0.1, "time": time.time()}
+    entry = {
+        "step": step,
+        "loss": 8.0 - step / 100,
+        "tps": 100.0,
+        "tps_per_device": 100.0,
+        "step_time": 0.1,
+        "time": time.time(),
+    }
     return json.dumps(entry | changes) + "\n"
 
 
@@ -51,7 +62,9 @@ SAVED = ("save", 50, "saved step 50")
         ([], ("running", "", 50)),
         ([SAVED, ("finish", 100, "Finished")], ("finished", "", 100)),
         ([SAVED, ("stop", None, "Stopped by SIGTERM\nTo go on: ...")], ("stopped", "Stopped by SIGTERM", 50)),
-        ([("guard", None, "Step 51: loss is nan")], ("crashed", "Step 51: loss is nan", 50)),
+        ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
+        ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
+        ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x")], ("refused", "x", 50)),
         ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom")],
          ("crashed", "ValueError: boom", 50)),
         ([("failure", None, "killed"), ("restart", None, "again")], ("running", "its launcher starts it again", 50)),
@@ -141,6 +154,16 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.Captu
     output = in_terminal("watch", str(tmp_path))
     assert "finished  " in output
     assert all(len(text) <= 40 for text in output.splitlines())
+
+
+def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_lines() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"}, width=100, height=40)
+    with View(Text("\n".join(["x" * 90] * 3), no_wrap=True, overflow="ellipsis"), console=console, auto_refresh=False):
+        for width, rows in (100, 3), (45, 6), (44, 6), (100, 3):  # what was drawn 45 wide makes two rows of 44
+            drawn = len(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+            console.width = width
+            console.print("a line of the log")
+            assert console.file.getvalue()[drawn:].count("\x1b[1A") == rows - 1  # pyright: ignore
 
 
 def test_a_sparkline_goes_from_the_first_to_the_last_value() -> None:

@@ -14,10 +14,11 @@ import io
 import json
 import os
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda na
 
 def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | None:
     """Keep other runs out of a part of an output folder, such as its checkpoints, until this process ends or closes
-    the returned descriptor.
+    the returned descriptor. The folder is made. The lock's file says whose it is.
 
     Processes that this one starts do not inherit the lock. NFS shows it to other nodes.
 
@@ -216,22 +217,30 @@ def lock(folder: Path, patience: float, log: Callable[[str], None]) -> int | Non
     Raises:
         UserError: another run is still there.
     """
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    used, deadline = f"{folder.parent}: another run is using it", 0.0
+    path, said, deadline = folder.with_name(f".{folder.name}.lock"), False, time.monotonic() + patience
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+            if os.fstat(descriptor).st_nlink:  # else the other run has removed its folder
+                with suppress(OSError):  # a full disk
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return descriptor
+            os.close(descriptor)
+            continue
         except OSError as error:
+            user = os.pread(descriptor, 300, 0).decode(errors="replace") or "another run"
+            os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 log(f"{folder}: a second run in it would go unnoticed, its file system has no locks: {error.strerror}")
-                os.close(descriptor)
                 return None
-        if not deadline:
-            deadline = time.monotonic() + patience
-            log(f"{used}; waiting up to {patience:.0f} s for its end")
         if time.monotonic() > deadline:
-            raise UserError(f"{used}. Stop that one, or choose another job.dump_folder.")
+            raise UserError(f"{folder.parent}: {user} is using it. Stop that one, or choose another job.dump_folder.")
+        if not said:
+            log(f"{folder.parent}: {user} is using it; waiting up to {patience:.0f} s for its end")
+        said = True
         time.sleep(0.1)
 
 

@@ -9,14 +9,15 @@ from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.data.amounts import toy_note
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import load_run, world_size
+from titanlite.observe.gpus import check_memory
 
 
 class Check(Options):
     """Check a job and print OK or all of its mistakes, without starting anything."""
 
     world_size: OptionRanks | None = None
-    """Number of ranks: the processes of all machines together. Left out: the environment variable WORLD_SIZE, or 1
-    without it."""
+    """Number of ranks: the processes of all machines together, on any devices. Left out: the environment variable
+    WORLD_SIZE, or 1 without it, on this machine."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_beside_job(Check, argv, "check")
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
+    check_memory(run, elsewhere=options.world_size is not None)
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
     if note := toy_note(run, load_tokenizer(run.tokenizer_path)):
         print(printable(f"\n{note}"))

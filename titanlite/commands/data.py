@@ -10,11 +10,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError, printable
-from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
-from titanlite.load_run import load_run
+from titanlite.load_run import load_dataset, load_run
 
 
 class Prepare(Options):
@@ -109,7 +108,7 @@ def tokenizer(argv: Sequence[str]) -> None:
     options, words = parse_beside_job(Train, argv[1:] if argv[:1] == ["train"] else argv, "tokenizer train")
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    made = train_tokenizer(load_job(words).dataset, options.out, options.vocab_size, options.max_bytes)
+    made = train_tokenizer(load_dataset(words), options.out, options.vocab_size, options.max_bytes)
     read = f"{made.documents:,} documents ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
     wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
     print(printable(f"{wrote}\nA job that uses it needs\n\n{tokenizer_tables(made.json, options.vocab_size)}"))

@@ -27,7 +27,7 @@ class Eval(Scoring):
     """The folder of one step (.../step-00000100), the folder of all steps, the output folder of a run, or .../best. Of
     several steps, the newest good one is used."""
     data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
-    """Files of text: .txt, .jsonl (also .gz and .zst) or .parquet."""
+    """Files: .jsonl (also .gz and .zst), .parquet; any other is read as text."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object and nothing else."""
 

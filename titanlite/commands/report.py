@@ -11,7 +11,7 @@ import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import read_file, write_whole
+from titanlite.config.files import write_whole
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.report.page import make_page
 
@@ -22,17 +22,21 @@ class Report(Options):
     It has the curves, events, samples, configuration and environment of each run, and what differs.
     """
 
-    dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(min_length=1, max_length=50)]
+    dirs: Annotated[list[OptionPath], tyro.conf.Positional, Field(max_length=50)]
     """Output folders of runs, 50 at most."""
     out: OptionPath = Path("report.html")
-    """The page. An earlier page of this name is replaced."""
+    """The page."""
+    overwrite: bool = False
+    """Replace the file --out if it exists."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to a folder, or the page cannot be written."""
     options = parse(Report, argv, "report")
-    if os.path.lexists(options.out) and not read_file(options.out, 1 << 26).lower().startswith(b"<!doctype html>"):
-        raise UserError(f"--out {options.out}: is there already, and is no page of a report. Name another file.")
+    if not options.dirs:
+        raise UserError("titanlite report DIR ...: name the output folders of runs, which `titanlite runs` lists.")
+    if os.path.lexists(options.out) and not options.overwrite:
+        raise UserError(f"--out {options.out}: is there already. Name another file, or add --overwrite.")
     page = make_page(options.dirs).encode()
     write_whole(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.1f} MB. Open it in a browser.")

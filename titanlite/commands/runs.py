@@ -11,10 +11,11 @@ import tyro
 
 from titanlite.commands.common import print_result
 from titanlite.config.errors import one_line
+from titanlite.config.mistakes import short
 from titanlite.config.options import OptionPath, Options, parse
 from titanlite.report.run_files import list_runs
 
-_HEAD = ("run", "state", "step", "of", "loss", "tokens/s", "last word")
+_HEAD = ("run", "state", "step", "of", "loss", "tokens/s", "last word", "why")
 
 
 class Runs(Options):
@@ -43,4 +44,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
     age = "-" if row["age"] is None else f"{timedelta(seconds=round(row['age']))} ago"
     numbers = shown("total_steps", "{:,}"), shown("loss", "{:.4f}"), shown("tps", "{:,.0f}")
-    return one_line(row["run"]), row["state"], f"{row['step']:,}", *numbers, age
+    return one_line(row["run"]), row["state"], f"{row['step']:,}", *numbers, age, short(one_line(row["reason"]))

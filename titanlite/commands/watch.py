@@ -26,10 +26,10 @@ class Watch(Options):
 
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: no run has written to the folder."""
-    from rich.live import Live
+    from titanlite.report.view import View
 
     folder, said = parse(Watch, argv, "watch").dir, list[str]()
-    with Live(auto_refresh=False) if is_live_terminal() else nullcontext() as live:
+    with View(auto_refresh=False) if is_live_terminal() else nullcontext() as live:
         while True:
             status = read_status(folder)
             if live is not None:

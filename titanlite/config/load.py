@@ -7,6 +7,7 @@ over the file, and a value in the file wins over the default of the schema.
 from __future__ import annotations
 
 import os
+import sys
 import typing
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -15,16 +16,17 @@ from typing import Any, NamedTuple
 
 import tomli
 import tomlkit
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
-from titanlite.config.mistakes import Mistake, WrongJob, shown, table_within, types_in, unknown
+from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown, table_within, types_in, unknown, wrapped
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
 DEFAULT_JOB_FILE = "debug_model.toml"
-COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
 HELP = "--help"
@@ -143,40 +145,60 @@ def _value(word: str, kinds: set[type]) -> Any:
     return word
 
 
-_TEXT = """Train the model that a job file describes. Any key of the file can be given on the command line, too, which
-wins over the file; tables such as [[dataset.sources]] stand in the file only. `--help training` explains one section.
-The defaults below are those of titanlite, or of the file that --job.config_file names. Without a file,
-debug_model.toml is trained."""
+_TEXT = """usage: titanlite train [--SECTION.KEY VALUE ...]
+
+Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. Each key
+below can be given on the command line, too, and wins over the file. `--help SECTION` explains the keys of a section,
+`--help KEY` one key, and `--help all` all of them."""
 
 
 def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
-    """Print each key with its text and its value in `job`, then exit 0.
+    """Print what is asked for, then exit 0.
 
     Args:
-        topics: sections ("training") and keys ("training.steps", "steps") to explain. Empty: all of them.
+        job: Its values are shown.
+        topics: sections ("training") and keys ("training.steps", "steps") to explain, or "all". Empty: the keys are
+            listed.
 
     Raises:
         UserError: there is no such section or key.
     """
-    import tyro  # takes a tenth of a second
-    from pydantic import Field, create_model
-
-    asked = [topic.removeprefix("--").replace("-", "_") for topic in topics]
-    for name in asked:
+    asked = {topic.removeprefix("--").replace("-", "_") for topic in topics}
+    for name in asked - {"all"}:
         if not any(name in (key, *key.split(".")) for key in KEYS):
             raise UserError(f"{name}: {unknown(JobConfig, name).remedy}")
-    sections: dict[str, Any] = {}
+    if not asked:
+        print(wrapped(_TEXT), end="\n\n")
     for section, model in SECTIONS.items():
-        fields: dict[str, Any] = {}
+        if not asked or asked & {section, "all"}:
+            print(wrapped(f"[{section}] {model.__doc__}"), end="\n\n" if asked else "\n")
+        if not asked:
+            print(wrapped(", ".join(model.model_fields), 6), end="\n\n")
         for name, field in model.model_fields.items():
-            if not asked or {f"{section}.{name}", section, name} & {*asked}:
-                table, text = table_within(field.annotation), " ".join((field.description or "").split())
-                default = ... if table else Field(getattr(getattr(job, section), name), description=text)
-                fields[name] = table or field.annotation, default
-        if fields:
-            sections[section] = create_model(section, __doc__=model.__doc__, **fields), ...
-    keys_of_job = create_model("Keys", **sections)
-    tyro.cli(keys_of_job, args=["--help"], prog="titanlite train", description=_TEXT, use_underscores=True)
+            if asked & {section, "all", name, f"{section}.{name}"}:
+                _print_key(f"{section}.{name}", field, getattr(getattr(job, section), name))
+    sys.exit(0)
+
+
+def _print_key(key: str, field: FieldInfo, value: Any, flag: str = "--") -> None:
+    """A key with its type, its text and its value. The keys of a table that stands in the file only have no flag."""
+    table, words = table_within(field.annotation), " ".join(dict.fromkeys(_words(field.annotation)))
+    words = f"{flag}{key} {words}{' ...' * (typing.get_origin(field.annotation) is tuple)}"
+    words = f"--{key}, --{key.replace('.', '.no-')}" if words == f"--{key} BOOL" else words
+    default = "required" if value is PydanticUndefined else f"default: {shown(value) if value is not None else value}"
+    print(f"[[{key}]]" if table else words)
+    print(wrapped(f"{field.description}{'' if table else f' ({default})'}", 6), end="\n\n")
+    for name, inner in table.model_fields.items() if table else ():
+        _print_key(f"{key}.{name}", inner, inner.default, "")
+
+
+def _words(annotation: Any) -> list[str]:
+    """What a value of a key may be: choices, or types."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return ["|".join(map(str, typing.get_args(annotation)))]
+    if parts := typing.get_args(annotation):
+        return [word for part in parts for word in _words(part)]
+    return [annotation.__name__.upper()] if isinstance(annotation, type) and annotation is not type(None) else []
 
 
 def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:

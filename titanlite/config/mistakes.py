@@ -1,4 +1,5 @@
-"""The messages about wrong values: the place, the value, what is allowed, and what to do.
+"""The messages about wrong values: the place, the value, what is allowed, and what to do. `synonyms.toml` beside this
+file has the names that other trainers give to our keys.
 
 Invariant: a wrong value gets the same message whether it comes from a job file, the command line, a Python program or
 another file. All wrong values of a job are reported together.
@@ -8,14 +9,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import tomli
 from pydantic import BaseModel, ValidationError
 
 from titanlite.config.errors import UserError
+
+COMMAND_LINE = "command line"
 
 
 class Mistake(NamedTuple):
@@ -59,6 +66,8 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
     place, value, model = [*map(str, error["loc"])], error["input"], whole
     key, given = ".".join(place[:2]), [] if error["type"] == "missing" else [shown(value)]
     found = " = ".join([*filter(None, [".".join(place)]), *given])
+    if getattr(whole, "_place", "") == COMMAND_LINE:
+        found = " ".join([f"--{place[0].replace('_', '-')}", *given])
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
     for name in place:
@@ -68,7 +77,7 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
             return Mistake(key, found, answer[1], "gone")
         elif error["type"] == "extra_forbidden" and not name.isdecimal():
             found = f"[{key}]" if isinstance(value, dict) else found
-            return Mistake(key, found, _near(whole, model, place[: place.index(name) + 1]), error["type"])
+            return Mistake(key, found, _near(whole, model, place[: place.index(name) + 1], place[-1]), error["type"])
     return Mistake(key, found, f"{text}. {about}", error["type"])
 
 
@@ -88,12 +97,22 @@ def short(text: str) -> str:
     return text if len(text) <= 160 else text[:160] + "..."
 
 
-def _near(whole: type[BaseModel], model: type[BaseModel], place: list[str]) -> str:
-    """The message about an unknown name in the table `model`. It says the most similar known one, of any section."""
+def wrapped(text: str, indent: int = 0) -> str:
+    """Each paragraph of a text in lines that fit a terminal, of at most 110 characters."""
+    width, margin = min(110, shutil.get_terminal_size().columns), " " * indent
+    fill = partial(textwrap.fill, width=max(40, width), initial_indent=margin, subsequent_indent=margin)
+    return "\n\n".join(fill(" ".join(part.split()), break_on_hyphens=False) for part in text.split("\n\n"))
+
+
+def _near(whole: type[BaseModel], model: type[BaseModel], place: list[str], last: str) -> str:
+    """The message about an unknown name at `place`, in the table `model`. It says what a key is called here that has
+    the name `last` elsewhere, or the most similar known name, of any section."""
     known = [field.alias or name for name, field in model.model_fields.items()]
     sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in whole.model_fields.items()}
-    near = [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], known, n=1)]
-    near = near or [f"{section}.{place[-1]}" for section, keys in sections.items() if place[-1] in keys]
+    synonyms = tomli.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+    near = [key for key, words in synonyms.items() if last in words.split() and key.partition(".")[0] in sections]
+    near = near or [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], known, n=1)]
+    near = near or [f"{section}.{last}" for section, keys in sections.items() if last in keys]
     return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {', '.join(known)}."
 
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.load import COMMAND_LINE
+from titanlite.config.mistakes import COMMAND_LINE, wrapped
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import Whole, usable_path
 
@@ -48,7 +48,8 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
         SystemExit: 2 after a message about an unknown, a missing or a malformed option.
     """
     _check_flags(options, argv)
-    return tyro.cli(options, args=list(argv), prog=f"titanlite {command}", config=_STYLE)
+    prog, text = f"titanlite {command}", _text(argv, options.__doc__ or "")
+    return tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE)
 
 
 def parse_beside_job(
@@ -57,7 +58,7 @@ def parse_beside_job(
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
     _check_flags(options, argv)
-    prog, text = f"titanlite {command}", f"{options.__doc__}\n\n{keys}"
+    prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}")
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
     flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
     for word in words:  # a key of a job has a dot
@@ -65,6 +66,13 @@ def parse_beside_job(
         if word.startswith("--") and "." not in word and near:
             raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
     return own, words
+
+
+def _text(argv: Sequence[str], text: str) -> str:
+    """Print what a command does above its help, because tyro would print one long line. Returns what tyro gets."""
+    if {"-h", "--help"} & {*argv}:
+        print(wrapped(text), end="\n\n")
+    return ""
 
 
 def _check_flags(options: type[Options], argv: Sequence[str]) -> None:

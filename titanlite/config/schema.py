@@ -66,6 +66,11 @@ class Section(FileModel):
     """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
     that these versions saved name each key, so one that has its default is read as if it were not there."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():  # whose text has the lines of its docstring
+            field.description = " ".join((field.description or "").split())
+
     @model_validator(mode="before")
     @classmethod
     def _forget_dropped(cls, values: Any) -> Any:
@@ -496,7 +501,7 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb."""
     enable_wandb: bool = False
-    """Send TensorBoard's curves to Weights & Biases (pip install 'titanlite[wandb]'). Its environment variables say
+    """Send TensorBoard's curves to Weights & Biases (pip install 'wandb>=0.19'). Its environment variables say
     where: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline for files in <dump_folder>/wandb only."""
     writers: Names = ()
     """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer

@@ -23,9 +23,9 @@ class LiveRun(Hook):
 
     def train_begins(self, step: int) -> None:
         if self._shows:
-            from rich.live import Live
+            from titanlite.report.view import View
 
-            self._live = Live(
+            self._live = View(
                 get_renderable=lambda: read_status(self._folder).text(), refresh_per_second=0.5, transient=True
             )
             self._live.start(refresh=True)

@@ -56,7 +56,6 @@ class Records(Hook):
 
         def lock() -> str:
             for part in (folder / "run", *saves):  # checkpoints may lie elsewhere
-                part.parent.mkdir(parents=True, exist_ok=True)
                 patience = min(step_folders.LOCK_PATIENCE, seconds / 2)
                 if (held := step_folders.lock(part, patience, training.log)) is not None:
                     training.opened.callback(os.close, held)

@@ -6,16 +6,20 @@ the launcher never imports torch, so that it needs little memory and time.
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.runtime.logging import logged_ranks
+from titanlite.config.run import Run
+from titanlite.runtime.logging import EVENTS_FILE, LOGGER_NAME, logged_ranks, note
 
 
 class Variables(BaseModel):
@@ -71,9 +75,33 @@ def launch(argv: Sequence[str]) -> int:
     os.environ[COMMAND] = f"{command} {os.environ.get(COMMAND, 'titanlite launch')}".strip()
     _set_threads(workers, run.job.training.num_threads)
     if variables.MASTER_ADDR is None or nodes[1] == 1:
-        return ranks.run()
+        with output_folder(run):
+            return ranks.run()
     store = variables.MASTER_ADDR, variables.MASTER_PORT
     return machines.run_agent(argv, run, nodes, store, variables.NODE_RANK, variables.MAX_RESTARTS)
+
+
+@contextmanager
+def output_folder(run: Run) -> Iterator[None]:
+    """A start on this machine alone. It waits for another run that uses the output folder, and removes the folder that
+    it has made if it ends by an answer or a signal and has trained nothing."""
+    from titanlite.checkpoint import find, step_folders
+
+    folder, refusal, existed = run.dump_folder, None, os.path.lexists(run.dump_folder)
+    if (held := step_folders.lock(folder / "run", step_folders.LOCK_PATIENCE, note)) is not None:
+        os.close(held)  # for the rank that locks it
+    try:
+        yield
+    except UserError as error:
+        refusal = error
+    events = folder / EVENTS_FILE
+    said = events.read_text(encoding="utf-8") if events.exists() else ""
+    needed = any(f'"event": "{kind}"' in said for kind in ("finish", "guard", "failure", "hang"))
+    if not existed and not needed and not find.is_saved(run) and not (folder / "metrics.jsonl").exists():
+        logging.getLogger(LOGGER_NAME).handlers.clear()  # or the reason of the end would be written there
+        shutil.rmtree(folder, ignore_errors=True)
+    if refusal is not None:
+        raise refusal
 
 
 def launch_command(words: Sequence[str]) -> int:

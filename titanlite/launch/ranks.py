@@ -171,7 +171,8 @@ class Ranks:
         if not root.reason:
             text = f"{text}\n{self.resume_hint()}".strip()
         in_log = root.rank == 0 and root.reason  # rank 0 has said it there
-        _say(text, "" if in_log else "stop" if self._stopped_by else "failure", folder)
+        kinds = {UserError.exit_code: "refusal", CheckpointError.exit_code: "refusal", GuardError.exit_code: "guard"}
+        _say(text, "" if in_log else "stop" if self._stopped_by else kinds.get(code, "failure"), folder)
         return code
 
 

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel, read_file
-from titanlite.config.mistakes import explain
+from titanlite.config.mistakes import explain, shown
 from titanlite.config.run import Run
 from titanlite.observe.flops import state_bytes
 
@@ -134,7 +134,7 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(run: Run, ranks: int = 0) -> None:
+def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
     """Compare a rank's weights, gradients and moments with the memory of its device, or with its share of the machine
     if they are kept there.
 
@@ -143,6 +143,7 @@ def check_memory(run: Run, ranks: int = 0) -> None:
 
     Args:
         ranks: Processes of this machine. 0: as the launcher of this process says.
+        elsewhere: The ranks are on other machines: any device of the table might be theirs.
 
     Raises:
         UserError: They are larger.
@@ -150,13 +151,18 @@ def check_memory(run: Run, ranks: int = 0) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     gpu, memory = device_memory()
-    if gpu is None or (memory and run.job.training.enable_cpu_offload):
+    if elsewhere:
+        largest = max(machine_memory(), *(gpu.memory for gpu in known_gpus()))
+        memory = int(MOST_GIB * GIB) if run.job.training.enable_cpu_offload else largest
+    elif gpu is None or (memory and run.job.training.enable_cpu_offload):
         memory = machine_memory() // (ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     state = state_bytes(run)
     if 0 < memory < state:
+        keys = run.job.model.model_dump(exclude_unset=True) or {"flavor": run.job.model.flavor}
         raise UserError(
-            f'model.flavor = "{run.job.model.flavor}": weights, gradients and optimizer state take {state / GIB:.1f} '
-            f"GiB on each of {run.world_size} ranks, which has {memory / GIB:.1f} GiB. "
+            f"{', '.join(f'model.{key} = {shown(value)}' for key, value in keys.items())}: weights, gradients and "
+            f"optimizer state take {state / GIB:,.1f} GiB on each of {run.world_size} ranks, which has "
+            f"{memory / GIB:,.1f} GiB. "
             f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
         )
 

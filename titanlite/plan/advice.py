@@ -6,8 +6,8 @@ Invariant: each figure comes from a trace of the changed job. Estimates decide o
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -24,12 +24,11 @@ from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import MOST_TOKENS, trace_run, with_keys
-from titanlite.runtime.logging import note
+from titanlite.runtime.logging import note, working
 from titanlite.runtime.process import PARENT, serve_parent
 
 WORKERS = 2  # processes that trace
 MOST = 40  # jobs that a search traces: two minutes for a model of 8 billion parameters on two cores
-_SAY_SECONDS = 10.0
 Settings = Mapping[str, Any]
 """A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
@@ -63,7 +62,8 @@ def make_plan(
     # A pipeline has several kinds of ranks to trace. For less it would not pay to start processes.
     with workers() if run.degrees.pipeline > 2 else nullcontext() as pool:
         apply = pool.map if pool else map
-        plan = forecast(run, trace_run(run, gpu.fp8 > 0, apply), gpu)
+        with working(f"Tracing a step on {run.world_size} ranks"):
+            plan = forecast(run, trace_run(run, gpu.fp8 > 0, apply), gpu)
         tell(plan)
         if not plan.fits or remedies:
             return plan.model_copy(update={"changes": what_fits(run, plan, gpu, apply)})
@@ -92,6 +92,7 @@ def _begin_worker(parent: int) -> None:
     os.environ[PARENT] = str(parent)
     serve_parent()
     os.dup2(2, 1)
+    logging.disable(logging.WARNING)  # libraries warn of what only a real run needs
 
 
 def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | None:
@@ -107,7 +108,8 @@ def largest(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> int | Non
     while rows not in known and 0 < rows <= MOST_TOKENS * context // training.seq_len and len(known) < 7:
         whole = training.global_batch_size  # stays if it can be split so
         size = whole if whole == -1 or whole % (rows * run.degrees.data) == 0 else -1
-        new = _plan({"training.local_batch_size": rows, "training.global_batch_size": size}, run, gpu, apply)
+        with working(f"Looking for the largest batch that fits: training.local_batch_size {rows}"):
+            new = _plan({"training.local_batch_size": rows, "training.global_batch_size": size}, run, gpu, apply)
         if new is None:
             break
         known[rows] = new
@@ -121,7 +123,7 @@ def what_fits(run: Run, plan: Forecast, gpu: Gpu, apply: Apply = map) -> tuple[s
     """Changes that make a run fit which does not, cheapest first."""
     changes = list[str]()
     for tries in _remedies(run):
-        for settings, after in _fastest(run, tries, gpu, apply):
+        for settings, after in _fastest(run, tries, gpu, apply, f"Tracing {len(tries)} changes that take less memory"):
             if after.needs < plan.needs:
                 price = 1 - after.tokens_per_second / plan.tokens_per_second
                 speed = f"{abs(price):.0%} {'slower' if price > 0 else 'faster'}" if abs(price) > 0.005 else "as fast"
@@ -141,23 +143,19 @@ def search(run: Run, gpu: Gpu, apply: Apply, most: int = MOST) -> tuple[list[tup
     """
     tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
     chosen: list[Settings] = [{}, *tries[: most - 1]]
-    note(f"Tracing {len(chosen)} of {1 + len(tries)} jobs.")
-    found = _fastest(run, chosen, gpu, apply, says=True)
+    found = _fastest(run, chosen, gpu, apply, f"Tracing {len(chosen)} of {1 + len(tries)} jobs")
     own = next((place for place, (settings, _) in enumerate(found) if not settings), len(found))
     return found[: own + 1], len(chosen), 1 + len(tries)
 
 
-def _fastest(
-    run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, says: bool = False
-) -> list[tuple[Settings, Forecast]]:
-    """The changes that fit, with their plans, fastest first. `says`: how many were traced, every ten seconds."""
-    found, said = list[tuple[Settings, Forecast]](), time.monotonic()
-    for number, plan in enumerate(apply(partial(_plan, run=run, gpu=gpu), tries), 1):
-        if plan is not None and plan.fits:
-            found.append((tries[number - 1], plan))
-        if says and time.monotonic() - said > _SAY_SECONDS:
-            said = time.monotonic()
-            note(f"{number} of {len(tries)} jobs traced")
+def _fastest(run: Run, tries: Sequence[Settings], gpu: Gpu, apply: Apply, text: str) -> list[tuple[Settings, Forecast]]:
+    """The changes that fit, with their plans, fastest first. `text` says what is done."""
+    found = list[tuple[Settings, Forecast]]()
+    with working(text) as say:
+        for number, plan in enumerate(apply(partial(_plan, run=run, gpu=gpu), tries), 1):
+            if plan is not None and plan.fits:
+                found.append((tries[number - 1], plan))
+            say(f"{number} of {len(tries)} jobs traced")
     return sorted(found, key=lambda each: -each[1].tokens_per_second)
 
 

@@ -94,6 +94,9 @@ def _run(folder: Path, shares: int) -> dict[str, Any]:
     status, folder = read_status(folder), Path(os.path.expanduser(folder)).resolve()
     problems: list[str] = []
     metrics = read_columns(json_lines(folder / "metrics.jsonl", problems))
+    for key, whole in ("loss_max", "loss"), ("tps_per_device", "tps"):  # with one rank they are the same
+        if key in metrics and whole in metrics and np.allclose(metrics[key], metrics[whole], equal_nan=True):
+            del metrics[key]
     validations = read_columns(json_lines(folder / "validation.jsonl", problems))
     events = _events(json_lines(folder / EVENTS_FILE, problems), metrics)
     most = max(20, _EVENTS // shares)

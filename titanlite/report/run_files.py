@@ -31,7 +31,7 @@ from titanlite.runtime.logging import ENDS, EVENTS_FILE
 if TYPE_CHECKING:
     from rich.text import Text
 
-State = Literal["running", "finished", "stopped", "crashed", "stale"]
+State = Literal["running", "finished", "stopped", "refused", "failed", "crashed", "stale"]
 
 _LAST = 1 << 19  # bytes at the end of a file that a status reads: about 450 lines of metrics.jsonl
 _LONGEST = 1 << 22  # bytes of a line
@@ -47,7 +47,7 @@ _NUMBERS = {
     "grad_norm": "grad_norm {:.3f}",
     "lr": "lr {:.2e}",
 }
-_COLORS = {"stopped": "yellow", "stale": "yellow", "crashed": "red"}
+_COLORS = {"stopped": "yellow", "stale": "yellow", **dict.fromkeys(("refused", "failed", "crashed"), "red")}
 
 
 @dataclass
@@ -198,17 +198,20 @@ def _state(status: RunStatus, events: Sequence[dict[str, Any]]) -> tuple[State, 
     """The state and its reason, by the last event and the last start."""
     last: dict[str, Any] = events[-1] if events else {}
     kind, silent = last.get("event"), time.time() - (status.last_word or 0.0)
+    # A start first says what data it has, and when all is built, where it runs.
+    begun = [event for event in events if event.get("event") in ("start", "data", *ENDS)]
     if kind in ENDS:
         text = last["text"].strip()
         # The reason of a traceback is its last line.
         reason = text.rpartition("\n")[2] if text.startswith("Traceback") else text.partition("\n")[0]
-        return ("finished", "") if kind == "finish" else ("stopped" if kind == "stop" else "crashed", reason)
+        answered: State = "failed" if begun[-2:-1] and begun[-2].get("event") == "start" else "refused"
+        states: dict[Any, State] = {"finish": "finished", "stop": "stopped", "guard": "stopped", "refusal": answered}
+        return states.get(kind, "crashed"), reason * (kind != "finish")
     if kind == "restart" and silent < _PATIENCE:
         return "running", "its launcher starts it again"
-    # A start first says what data it has, and when all is built, where it runs.
-    begun = next((event for event in reversed(events) if event.get("event") in ("start", "data", *ENDS)), {})
-    if begun.get("host") == socket.gethostname():
-        if _is_alive(begun.get("process"), begun["time"]):
+    start = begun[-1] if begun else {}
+    if start.get("host") == socket.gethostname():
+        if _is_alive(start.get("process"), start["time"]):
             return "running", ""
         return "crashed", "its process is gone, and has not written why: it was killed, or the machine went down"
     if silent < max(_PATIENCE, 10 * status.numbers.get("step_time", 0.0)):

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -22,9 +23,11 @@ from titanlite.config.errors import ERROR_FOLDER, UserError, one_line, printable
 LOGGER_NAME = "titanlite"
 LOG_FILE = "train.log"
 EVENTS_FILE = "events.jsonl"
+SAY_SECONDS = 10.0  # between two lines about what a command works at
 LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
 
-ENDS = ("stop", "guard", "failure", "hang", "finish")  # the kinds of events that end a run
+# The kinds of events that end a run. A failure is a crash; a refusal is an answer to what is wrong.
+ENDS = ("stop", "guard", "refusal", "failure", "hang", "finish")
 
 
 class Event(str):
@@ -61,6 +64,28 @@ def is_live_terminal() -> bool:
 def note(line: str) -> None:
     """Print a line on standard error, for a person who reads while a command works."""
     print(printable(line), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what a command works at, and then by the function that it gives: on a terminal in a line
+    that goes at the end; elsewhere at once, and not more often than every ten seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(text) as status:
+            yield status.update
+        return
+    note(text)
+    said = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal said
+        if time.monotonic() - said > SAY_SECONDS:
+            said = time.monotonic()
+            note(text)
+
+    yield say
 
 
 # ----------------------------------------------------------------------------------------------------- set-up

@@ -7,6 +7,7 @@ the files of the profile.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from titanlite.config.schema import JobConfig, Metrics
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
+from titanlite.runtime.logging import working
 from titanlite.train.loop import Trainer
 
 
@@ -48,9 +50,11 @@ def profile_steps(
     run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
     profiler, logged = Profiler(settings, folder), None
     found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
-    with Trainer(run, hooks=[profiler], standard=False) as trainer:
+    saying = working("Building the model") if os.environ.get("RANK", "0") == "0" else nullcontext(str)
+    with saying as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
-            for _ in range(warmup + steps):
+            for number in range(warmup + steps):
+                say(f"Training step {number + 1} of {warmup + steps}")
                 logged = trainer.step()
         except OutOfData as end:
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None

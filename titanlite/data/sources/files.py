@@ -29,7 +29,7 @@ from titanlite.data.sources.shards import Shards
 _TEXT_BYTES = 64 * 1024  # of a document of source "text"
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_KINDS = {".txt": "text", **dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
+_KINDS = {**dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
 # What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _SCAN_BYTES = 1 << 22
@@ -184,7 +184,8 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
     import datasets
 
     datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.ERROR)
+    for library in ("datasets", "huggingface_hub"):  # which says each try to reach the hub
+        logging.getLogger(library).setLevel(logging.ERROR)
     path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
     streaming = spec.streaming or spec.source == "c4"
     try:
@@ -214,7 +215,10 @@ def open_source(spec: TextSource) -> Source:
     Raises:
         UserError: a file is missing, the source is empty, or cannot be opened.
     """
-    files = find_files(spec)
+    try:
+        files = find_files(spec)
+    except UserError as error:
+        raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
@@ -223,10 +227,8 @@ def open_source(spec: TextSource) -> Source:
 
 
 def source_of_file(file: Path, column: str) -> DataSource:
-    """The table for a file that the option --data of a command names. Raises UserError: its ending is unknown."""
-    if file.suffix.lower() not in _KINDS:
-        raise UserError(f"--data {file}: the name of a file must end in {', '.join(_KINDS)}.")
-    keys = {"source": _KINDS[file.suffix.lower()], "path": str(file), "text_column": column}
+    """The table for a file that the option --data of a command names. What no ending tells otherwise is text."""
+    keys = {"source": _KINDS.get(file.suffix.lower(), "text"), "path": str(file), "text_column": column}
     return DataSource.model_validate(keys)
 
 
@@ -250,9 +252,9 @@ def find_files(spec: TextSource) -> list[Path]:
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not (files := [Path(name) for name in names if os.path.isfile(name)]):
         here = f"(of {pattern}; current folder: {Path.cwd()})"
-        raise UserError(f"dataset.path = {spec.path!r} matches no file {here}{hub.remedy('data', pattern)}")
+        raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
     if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
-        raise UserError(f'dataset.path = {spec.path!r}: source "text" reads plain files only; decompress them')
+        raise UserError('names a packed file, and source "text" reads plain files only; decompress it')
     return files
 
 

@@ -33,6 +33,11 @@ function place(run, axis, step) {
   return v0 + (values[after] - v0) * (steps[after] > s0 ? (step - s0) / (steps[after] - s0) : 1);
 }
 
+// Hours of training are shown as minutes where no run has trained for an hour.
+const TIME = D.runs.every((run) => ((run.curves.x.hours || []).at(-1) || 0) < 1) ? "minutes" : "hours";
+if (TIME === "minutes")
+  for (const { curves } of D.runs) if (curves.x.hours) curves.x.hours = curves.x.hours.map((hours) => 60 * hours);
+
 for (const run of D.runs) {
   [run.config, run.environment] = [flat(run.config), flat(run.environment)];
   const columns = { kind: [], text: [], undone: [] };
@@ -199,7 +204,8 @@ function makeCurve(spec, box, readout) {
   const series = [{}], bands = [];
   columns.forEach(({ run, part }, i) => {
     const stroke = () => color(run);
-    const line = { stroke, width: 1.5, spanGaps: true, points: { show: false } };
+    const single = data[i + 1].filter((v) => v !== null && v !== undefined).length === 1;
+    const line = { stroke, width: 1.5, spanGaps: true, points: { show: single, size: 6, fill: stroke } };
     if (part === "max" || part === "min") series.push({ ...line, width: 0 });
     else if (part === "raw") series.push({ ...line, width: 1, alpha: 0.3 });
     else if (part === "validation") series.push({ ...line, dash: [5, 4], points: { show: true, size: 6, fill: stroke } });
@@ -212,7 +218,7 @@ function makeCurve(spec, box, readout) {
     const at = plot.cursor.idx;
     const x = at === null || at === undefined ? null : plot.data[0][at];
     readout.textContent = "";
-    if (x !== null && x !== undefined) node("span", readout, "muted", `${state.axis} ${number(x)}`);
+    if (x !== null && x !== undefined) node("span", readout, "muted", `${state.axis === "hours" ? TIME : state.axis} ${number(x)}`);
     columns.forEach(({ run, part }, i) => {
       if (part !== "mean" && part !== "validation") return;
       const values = plot.data[i + 1];
@@ -323,15 +329,16 @@ const clock = (seconds) => (seconds === null ? "-" : new Date(seconds * 1000).to
 const count = (v) => (v === null || v === undefined ? "-" : Math.round(v).toLocaleString("en"));
 
 function overview() {
-  document.title = document.querySelector("h1").textContent = D.runs.map((run) => run.name).join(", ");
+  document.title = D.runs.map((run) => run.name).join(", ");
+  for (const run of D.runs) node("span", document.querySelector("h1"), "name", run.name);
   byId("written").textContent = `Written ${clock(D.written)} by titanlite ${D.version}, from the files of the runs.`;
-  const head = ["run", "state", "step", "tokens", "hours", "loss", "lowest validation loss", "tokens/s", "ranks"];
+  const head = ["run", "state", "step", "tokens", TIME, "loss", "lowest validation loss", "tokens/s", "ranks"];
   const rows = D.runs.map((run, i) => {
     const validated = run.validations.y.loss ? (run.validations.y.loss.min || run.validations.y.loss.mean).filter((v) => v !== null) : [];
     return [
       (box) => {
         node("span", box, "dot").style.background = `var(--c${i % 10})`;
-        node("span", box, "", run.name);
+        node("span", box, "name", run.name);
         node("div", box, "muted", run.config["job.description"] || "");
       },
       (box) => {
@@ -410,7 +417,7 @@ function start() {
   }
   const axis = byId("axis");
   for (const name of ["step", "tokens", "hours"])
-    if (D.runs.some((run) => run.curves.x[name])) node("option", axis, "", { step: "steps", tokens: "tokens", hours: "hours of training" }[name]).value = name;
+    if (D.runs.some((run) => run.curves.x[name])) node("option", axis, "", { step: "steps", tokens: "tokens", hours: `${TIME} of training` }[name]).value = name;
   axis.onchange = () => { state.axis = axis.value; state.zoom = null; make(); };
   byId("smoothing").oninput = (event) => { state.smoothing = Number(event.target.value); make(); };
   byId("events").onchange = (event) => { state.events = event.target.checked; for (const chart of charts) chart.plot.redraw(); };
@@ -421,7 +428,7 @@ function start() {
     for (const run of D.runs) {
       const chip = node("button", byId("runs"));
       node("span", chip, "dot").style.background = `var(--c${D.runs.indexOf(run) % 10})`;
-      node("span", chip, "", run.name);
+      node("span", chip, "name", run.name);
       chip.onclick = () => {
         state.hidden.has(run) ? state.hidden.delete(run) : state.hidden.add(run);
         chip.classList.toggle("off", state.hidden.has(run));
