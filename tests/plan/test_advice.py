@@ -126,7 +126,7 @@ def test_async_tensor_parallelism_hides_a_part_and_a_ring_of_many_machines_start
     assert half.hidden_seconds == pytest.approx(ASYNC_HIDES * kept.parts["collectives (tensor)"])
     assert half.step_seconds + half.hidden_seconds == pytest.approx(kept.step_seconds)
     near, far = (plan(sent("all_gather", 0, "world", n, n, 10**4)).parts["collectives (world)"] for n in (8, 128))
-    assert far / 16 < near < far / 10  # each of 16 machines adds a hop of the network
+    assert 16 * near < far < 20 * near  # 112 hops within machines and 15 between them, beside 7
 
 
 @pytest.mark.slow

@@ -26,17 +26,17 @@ from titanlite.plan.trace import RankTrace
 # that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
 # between blocks of the allocator, which has expandable segments.
 GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
-# Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
-# tensors are a few, and 9 to 15 of oneDNN), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are
-# the process that reads.
-CPU_FIXED, CPU_LOST = 480 * MIB, 0.05
+# Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
+# and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
+# with a vocabulary of 128,256, compiled, take up to 650 MiB more, because their loss is not computed in place.
+CPU_FIXED, CPU_LOST = 520 * MIB, 0.05
 
 # Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
 # the power limit holds. An FP8 matmul draws as much power and has half the time for its memory, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
 # Flex attention, which context parallelism uses, is a triton kernel of FlashAttention 2's design. Since Hopper the
-# tensor cores are faster than that keeps busy: 35% of the peak (https://arxiv.org/abs/2407.08608), and flex has 90% of it
-# forward and 85% backward (https://pytorch.org/blog/flexattention).
+# tensor cores are faster than that keeps busy: it reaches 35% of the peak (https://arxiv.org/abs/2407.08608), and flex
+# attention 90% of that forward and 85% backward (https://pytorch.org/blog/flexattention).
 FLEX = 0.31
 BANDWIDTH = 0.80  # of the memory's peak; a copy of large tensors reaches about 85%
 LINK = 0.75  # of a link's peak; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
@@ -53,9 +53,10 @@ HOP, NETWORK_HOP = 3.4e-6, 14e-6
 # by hand on a block of Llama 8b, in hidden states that are read or written: 60 before, 23 after.
 FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25
 # Each element that is cast to FP8 goes through one clamp in fp32, of 8 bytes. Its whole chain moves 33 bytes, of which
-# FUSED_BYTES would leave 13. Compiled, 5 are left: it is read for the largest value, read again, and written. So the
-# bytes of the clamp stand for 5 less what is left of the other 25.
-FUSED_CAST = (5 - FUSED_BYTES * 25) / 8
+# FUSED_BYTES would leave 13. Compiled, 5 are left: it is read for the largest value, read again, and written. What
+# several layers read is cast once then, so 3.5 (in blocks of 8b and of 70b with tensor parallelism 2.9 to 4). The bytes
+# of the clamp stand for these less what is left of the other 25.
+FUSED_CAST = (3.5 - FUSED_BYTES * 25) / 8
 # What it does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
 UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
 # Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
