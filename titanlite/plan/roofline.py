@@ -28,7 +28,7 @@ from titanlite.plan.trace import RankTrace
 GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
 # Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
 # and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
-# with a vocabulary of 128,256, compiled, take up to 650 MiB more, because their loss is not computed in place.
+# with a vocabulary of 128,256, compiled, take up to 650 MiB more. Why is not known.
 CPU_FIXED, CPU_LOST = 520 * MIB, 0.05
 
 # Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
