@@ -58,6 +58,10 @@ class Gpu(FileModel):
     """To host memory, in one direction, GB/s."""
     latency_us: Amount = 10.0
     """Least time of a collective, microseconds."""
+    attention: Annotated[float, Field(gt=0, le=1)] = 0.60
+    """Share of the bf16 peak that fused attention reaches, with heads of 128; its backward pass, counted as five
+    matmuls, 5/6 of that. It is less than a matmul's, because the softmax is computed on other units. The default is
+    that of FlashAttention 2 on an A100 and of cuDNN on an H100, as published."""
     machine: PositiveInt
     """Devices of a machine; cores if `cpu`."""
 

@@ -199,9 +199,9 @@ class Counter(TorchDispatchMode):
             backward = "backward" in name
             query, key = inputs[1:3] if backward else inputs[:2]
             shape = (*query.shape[:3], key.shape[2], query.shape[3])
-            causal = any(value is True for value in (*args, kwargs.get("is_causal")))
-            # Two matmuls forward, five backward, because the scores are computed again.
-            flops = math.prod(shape) * (10 if backward else 4) // (2 if causal else 1)
+            # Two matmuls forward, five backward, because the scores are computed again. Each mask is causal, and the
+            # last query sees all keys.
+            flops = math.prod(shape) * (10 if backward else 4) * (2 * shape[3] - shape[2]) // (2 * shape[3])
         dtype = next((t.dtype for t in inputs if t.is_floating_point()), inputs[0].dtype if inputs else torch.float32)
         return Work(phase, name.replace("::", "."), str(dtype).removeprefix("torch."), shape, None, 1, flops, moved)
 

@@ -26,25 +26,37 @@ from titanlite.plan.trace import RankTrace
 # that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
 # between blocks of the allocator, which has expandable segments.
 GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
-# Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
-# tensors are a few, and 9 to 15 of oneDNN), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are
-# the process that reads.
-CPU_FIXED, CPU_LOST = 480 * MIB, 0.05
+# Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
+# and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
+# with a vocabulary of 128,256, compiled, take up to 650 MiB more. Why is not known.
+CPU_FIXED, CPU_LOST = 520 * MIB, 0.05
 
 # Large matmuls reach about 70% of the data sheet on an H100 and an A100, because under full load the clock falls until
 # the power limit holds. An FP8 matmul draws as much power and has half the time for its memory, so it reaches less.
 MATMUL = {"float32": 0.85, "float8": 0.60, "bfloat16": 0.70}
-# Fused attention computes its softmax on units other than the tensor cores, so it reaches less. Published figures of
-# FlashAttention 2 on an A100 and of cuDNN on an H100, heads of 128, the backward pass counted as five matmuls.
-ATTENTION = {False: 0.60, True: 0.50}  # by whether it is the backward kernel
+# Flex attention, which context parallelism uses, is a triton kernel of FlashAttention 2's design. Since Hopper the
+# tensor cores are faster than that keeps busy: it reaches 35% of the peak (https://arxiv.org/abs/2407.08608), and flex
+# attention 90% of that forward and 85% backward (https://pytorch.org/blog/flexattention).
+FLEX = 0.31
 BANDWIDTH = 0.80  # of the memory's peak; a copy of large tensors reaches about 85%
 LINK = 0.75  # of a link's peak; NCCL's rings carry 340 to 370 of the 450 GB/s of an H100
 # A ring's collective takes as many of the GPU's processors as its copies need, about a tenth. What computes meanwhile
 # has so many less.
 OVERLAP_PRICE = 0.1
+# Async tensor parallelism hides the traffic that has a matmul next to it: not the gradients of inputs of several
+# matmuls, which are added before they are reduced, and not the first piece. That leaves about half.
+ASYNC_HIDES = 0.5
+# Seconds in which a ring passes its first piece on, by NCCL's own model (src/graph/tuning.cc): to the next device of a
+# machine, and to the next machine. `Gpu.latency_us` is how long it takes to start.
+HOP, NETWORK_HOP = 3.4e-6, 14e-6
 # The compiler fuses chains of element-wise operators, so that only what enters and leaves a chain is in memory. Counted
 # by hand on a block of Llama 8b, in hidden states that are read or written: 60 before, 23 after.
 FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25
+# Each element that is cast to FP8 goes through one clamp in fp32, of 8 bytes. Its whole chain moves 33 bytes, of which
+# FUSED_BYTES would leave 13. Compiled, 5 are left: it is read for the largest value, read again, and written. What
+# several layers read is cast once then, so 3.5 (in blocks of 8b and of 70b with tensor parallelism 2.9 to 4). The bytes
+# of the clamp stand for these less what is left of the other 25.
+FUSED_CAST = (3.5 - FUSED_BYTES * 25) / 8
 # What it does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
 UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
 # Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
@@ -122,6 +134,7 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
     """Seconds of each part of a step on one rank, and seconds of communication that other work hides."""
     parts, hidden = defaultdict[str, float](float), 0.0
     hides = () if gpu.cpu else ("fsdp", "replicate")
+    tensor_hides = ASYNC_HIDES * run.job.parallelism.enable_async_tensor_parallel
     for phase in ("forward", "backward", "optimizer"):
         busy = launches = hideable = first = 0.0
         compiled = run.compiles("optimizer" if phase == "optimizer" else "model")
@@ -132,10 +145,13 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
                     hideable += seconds
                     first += seconds / work.count  # all wait for the first gather and the last reduction
                 else:
-                    parts[f"collectives ({work.group[0]})"] += seconds
+                    behind = tensor_hides * seconds if work.group[0] == "tensor" else 0.0
+                    parts[f"collectives ({work.group[0]})"] += seconds - behind
+                    hidden += behind
                 continue
             fused = compiled and not work.shape and not work.op.startswith(UNFUSED)
-            name, seconds = _kernels(work, gpu, FUSED_BYTES if fused else 1.0)
+            share = (FUSED_CAST if work.op == "aten.clamp" else FUSED_BYTES) if fused else 1.0
+            name, seconds = _kernels(work, gpu, share)
             parts["optimizer" if phase == "optimizer" else name] += seconds
             busy += seconds
             launches += work.count * LAUNCH * (FUSED_KERNELS if fused else 1.0)
@@ -155,7 +171,9 @@ def _kernels(work: Work, gpu: Gpu, share_of_bytes: float) -> tuple[str, float]:
     moving = work.bytes * share_of_bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     if len(work.shape) == 5:
-        return "attention", work.flops / (peak * 1e12 * ATTENTION["backward" in work.op])
+        flex = work.shape[2] < work.shape[3] and gpu.fp8 > 0  # queries of one rank, keys of all
+        reached = (min(gpu.attention, FLEX) if flex else gpu.attention) * (5 / 6 if "backward" in work.op else 1)
+        return "attention", work.flops / (peak * 1e12 * reached)
     if len(work.shape) != 3:
         return "memory-bound kernels", moving
     kind = work.dtype if work.dtype == "float32" else "bfloat16"
@@ -178,7 +196,8 @@ def _collective(work: Work, group: tuple[str, int, int], gpu: Gpu) -> float:
     if work.op == "send":
         links, networks = float(machines == 1), float(machines > 1)
     seconds = work.bytes * max(links / gpu.link, networks / gpu.network) / (LINK * 1e9)
-    return (2 if work.op == "all_reduce" else 1) * (seconds + work.count * gpu.latency_us * 1e-6)
+    hops = 0.0 if gpu.cpu or work.op == "send" else (ranks - machines) * HOP + (machines - 1) * NETWORK_HOP
+    return (2 if work.op == "all_reduce" else 1) * (seconds + work.count * (gpu.latency_us * 1e-6 + hops))
 
 
 def _bubble(run: Run) -> float:

@@ -1,0 +1,129 @@
+"""How far the time of `titanlite plan` is off: torchtitan's published figures beside the plans of the same jobs.
+
+    python benchmarks/published.py [--only TEXT]
+
+The figures are those of the folder benchmarks/ in torchtitan's repository, of its own trainer. Plans are of ours, with
+the same model, layout, batch and recomputation, so they differ where the trainers do. Prints a table for
+docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from runs import table
+
+from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
+from titanlite.observe.gpus import find_gpu
+from titanlite.plan.roofline import forecast
+from titanlite.plan.trace import RankTrace, trace_run, with_keys
+
+# "96GB HBM2e with 2.4 TB/sec", "500W power limit". The power of a chip grows with its clock times the square of the
+# voltage, which rises with the clock, so the clock falls with the cube root of the power. The data sheets say the same:
+# an H100 SXM with 700 W and an H100 NVL with 400 W have as many cores, and 989 and 835 TFLOP/s.
+_CLOCK = (500 / 700) ** (1 / 3)
+_RATES = {name: getattr(find_gpu("H100"), name) * _CLOCK for name in ("bf16", "fp8", "fp32")}
+# torch's attention was FlashAttention 2 then, which reaches 35% of an H100 (https://arxiv.org/abs/2407.08608).
+_FLASH2 = {"attention": 0.35}
+H100 = find_gpu("H100").model_copy(update={"memory_gib": 94.5, "bandwidth": 2400.0, **_RATES, **_FLASH2})
+H200 = find_gpu("H200").model_copy(update=_FLASH2)
+
+FP8 = {"enable": True, "enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+FP8_OF_TP, ROWWISE = {"enable": True}, {"enable": True, "recipe_name": "rowwise"}
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+class Row(NamedTuple):
+    """A published figure.
+
+    Attributes:
+        published: Tokens/s of each GPU.
+    """
+
+    table: str
+    name: str
+    published: float
+    ranks: int
+    job: Sections
+
+    @property
+    def run(self) -> Run:
+        return Run(JobConfig.model_validate(self.job), self.ranks)
+
+
+def _job(flavor: str, rows: int, compiled: bool = True, fp8: Any = None, length: int = 8192, **more: Any) -> Sections:
+    recompute = {"mode": "full" if more.pop("full", False) else "selective"}
+    microbatches = {"global_batch_size": more.pop("batch", -1)}
+    layout = {
+        {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}.get(k, k): v
+        for k, v in more.items()
+    }
+    return {
+        "model": {"flavor": flavor},
+        "training": {"seq_len": length, "local_batch_size": rows, **microbatches},
+        "activation_checkpoint": recompute,
+        "compile": {"enable": compiled},
+        "float8": fp8 or {},
+        "parallelism": layout,
+    }
+
+
+def rows() -> Iterator[Row]:
+    """All rows. A pipeline has as many microbatches as ranks, which was torchtitan's default."""
+    for ranks, figures in ((8, (5762, 6667, 8532)), (128, (5605, 6514, 8380))):
+        where = f"8b, FSDP {ranks}"
+        yield Row("2024-12", where, figures[0], ranks, _job("8b", 2, False))
+        yield Row("2024-12", f"{where}, compiled", figures[1], ranks, _job("8b", 2))
+        yield Row("2024-12", f"{where}, compiled, FP8", figures[2], ranks, _job("8b", 2, fp8=FP8))
+    for cp, figure in ((1, 3890), (2, 2540), (4, 1071), (8, 548)):
+        job = _job("8b", 1, fp8=FP8, length=32768 * cp, full=True, cp=cp)
+        yield Row("2024-12", f"8b, FP8, CP {cp}, {32768 * cp:,} tokens a row", figure, 8, job)
+    for name, figure, asynchronous in (("TP 8", 829, False), ("async TP 8", 876, True)):
+        job = _job("70b", 16, fp8=FP8, full=True, tp=8, enable_async_tensor_parallel=asynchronous)
+        yield Row("2024-12", f"70b, FP8, {name}", figure, 256, job)
+    large: dict[str, Any] = {"fp8": FP8, "full": True, "tp": 8, "pp": 8, "enable_async_tensor_parallel": True}
+    for schedule, figure in (("1F1B", 100), ("Interleaved1F1B", 128)):
+        job = _job("405b", 4, batch=256, pipeline_parallel_schedule=schedule, **large)
+        yield Row("2024-12", f"405b, FP8, async TP 8, {schedule}", figure, 512, job)
+    for cp, figure in ((1, 76), (2, 47), (4, 31), (8, 16)):
+        job = _job("405b", 1, length=32768 * cp, cp=cp, batch=64 // cp, pipeline_parallel_schedule="1F1B", **large)
+        yield Row("2024-12", f"405b, FP8, async TP 8, 1F1B, CP {cp}, {32768 * cp:,}", figure, 512, job)
+    for machines, figure in ((4, 10938), (8, 10753)):
+        yield Row("H200", f"8b, FSDP {8 * machines}, compiled, FP8", figure, 8 * machines, _job("8b", 2, fp8=FP8))
+    tp = {  # tokens/s without and with async tensor parallelism
+        "70b": (256, 16, (None, 597.3, 652.4), (FP8_OF_TP, 809.8, 942.4), (ROWWISE, 599.6, 624.8)),
+        "8b": (64, 12, (None, 4378, 4809.4), (FP8_OF_TP, 5078.1, 5570.1), (ROWWISE, 3708.5, 3914.9)),
+    }
+    for flavor, (ranks, batch, *recipes) in tp.items():
+        for fp8, *figures in recipes:
+            recipe = ", FP8 rowwise" if fp8 is ROWWISE else ", FP8" if fp8 else ""
+            for asynchronous, figure in enumerate(figures):
+                job = _job(
+                    flavor, batch, fp8=fp8, full=flavor == "70b", tp=8, enable_async_tensor_parallel=bool(asynchronous)
+                )
+                yield Row("2025-06", f"{flavor}{recipe}, {'async ' * asynchronous}TP 8", figure, ranks, job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    only, lines, traced = parser.parse_args().only, [], dict[str, tuple[RankTrace, ...]]()
+    for row in (row for row in rows() if only in row.name):
+        run, gpu = row.run, H200 if row.table == "H200" else H100
+        # A trace is neither compiled nor asynchronous.
+        alike = with_keys(run, {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False})
+        key = f"{row.ranks} {alike.job.model_dump_json()}"
+        if key not in traced:
+            traced[key] = trace_run(alike, fp8=True)
+        speed = forecast(run, traced[key], gpu).tokens_per_second
+        cells = [f"{row.name} ({row.table})", str(row.ranks), f"{row.published:,.0f}", f"{speed:,.0f}"]
+        lines.append([*cells, f"{speed / row.published:.2f}"])
+        print(*lines[-1], sep="  ", flush=True)
+    print("\n".join(table(["job", "GPUs", "published", "plan", "plan / published"], lines)))
+
+
+if __name__ == "__main__":
+    main()
