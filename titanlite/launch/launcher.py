@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -99,7 +99,11 @@ def output_folder(run: Run) -> Iterator[None]:
     needed = any(f'"event": "{kind}"' in said for kind in ("finish", "guard", "failure", "hang"))
     if not existed and not needed and not find.is_saved(run) and not (folder / "metrics.jsonl").exists():
         logging.getLogger(LOGGER_NAME).handlers.clear()  # or the reason of the end would be written there
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(UserError):  # another run has the folder by now
+            held = step_folders.lock(folder / "run", 0.0, note)
+            shutil.rmtree(folder, ignore_errors=True)
+            if held is not None:
+                os.close(held)
     if refusal is not None:
         raise refusal
 
