@@ -85,7 +85,7 @@ def job(tmp_path):
 def test_data_that_fails_before_the_first_step_leaves_no_checkpoint(job, tmp_path):
     words = ["--job.config_file", str(job), "--job.dump_folder", str(tmp_path / "run")]
     with Trainer(load_job(words)) as trainer:
-        trainer.loader.failure = lambda steps: UserError("it cannot be read")
+        trainer.loader.failure = lambda batches: UserError("it cannot be read")
         with pytest.raises(UserError, match="it cannot be read"):
             trainer.train()
     assert not [*tmp_path.glob("run/checkpoint/step-*")]
