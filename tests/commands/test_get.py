@@ -129,7 +129,7 @@ def test_what_cannot_be_got_is_answered_with_what_to_do(hub: Hub, command: str, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("llama_8b.toml", {"data", "tokenizer llama3"}),
+        ("llama_8b.toml --world-size 8", {"data", "tokenizer llama3"}),
         ("debug_model.toml", set()),
         ("debug_model.toml --training.steps 40000", {"data"}),
         ("debug_model.toml --training.steps 40000 --dataset.max_epochs 30", set()),
