@@ -30,11 +30,12 @@ def random_model(arch, dtype=torch.float32):
 
 
 def hugging_face_twin(model):
-    """transformers' LlamaForCausalLM with the weights of `model`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' model of the same family with the weights of `model`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: dict[str, Any] = {**hf_config(model.arch, "float32"), "attn_implementation": "eager"}
-    twin = LlamaForCausalLM(LlamaConfig(**config))
+    config: dict[str, Any] = hf_config(model.arch, "float32")
+    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+    assert type(twin).__name__ == config["architectures"][0]
     weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -61,6 +62,8 @@ CASES = {
         *(1, 150, None),
     ),
     "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
+    "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
+    "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 
 

@@ -69,7 +69,7 @@ def check_tensors(
         UserError: heads that do not divide the width; or tensors that are missing, superfluous, of another shape, or
             other numbers than these; all in one message.
     """
-    if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
+    if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
         heads = f"{arch.n_heads} heads of an even width, shared by {arch.n_kv_heads} key heads (num_key_value_heads)"
         raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
     names = {named(name): name for name in parameter_shapes(arch)}

@@ -1,4 +1,4 @@
-"""The named Llama architectures.
+"""The named architectures.
 
 Invariant: no torch here, so that a job file can be checked in a fraction of a second.
 """
@@ -6,11 +6,18 @@ Invariant: no torch here, so that a job file can be checked in a fraction of a s
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+SWITCHES = ("qkv_bias",)
+"""Fields in which other families of models differ from Llama."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Every number that defines a Llama; the fields are explained in `titanlite.config.schema.Model`."""
+    """Every number that defines a model; the fields are explained in `titanlite.config.schema.Model`.
+
+    The number of heads must divide dim if head_dim is 0, which stands for dim / n_heads.
+    """
 
     dim: int
     n_layers: int
@@ -26,18 +33,42 @@ class Architecture:
     rope_high_freq_factor: float = 4.0
     rope_original_max_seq_len: int = 8192
     tied_embeddings: bool = False
+    head_dim: int = 0
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:  # what does not divide becomes an odd width, which is refused
+            width = -1 if self.dim % self.n_heads else self.dim // self.n_heads
+            object.__setattr__(self, "head_dim", width)
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.n_heads
+    def switches(self) -> dict[str, Any]:
+        """What is not as in a Llama: name of the field -> value."""
+        fields = [field for field in dataclasses.fields(self) if field.name in SWITCHES]
+        return {each.name: getattr(self, each.name) for each in fields if getattr(self, each.name) != each.default}
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all queries of a token."""
+        return self.n_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
         """Width of all keys of a token, and of all values."""
         return self.n_kv_heads * self.head_dim
 
+    @property
+    def block_matrices(self) -> int:
+        """Weights of the matrices of a block: those that a token is multiplied with."""
+        return self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)
 
+    @property
+    def block_vectors(self) -> int:
+        """Weights of the norms and biases of a block."""
+        return 2 * self.dim + self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+
+
+_QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
 FLAVORS = {
     # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with
     # 64 than with 16.
@@ -49,6 +80,15 @@ FLAVORS = {
     "8b": Architecture(4096, 32, 32, 8, 14336, rope_scaling_factor=8.0),
     "70b": Architecture(8192, 80, 64, 8, 28672, rope_scaling_factor=8.0),
     "405b": Architecture(16384, 126, 128, 8, 53248, rope_scaling_factor=8.0),
+    "llama2-7b": Architecture(4096, 32, 32, 32, 11008, 32000, 4096, rope_theta=1e4),
+    "mistral-7b": Architecture(4096, 32, 32, 8, 14336, 32768, 32768, rope_theta=1e6),  # v0.3
+    "mistral-nemo": Architecture(5120, 40, 32, 8, 14336, 131072, rope_theta=1e6, head_dim=128),
+    "smollm2-135m": Architecture(576, 30, 9, 3, 1536, 49152, 8192, rope_theta=1e5, tied_embeddings=True),
+    "smollm2-360m": Architecture(960, 32, 15, 5, 2560, 49152, 8192, rope_theta=1e5, tied_embeddings=True),
+    "smollm2-1.7b": Architecture(2048, 24, 32, 32, 8192, 49152, 8192, rope_theta=1.3e5, tied_embeddings=True),
+    "qwen2.5-0.5b": Architecture(896, 24, 14, 2, 4864, 151936, 32768, **_QWEN, tied_embeddings=True, qkv_bias=True),
+    "qwen2.5-1.5b": Architecture(1536, 28, 12, 2, 8960, 151936, **_QWEN, tied_embeddings=True, qkv_bias=True),
+    "qwen2.5-7b": Architecture(3584, 28, 28, 4, 18944, 152064, **_QWEN, qkv_bias=True),
 }
 
 # These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above

@@ -68,10 +68,10 @@ class Attention(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.head_dim = arch.head_dim
-        self.wq = nn.Linear(arch.dim, arch.n_heads * arch.head_dim, bias=False)
-        self.wk = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
-        self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
-        self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
+        self.wq = nn.Linear(arch.dim, arch.q_dim, bias=arch.qkv_bias)
+        self.wk = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
+        self.wv = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
+        self.wo = nn.Linear(arch.q_dim, arch.dim, bias=False)
         # Context parallelism replaces it.
         self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
 
@@ -161,11 +161,11 @@ class Llama(nn.Module):
         A part with the first block has the embedding, a part with the last block has the norm and the output.
 
         Raises:
-            ValueError: n_heads does not divide half of the width, or n_kv_heads does not divide n_heads.
+            ValueError: heads have no even width, or n_kv_heads does not divide n_heads.
         """
         super().__init__()
-        if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
-            raise ValueError(f"{arch}: n_heads must divide half of dim, and n_kv_heads must divide n_heads.")
+        if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
+            raise ValueError(f"{arch}: heads must have an even width, and n_kv_heads must divide n_heads.")
         blocks = range(arch.n_layers) if blocks is None else blocks
         first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch
@@ -228,8 +228,8 @@ class Llama(nn.Module):
         """
         for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
-            if "norm" in name:
-                nn.init.ones_(full)
+            if full.ndim == 1:
+                nn.init.constant_(full, "norm" in name)  # biases are 0
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
