@@ -96,7 +96,9 @@ if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by tit
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
-SWITCHES = {"switches": {"model": {"head_dim": 16, "qkv_bias": True}}}  # what other families of models have
+SWITCHES = {
+    "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head"}}
+}  # what other families of models have
 LARGE = {"model": {"vocab_size": 32_000}}  # 4 million gradients: a sum of squares one after the other goes astray
 ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what

@@ -210,6 +210,7 @@ def test_greedy_text_is_that_without_a_cache_whatever_is_beside_it(
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"head_dim": 16},
+    "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
     "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
 }
 
@@ -221,7 +222,8 @@ def test_greedy_text_is_that_of_transformers_and_the_weights_come_back(tmp_path:
     job = JOB.model_copy(update={"model": JOB.model.model_copy(update=FAMILIES[family])})
     run, out = save_run(tmp_path, 1, job=job), tmp_path / "hf"
     assert cli.main(["export", "--checkpoint", str(run), "--out", str(out), "--dtype", "float32"]) == 0
-    theirs, ids = AutoModelForCausalLM.from_pretrained(out), [TOKENIZER.bos_id, *TOKENIZER.encode(PROMPTS[1])]
+    theirs: Any = AutoModelForCausalLM.from_pretrained(out)
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(PROMPTS[1])]
     assert type(theirs).__name__ == family
     found = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)[0, len(ids) :]
     assert "".join(generate(load_checkpoint(run), PROMPTS[1], 30, temperature=0)) == TOKENIZER.decode(found.tolist())

@@ -23,13 +23,15 @@ PARAMETERS = {  # those of all but the last two are published
     **{"llama2-7b": 6_738_415_616, "mistral-7b": 7_248_023_552, "mistral-nemo": 12_247_782_400},
     **{"smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384},
     **{"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512},
+    **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976},
+    **{"qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360},
     **{"debugmodel": 6_229_248, "150m": 150_917_760},
 }
 ARCHITECTURE = {
     **{"dim": 96, "n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "ffn_dim": 100, "vocab_size": 77},
     **{"max_seq_len": 33, "norm_eps": 1e-6, "rope_theta": 123.0, "rope_scaling_factor": 2.0, "tied_embeddings": True},
     **{"rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 16},
-    **{"head_dim": 24, "qkv_bias": True},
+    **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head"},
 }
 
 

@@ -18,6 +18,7 @@ LLAMA3 = {"rope_type": "llama3", **SCALING, "original_max_position_embeddings": 
 OLD_WORD = {"type": "llama3", **SCALING, "original_max_position_embeddings": 32}
 SIZES = {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
+QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1}
 QWEN2 = SIZES | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
 SAME = [
     {},  # the defaults
@@ -33,7 +34,7 @@ SAME = [
     {"tie_word_embeddings": True, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3},
     {"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": False, "temperature": 3.0, "eos_token_id": [1, 2]},
     {"head_dim": 16},
-    *(MISTRAL, MISTRAL | {"head_dim": 16}, QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2}),
+    *(MISTRAL, MISTRAL | {"head_dim": 16}, QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2}, QWEN3),
 ]
 
 
@@ -66,7 +67,7 @@ def test_logits_are_those_of_transformers(tmp_path, changes):
     assert architecture_from_hf(hf_config(arch, "float32")) == arch
 
 
-@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2])
+@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3])
 def test_every_key_that_transformers_writes_is_known(family):
     from transformers import AutoConfig
 
@@ -97,6 +98,8 @@ def rope(**changes):
         *(
             {"model_type": "qwen2"},
             of(QWEN2, use_sliding_window=True),
+            of(QWEN3, attention_bias=True),
+            of(QWEN3, head_dim=None),
             of(QWEN2, layer_types=["sliding_attention"] * 2),
         ),
         *({"rope_theta": None}, {"rope_theta": float("inf")}, {"hidden_size": 10**40}, {"logits_scaling": 2.0}),

@@ -63,6 +63,7 @@ CASES = {
     ),
     "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
     "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
+    "qwen3": (dataclasses.replace(BASE, head_dim=24, qk_norm="head"), 2, 17, None),
     "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 

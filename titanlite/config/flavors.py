@@ -6,9 +6,9 @@ Invariant: no torch here, so that a job file can be checked in a fraction of a s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-SWITCHES = ("qkv_bias",)
+SWITCHES = ("qkv_bias", "qk_norm")
 """Fields in which other families of models differ from Llama."""
 
 
@@ -35,6 +35,7 @@ class Architecture:
     tied_embeddings: bool = False
     head_dim: int = 0
     qkv_bias: bool = False
+    qk_norm: Literal["none", "head"] = "none"
 
     def __post_init__(self) -> None:
         if not self.head_dim:  # what does not divide becomes an odd width, which is refused
@@ -65,10 +66,12 @@ class Architecture:
     @property
     def block_vectors(self) -> int:
         """Weights of the norms and biases of a block."""
-        return 2 * self.dim + self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+        qk_norms = {"none": 0, "head": 2 * self.head_dim}[self.qk_norm]
+        return 2 * self.dim + self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + qk_norms
 
 
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
+_QWEN3 = _QWEN | {"vocab_size": 151936, "max_seq_len": 40960, "head_dim": 128, "qk_norm": "head"}
 FLAVORS = {
     # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with
     # 64 than with 16.
@@ -89,6 +92,10 @@ FLAVORS = {
     "qwen2.5-0.5b": Architecture(896, 24, 14, 2, 4864, 151936, 32768, **_QWEN, tied_embeddings=True, qkv_bias=True),
     "qwen2.5-1.5b": Architecture(1536, 28, 12, 2, 8960, 151936, **_QWEN, tied_embeddings=True, qkv_bias=True),
     "qwen2.5-7b": Architecture(3584, 28, 28, 4, 18944, 152064, **_QWEN, qkv_bias=True),
+    "qwen3-0.6b": Architecture(1024, 28, 16, 8, 3072, **_QWEN3, tied_embeddings=True),
+    "qwen3-1.7b": Architecture(2048, 28, 16, 8, 6144, **_QWEN3, tied_embeddings=True),
+    "qwen3-4b": Architecture(2560, 36, 32, 8, 9728, **_QWEN3, tied_embeddings=True),
+    "qwen3-8b": Architecture(4096, 36, 32, 8, 12288, **_QWEN3),
 }
 
 # These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above

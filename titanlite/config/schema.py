@@ -135,6 +135,8 @@ class Model(Section):
     """Width of a head, an even number. Left out: the flavor's; if that is dim / n_heads, it follows these two."""
     qkv_bias: bool | None = None
     """Add a bias to queries, keys and values, as Qwen2 does."""
+    qk_norm: Literal["none", "head"] | None = None
+    """RMSNorm of queries and keys before the rotary embedding: of each head alone, as Qwen3 does, or none."""
 
 
 class Tokenizer(Section):

@@ -30,6 +30,8 @@ _BLOCK_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
@@ -219,7 +221,17 @@ class _Qwen2(_Config):
     use_mrope: Literal[False] = False
 
 
-_FAMILIES = _Config, _Mistral, _Qwen2
+class _Qwen3(_Qwen2):
+    """A width of heads must not be missing, because transformers has a default for it."""
+
+    kind: ClassVar = "qwen3"
+    causal_lm: ClassVar = "Qwen3ForCausalLM"
+    switches: ClassVar = {"qk_norm": "head"}
+
+    head_dim: Size = Field(alias="head_dim")
+
+
+_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3
 """The first one that can describe a model is exported."""
 
 

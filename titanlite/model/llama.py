@@ -72,6 +72,10 @@ class Attention(nn.Module):
         self.wk = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
         self.wv = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
         self.wo = nn.Linear(arch.q_dim, arch.dim, bias=False)
+        self.qk_norm = arch.qk_norm
+        if self.qk_norm == "head":
+            self.q_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
         # Context parallelism replaces it.
         self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
 
@@ -81,6 +85,8 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:

@@ -49,6 +49,10 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "feed_forward.w3": ColwiseParallel(),
     }
+    if model.arch.qk_norm == "head":  # a rank has whole heads; the gradients of the norms' weights are summed
+        block_plan |= dict.fromkeys(
+            ("attention.q_norm", "attention.k_norm"), SequenceParallel(sequence_dim=2, use_local_output=True)
+        )
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan)
     if model.tok_embeddings is not None:
