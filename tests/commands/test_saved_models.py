@@ -211,6 +211,7 @@ def test_greedy_text_is_that_without_a_cache_whatever_is_beside_it(
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"head_dim": 16},
     "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
+    "Olmo2ForCausalLM": {"qk_norm": "projection", "norm_placement": "after"},
     "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
 }
 

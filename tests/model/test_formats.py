@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from titanlite.checkpoint.published import hf_weights, load_hf_weights
 from titanlite.config.errors import UserError
+from titanlite.config.flavors import Architecture
 from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
 from titanlite.model.llama import Llama
 
@@ -19,6 +20,7 @@ OLD_WORD = {"type": "llama3", **SCALING, "original_max_position_embeddings": 32}
 SIZES = {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1}
+OLMO2 = SIZES | {"model_type": "olmo2", "attention_bias": False}
 QWEN2 = SIZES | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
 SAME = [
     {},  # the defaults
@@ -34,7 +36,7 @@ SAME = [
     {"tie_word_embeddings": True, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3},
     {"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": False, "temperature": 3.0, "eos_token_id": [1, 2]},
     {"head_dim": 16},
-    *(MISTRAL, MISTRAL | {"head_dim": 16}, QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2}, QWEN3),
+    *(MISTRAL, MISTRAL | {"head_dim": 16}, QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2}, QWEN3, OLMO2),
 ]
 
 
@@ -67,7 +69,7 @@ def test_logits_are_those_of_transformers(tmp_path, changes):
     assert architecture_from_hf(hf_config(arch, "float32")) == arch
 
 
-@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3])
+@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3, OLMO2])
 def test_every_key_that_transformers_writes_is_known(family):
     from transformers import AutoConfig
 
@@ -111,6 +113,11 @@ def rope(**changes):
 def test_what_would_compute_something_else_is_refused_by_its_name(changes):
     with pytest.raises(UserError, match=next(iter(changes))):
         architecture_from_hf(BASE | changes)
+
+
+def test_a_model_of_no_family_is_not_exported():
+    with pytest.raises(UserError, match=r"qkv_bias.*qk_norm"):
+        hf_config(Architecture(8, 1, 1, 1, 8, qkv_bias=True, qk_norm="head"), "float32")
 
 
 DIFFERENT = [  # from the tensors, and what is said

@@ -36,7 +36,7 @@ def hugging_face_twin(model):
     config: dict[str, Any] = hf_config(model.arch, "float32")
     twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
     assert type(twin).__name__ == config["architectures"][0]
-    weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {hf_name(model.arch, name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if model.arch.tied_embeddings else [])
@@ -64,6 +64,7 @@ CASES = {
     "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
     "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
     "qwen3": (dataclasses.replace(BASE, head_dim=24, qk_norm="head"), 2, 17, None),
+    "olmo2": (dataclasses.replace(BASE, qk_norm="projection", norm_placement="after"), 2, 17, None),
     "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 
@@ -86,7 +87,7 @@ def test_logits_and_gradients_equal_transformers(case):
     (ours * weight).sum().backward()
     (theirs * weight).sum().backward()
     twin_gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    errors = {n: relative_error(p.grad, twin_gradients[hf_name(n)]) for n, p in model.named_parameters()}
+    errors = {n: relative_error(p.grad, twin_gradients[hf_name(arch, n)]) for n, p in model.named_parameters()}
     assert len(errors) == len(twin_gradients)
     assert max(errors.values()) < 1e-5, errors
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-SWITCHES = ("qkv_bias", "qk_norm")
+SWITCHES = ("qkv_bias", "qk_norm", "norm_placement")
 """Fields in which other families of models differ from Llama."""
 
 
@@ -35,7 +35,8 @@ class Architecture:
     tied_embeddings: bool = False
     head_dim: int = 0
     qkv_bias: bool = False
-    qk_norm: Literal["none", "head"] = "none"
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    norm_placement: Literal["before", "after"] = "before"
 
     def __post_init__(self) -> None:
         if not self.head_dim:  # what does not divide becomes an odd width, which is refused
@@ -66,12 +67,14 @@ class Architecture:
     @property
     def block_vectors(self) -> int:
         """Weights of the norms and biases of a block."""
-        qk_norms = {"none": 0, "head": 2 * self.head_dim}[self.qk_norm]
+        qk_norms = {"none": 0, "head": 2 * self.head_dim, "projection": self.q_dim + self.kv_dim}[self.qk_norm]
         return 2 * self.dim + self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + qk_norms
 
 
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN3 = _QWEN | {"vocab_size": 151936, "max_seq_len": 40960, "head_dim": 128, "qk_norm": "head"}
+_OLMO2: dict[str, Any] = {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6}
+_OLMO2 |= {"qk_norm": "projection", "norm_placement": "after"}
 FLAVORS = {
     # 6 million parameters. The heads have a width of 64, because attention kernels on a CPU are four times faster with
     # 64 than with 16.
@@ -96,6 +99,8 @@ FLAVORS = {
     "qwen3-1.7b": Architecture(2048, 28, 16, 8, 6144, **_QWEN3, tied_embeddings=True),
     "qwen3-4b": Architecture(2560, 36, 32, 8, 9728, **_QWEN3, tied_embeddings=True),
     "qwen3-8b": Architecture(4096, 36, 32, 8, 12288, **_QWEN3),
+    "olmo2-1b": Architecture(2048, 16, 16, 16, 8192, **_OLMO2),
+    "olmo2-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO2),
 }
 
 # These flavors are no published models, so they take the tokenizer's vocabulary, in multiples of 128. The size above

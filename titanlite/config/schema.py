@@ -135,8 +135,12 @@ class Model(Section):
     """Width of a head, an even number. Left out: the flavor's; if that is dim / n_heads, it follows these two."""
     qkv_bias: bool | None = None
     """Add a bias to queries, keys and values, as Qwen2 does."""
-    qk_norm: Literal["none", "head"] | None = None
-    """RMSNorm of queries and keys before the rotary embedding: of each head alone, as Qwen3 does, or none."""
+    qk_norm: Literal["none", "head", "projection"] | None = None
+    """RMSNorm of queries and keys before the rotary embedding: of each head alone, as Qwen3 does, or of all heads
+    together, as OLMo 2 does."""
+    norm_placement: Literal["before", "after"] | None = None
+    """before: attention and feed-forward get a normalised input. after: their outputs are normalised before they are
+    added to the residual stream, as OLMo 2 does."""
 
 
 class Tokenizer(Section):

@@ -38,16 +38,18 @@ _BLOCK_NAMES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 # In old files. It is computed and not learned.
 HF_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def hf_name(name: str) -> str:
+def hf_name(arch: Architecture, name: str) -> str:
     """Our parameter name -> Hugging Face's. Both have the same order of rotary channels, so the values are the same."""
     if name in _NAMES:
         return _NAMES[name]
     _, layer, *rest, kind = name.split(".")  # weight or bias
-    return f"model.layers.{layer}.{_BLOCK_NAMES['.'.join(rest)]}.{kind}"
+    names = _BLOCK_NAMES | (_NORMS_AFTER if arch.norm_placement == "after" else {})
+    return f"model.layers.{layer}.{names['.'.join(rest)]}.{kind}"
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +68,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     """
     family = next((each for each in _FAMILIES if each.says(arch)), None)
     if family is None:
-        raise UserError(f"no model of transformers has all of these: {arch.switches}")
+        raise UserError(f"It cannot be exported, because no model of transformers has all of these: {arch.switches}.")
     scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3).items()} | {"rope_type": "llama3"}
     return {
         "architectures": [family.causal_lm],
@@ -76,6 +78,7 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
         **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_act": "silu"},
         **{"initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype},
+        "pad_token_id": None,  # some families have a default that may be beyond this vocabulary
     }
 
 
@@ -231,7 +234,13 @@ class _Qwen3(_Qwen2):
     head_dim: Size = Field(alias="head_dim")
 
 
-_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3
+class _Olmo2(_Config):
+    kind: ClassVar = "olmo2"
+    causal_lm: ClassVar = "Olmo2ForCausalLM"
+    switches: ClassVar = {"qk_norm": "projection", "norm_placement": "after"}
+
+
+_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3, _Olmo2
 """The first one that can describe a model is exported."""
 
 

@@ -1,4 +1,5 @@
-"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom.
+"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom, with the switches in
+which other families of models differ from it (`Architecture.switches`).
 
 Invariant: it does not depend on ranks, job files or devices, so it can be copied out and used alone. An initial weight
 depends on the seed and the name of its parameter only.
@@ -73,18 +74,22 @@ class Attention(nn.Module):
         self.wv = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
         self.wo = nn.Linear(arch.q_dim, arch.dim, bias=False)
         self.qk_norm = arch.qk_norm
-        if self.qk_norm == "head":
-            self.q_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
-            self.k_norm = nn.RMSNorm(arch.head_dim, eps=arch.norm_eps)
+        if self.qk_norm != "none":
+            each_head = self.qk_norm == "head"
+            self.q_norm = nn.RMSNorm(arch.head_dim if each_head else arch.q_dim, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.head_dim if each_head else arch.kv_dim, eps=arch.norm_eps)
         # Context parallelism replaces it.
         self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
     ) -> Tensor:
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        k = k.unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
+        v = v.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -109,10 +114,12 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C)."""
+    """Attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C). A norm is before each, or
+    after it, and never on the stream itself."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
+        self.norm_after = arch.norm_placement == "after"
         self.attention_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
         self.attention = Attention(arch)
         self.ffn_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
@@ -126,6 +133,9 @@ class TransformerBlock(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
+        if self.norm_after:
+            x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
+            return x + self.ffn_norm(self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
