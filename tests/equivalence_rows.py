@@ -97,7 +97,7 @@ if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by tit
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
 SWITCHES = {
-    "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head"}},
+    "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}},
     "OLMo 2": {"model": {"qk_norm": "projection", "norm_placement": "after"}},
 }  # what other families of models have
 LARGE = {"model": {"vocab_size": 32_000}}  # 4 million gradients: a sum of squares one after the other goes astray

@@ -212,6 +212,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"head_dim": 16},
     "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
     "Olmo2ForCausalLM": {"qk_norm": "projection", "norm_placement": "after"},
+    "MistralForCausalLM": {"sliding_window": 6},
     "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
 }
 

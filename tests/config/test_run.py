@@ -32,7 +32,7 @@ ARCHITECTURE = {
     **{"dim": 96, "n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "ffn_dim": 100, "vocab_size": 77},
     **{"max_seq_len": 33, "norm_eps": 1e-6, "rope_theta": 123.0, "rope_scaling_factor": 2.0, "tied_embeddings": True},
     **{"rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 16},
-    **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head", "norm_placement": "after"},
+    **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head", "norm_placement": "after", "sliding_window": 7},
 }
 
 

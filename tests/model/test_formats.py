@@ -36,7 +36,14 @@ SAME = [
     {"tie_word_embeddings": True, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3},
     {"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": False, "temperature": 3.0, "eos_token_id": [1, 2]},
     {"head_dim": 16},
-    *(MISTRAL, MISTRAL | {"head_dim": 16}, QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2}, QWEN3, OLMO2),
+    *(
+        MISTRAL,
+        MISTRAL | {"head_dim": 16, "sliding_window": 9},
+        QWEN2,
+        QWEN2 | {"layer_types": ["full_attention"] * 2},
+        QWEN3,
+        OLMO2,
+    ),
 ]
 
 

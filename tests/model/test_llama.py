@@ -65,6 +65,8 @@ CASES = {
     "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
     "qwen3": (dataclasses.replace(BASE, head_dim=24, qk_norm="head"), 2, 17, None),
     "olmo2": (dataclasses.replace(BASE, qk_norm="projection", norm_placement="after"), 2, 17, None),
+    "mistral": (dataclasses.replace(BASE, sliding_window=5), 2, 17, None),
+    "mistral, far positions": (dataclasses.replace(BASE, sliding_window=5), 2, 11, 90_000),
     "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 
@@ -156,13 +158,14 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
     assert torch.equal(cast(tokens, positions), rounded(tokens, positions))
 
 
+@pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same() -> None:
+def test_flex_attention_computes_the_same(window: int) -> None:
     """The form used on a GPU, here by its definition."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
-    expected = attention(q, k, v, document_mask(ids))
+    expected = attention(q, k, v, document_mask(ids, window))
     # The sums of the softmax run in another order.
-    torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6)

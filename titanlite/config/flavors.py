@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-SWITCHES = ("qkv_bias", "qk_norm", "norm_placement")
+SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window")
 """Fields in which other families of models differ from Llama."""
 
 
@@ -37,6 +37,7 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     norm_placement: Literal["before", "after"] = "before"
+    sliding_window: int = 0
 
     def __post_init__(self) -> None:
         if not self.head_dim:  # what does not divide becomes an odd width, which is refused
@@ -58,6 +59,11 @@ class Architecture:
     def kv_dim(self) -> int:
         """Width of all keys of a token, and of all values."""
         return self.n_kv_heads * self.head_dim
+
+    def attended(self, seq_len: int) -> float:
+        """Number of tokens that a token of a row attends to, in the mean: half of the row without a window."""
+        window = min(seq_len, self.sliding_window or seq_len)
+        return window - window * window / (2 * seq_len)
 
     @property
     def block_matrices(self) -> int:

@@ -151,8 +151,8 @@ def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
     three forward passes.
     """
     embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
-    block = 2 * arch.block_matrices + 2 * seq_len * arch.q_dim  # causal attention: scores and sum, half of 4 T C
-    return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
+    block = 2 * arch.block_matrices + 4 * arch.attended(seq_len) * arch.q_dim  # attention: scores and weighted sum
+    return embedding, block, 2.0 * arch.dim * arch.vocab_size
 
 
 def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:

@@ -141,6 +141,8 @@ class Model(Section):
     norm_placement: Literal["before", "after"] | None = None
     """before: attention and feed-forward get a normalised input. after: their outputs are normalised before they are
     added to the residual stream, as OLMo 2 does."""
+    sliding_window: NonNegativeInt | None = None
+    """A token attends to so many tokens, itself included, as in the first Mistral 7B. 0: to all tokens before it."""
 
 
 class Tokenizer(Section):

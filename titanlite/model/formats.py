@@ -104,8 +104,9 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     rotary = [_rotary(table, parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
     if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
         raise UserError("config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong.")
-    same = {name: getattr(parsed, name) for name in _aliases(family)} | family.switches
-    same |= {"n_kv_heads": parsed.n_kv_heads or parsed.n_heads, "head_dim": parsed.head_dim or 0}
+    values = ((name, getattr(parsed, name)) for name in _aliases(family))
+    same = {name: 0 if value is None else value for name, value in values} | family.switches
+    same["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
     return Architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
 
 
@@ -203,12 +204,12 @@ class _Config(FileModel):
 
 
 class _Mistral(_Config):
-    """A window must not be missing, because transformers has a default for it."""
+    """The window must not be missing, because transformers has a default for it."""
 
     kind: ClassVar = "mistral"
     causal_lm: ClassVar = "MistralForCausalLM"
 
-    sliding_window: None = Field()
+    sliding_window: Size | None = Field(alias="sliding_window")
 
 
 class _Qwen2(_Config):

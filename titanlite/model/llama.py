@@ -206,7 +206,8 @@ class Llama(nn.Module):
 
         Args:
             positions: (T,) or (B, T). None: they count from 0, or from the length of the cache.
-            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal.
+            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal,
+                and with the model's sliding window, which a mask must have itself.
                 With a cache, S has its tokens, too.
             cache: For generation, one `LayerCache` per block with the earlier tokens. Each grows by T.
             labels: (B, T). With labels, the result is the loss and not the logits.
@@ -214,8 +215,10 @@ class Llama(nn.Module):
         start = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        if cache is not None and mask is None:
-            mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
+        if mask is None and (cache is not None or self.arch.sliding_window):
+            size, window = (tokens.shape[1], start + tokens.shape[1]), self.arch.sliding_window
+            mask = torch.ones(size, dtype=torch.bool, device=tokens.device).tril(start)  # (T, S)
+            mask = mask.triu(start + 1 - window) if window else mask
         frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()

@@ -31,14 +31,14 @@ def flops_per_token(arch: Architecture, seq_len: int) -> float:
       twice that backward (gradients of the input and of the weight): 6n. The output projection is such a matmul,
       tied or not; the embedding look-up is none.
     - Attention in a block: a query meets T keys in D channels (all heads together), 2TD FLOPs for the scores and 2TD
-      for the weighted values: 4TD forward, 8TD backward, 12TD in all. The causal mask leaves half: 6TD. Grouped
-      key/value heads change the memory traffic, not this count.
+      for the weighted values: 4TD forward, 8TD backward, 12TD in all. The causal mask leaves half: 6TD, and a sliding
+      window less (`Architecture.attended`). Grouped key/value heads change the memory traffic, not this count.
     - Norms, rotary embedding, SwiGLU's product, softmax and the loss are left out: below 1% from 1B parameters on.
     - Recomputation by activation checkpointing does not count: MFU is about useful work.
 
     The PaLM paper (2204.02311, appendix B) counts the same way, but attention without the causal half.
     """
-    attention = 6 * arch.n_layers * seq_len * arch.q_dim
+    attention = 12 * arch.n_layers * arch.attended(seq_len) * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 
