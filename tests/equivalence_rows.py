@@ -98,7 +98,7 @@ DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
 SWITCHES = {
     "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}},
-    "OLMo 2": {"model": {"qk_norm": "projection", "norm_placement": "after"}},
+    "OLMo 2": {"model": {"qk_norm": "projection", "norm_placement": "after", "no_rope_interval": 2}},
 }  # what other families of models have
 LARGE = {"model": {"vocab_size": 32_000}}  # 4 million gradients: a sum of squares one after the other goes astray
 ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut

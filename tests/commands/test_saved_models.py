@@ -213,6 +213,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
     "Olmo2ForCausalLM": {"qk_norm": "projection", "norm_placement": "after"},
     "MistralForCausalLM": {"sliding_window": 6},
+    "SmolLM3ForCausalLM": {"no_rope_interval": 2, "tied_embeddings": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
 }
 

@@ -26,6 +26,7 @@ PARAMETERS = {  # those of all but the last two are published
     **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976},
     **{"qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360},
     **{"olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344},
+    **{"smollm3-3b": 3_075_098_624},
     **{"debugmodel": 6_229_248, "150m": 150_917_760},
 }
 ARCHITECTURE = {
@@ -33,6 +34,7 @@ ARCHITECTURE = {
     **{"max_seq_len": 33, "norm_eps": 1e-6, "rope_theta": 123.0, "rope_scaling_factor": 2.0, "tied_embeddings": True},
     **{"rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 16},
     **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head", "norm_placement": "after", "sliding_window": 7},
+    **{"no_rope_interval": 3},
 }
 
 

@@ -21,6 +21,8 @@ SIZES = {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1}
 OLMO2 = SIZES | {"model_type": "olmo2", "attention_bias": False}
+SMOLLM3 = SIZES | {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 2}
+SMOLLM3 |= {"pad_token_id": None}
 QWEN2 = SIZES | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
 SAME = [
     {},  # the defaults
@@ -43,6 +45,7 @@ SAME = [
         QWEN2 | {"layer_types": ["full_attention"] * 2},
         QWEN3,
         OLMO2,
+        SMOLLM3,
     ),
 ]
 
@@ -76,7 +79,7 @@ def test_logits_are_those_of_transformers(tmp_path, changes):
     assert architecture_from_hf(hf_config(arch, "float32")) == arch
 
 
-@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3, OLMO2])
+@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3])
 def test_every_key_that_transformers_writes_is_known(family):
     from transformers import AutoConfig
 
@@ -109,6 +112,7 @@ def rope(**changes):
             of(QWEN2, use_sliding_window=True),
             of(QWEN3, attention_bias=True),
             of(QWEN3, head_dim=None),
+            of(SMOLLM3, no_rope_layers=[0, 1]),
             of(QWEN2, layer_types=["sliding_attention"] * 2),
         ),
         *({"rope_theta": None}, {"rope_theta": float("inf")}, {"hidden_size": 10**40}, {"logits_scaling": 2.0}),

@@ -67,6 +67,7 @@ CASES = {
     "olmo2": (dataclasses.replace(BASE, qk_norm="projection", norm_placement="after"), 2, 17, None),
     "mistral": (dataclasses.replace(BASE, sliding_window=5), 2, 17, None),
     "mistral, far positions": (dataclasses.replace(BASE, sliding_window=5), 2, 11, 90_000),
+    "smollm3": (dataclasses.replace(BASE, no_rope_interval=2), 2, 17, None),
     "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 

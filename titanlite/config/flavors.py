@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window")
+SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window", "no_rope_interval")
 """Fields in which other families of models differ from Llama."""
 
 
@@ -38,6 +38,7 @@ class Architecture:
     qk_norm: Literal["none", "head", "projection"] = "none"
     norm_placement: Literal["before", "after"] = "before"
     sliding_window: int = 0
+    no_rope_interval: int = 0
 
     def __post_init__(self) -> None:
         if not self.head_dim:  # what does not divide becomes an odd width, which is refused
@@ -79,6 +80,7 @@ class Architecture:
 
 _QWEN: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN3 = _QWEN | {"vocab_size": 151936, "max_seq_len": 40960, "head_dim": 128, "qk_norm": "head"}
+_SMOLLM3: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 5e6, "tied_embeddings": True, "no_rope_interval": 4}
 _OLMO2: dict[str, Any] = {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6}
 _OLMO2 |= {"qk_norm": "projection", "norm_placement": "after"}
 FLAVORS = {
@@ -105,6 +107,7 @@ FLAVORS = {
     "qwen3-1.7b": Architecture(2048, 28, 16, 8, 6144, **_QWEN3, tied_embeddings=True),
     "qwen3-4b": Architecture(2560, 36, 32, 8, 9728, **_QWEN3, tied_embeddings=True),
     "qwen3-8b": Architecture(4096, 36, 32, 8, 12288, **_QWEN3),
+    "smollm3-3b": Architecture(2048, 36, 16, 4, 11008, max_seq_len=65536, **_SMOLLM3),
     "olmo2-1b": Architecture(2048, 16, 16, 16, 8192, **_OLMO2),
     "olmo2-7b": Architecture(4096, 32, 32, 32, 11008, **_OLMO2),
 }

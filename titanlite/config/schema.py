@@ -143,6 +143,8 @@ class Model(Section):
     added to the residual stream, as OLMo 2 does."""
     sliding_window: NonNegativeInt | None = None
     """A token attends to so many tokens, itself included, as in the first Mistral 7B. 0: to all tokens before it."""
+    no_rope_interval: NonNegativeInt | None = None
+    """Each n-th block has no rotary positions, as in SmolLM3, where n is 4. 0: all blocks have them."""
 
 
 class Tokenizer(Section):

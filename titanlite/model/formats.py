@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, field_validator
 from torch import Tensor
 
 from titanlite.config.errors import UserError
@@ -235,13 +235,32 @@ class _Qwen3(_Qwen2):
     head_dim: Size = Field(alias="head_dim")
 
 
+class _SmolLM3(_Qwen2):
+    kind: ClassVar = "smollm3"
+    causal_lm: ClassVar = "SmolLM3ForCausalLM"
+    switches: ClassVar = {}
+
+    tied_embeddings: bool = Field(True, alias="tie_word_embeddings")
+    rope_theta: PositiveFloat = 2e6
+    no_rope_interval: Size = Field(4, alias="no_rope_layer_interval")
+    no_rope_layers: list[int] | None = None
+
+    @field_validator("no_rope_layers")
+    @classmethod
+    def _are_each_nth(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        each, count = info.data.get("no_rope_interval", 4), info.data.get("n_layers", 0)
+        if layers is not None and layers != [int(i % each != 0) for i in range(1, count + 1)]:
+            raise ValueError("must be 0 for each layer of no_rope_layer_interval, and 1 for the others")
+        return layers
+
+
 class _Olmo2(_Config):
     kind: ClassVar = "olmo2"
     causal_lm: ClassVar = "Olmo2ForCausalLM"
     switches: ClassVar = {"qk_norm": "projection", "norm_placement": "after"}
 
 
-_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3, _Olmo2
+_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
 """The first one that can describe a model is exported."""
 
 

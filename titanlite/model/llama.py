@@ -223,8 +223,11 @@ class Llama(nn.Module):
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, T, C)
-        for block, layer_cache in zip(self.layers.values(), cache or [None] * len(self.layers), strict=True):
-            x = block(x, cos, sin, mask, layer_cache)
+        # Angles of 0 turn nothing, exactly, and all blocks stay alike for the compiler.
+        unturned = (torch.ones_like(cos), torch.zeros_like(sin)) if self.arch.no_rope_interval else (cos, sin)
+        for (name, block), layer_cache in zip(self.layers.items(), cache or [None] * len(self.layers), strict=True):
+            turned = not self.arch.no_rope_interval or (int(name) + 1) % self.arch.no_rope_interval
+            x = block(x, *((cos, sin) if turned else unturned), mask, layer_cache)
         if self.norm is None:
             return x
         x = self.norm(x)
