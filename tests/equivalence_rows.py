@@ -96,6 +96,10 @@ if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):  # refused by tit
     LAYOUTS = {name: row for name, row in LAYOUTS.items() if "ZBV" not in name}
 DOCUMENTS = {"documents": True}
 TIED = {"model": {"tied_embeddings": True}}
+SWITCHES = {
+    "switches": {"model": {"head_dim": 16, "qkv_bias": True, "qk_norm": "head", "sliding_window": 12}},
+    "OLMo 2": {"model": {"qk_norm": "projection", "norm_placement": "after", "no_rope_interval": 2}},
+}  # what other families of models have
 LARGE = {"model": {"vocab_size": 32_000}}  # 4 million gradients: a sum of squares one after the other goes astray
 ONE_GROUP = {"parallelism": {"fsdp_min_num_params": 1_000_000}}  # the default: so small a model is not cut
 SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is computed, not what
@@ -191,6 +195,19 @@ def all_rows() -> list[Row]:
     for name in ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2"):
         (ranks, overrides), large = LAYOUTS[name], "vocabulary of 32,000"
         rows.append(Row(f"{name}, {large}", ranks, merge(overrides, LARGE), large, LARGE_SUMS))
+    for family, switches in SWITCHES.items():
+        for more, extra, tolerance in (
+            ("", {}, EXACT),
+            (", documents", DOCUMENTS, EXACT),
+            (", float8", PRECISION["float8 tensorwise"][0], FP8),
+        )[: 2 if "norm_placement" in switches["model"] else 3]:
+            # Norms of outputs magnify what FP8 rounds: scales of two ranks' rows alone change a gradient's norm by 10%.
+            over, alone = merge(switches, extra), f"{family}{more}"
+            rows.insert(1, Row(alone, 1, merge(one, over), alone))
+            layouts = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")}
+            rows += [Row(f"{n}, {alone}", r, merge(o, over), alone, tolerance) for n, (r, o) in layouts.items()]
+            compiled = merge(LAYOUTS["tp2"][1], over, {"compile": COMPILED}, SCHEDULING["AC op"])
+            rows.append(Row(f"tp2, {alone}, compile, AC op", 2, compiled, alone, tolerance))
     rows += [combined(a, b) for a in COMBINED for b in FEATURES if (a, b) not in REFUSED]
     rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
     rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))

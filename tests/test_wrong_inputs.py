@@ -63,6 +63,7 @@ training.seq_len = 9000 =>
 model.flavor = "7b" =>
 model.dim = 258 => model.n_heads
 model.n_heads = 7 =>
+model.head_dim = 7 =>
 model.n_kv_heads = 3 =>
 model.vocab_size = 4095 =>
 model.max_seq_len = 1024 => training.seq_len
@@ -175,6 +176,7 @@ generate --checkpoint run --topk 3 => --top-k
 generate --checkpoint run --stop x => --stop
 eval --checkpoint run --data text.jsonl --data text.jsonl => --data
 import --hf run --flavor 8b --out x => --job.config_file
+import --torchtitan run --model.flavor qwen2.5-7b --out x => qkv_bias
 tokenizer train --data x --vocab-size 600 --out y => --dataset.path
 data show --step 999999999999 => training.steps
 check --training => --training.steps

@@ -216,7 +216,9 @@ def _next_logits(model: Llama, rows: list[list[int]], cache: Sequence[LayerCache
         for chunk in tokens.split(max(1, PREFILL_CHUNK // len(rows)), dim=1):
             index = torch.arange(cache[0].length + chunk.shape[1], device=filled.device)
             own = index[cache[0].length :]
-            seen = (own[:, None] >= index) & (index >= filled[:, None, None])  # (B, T, S)
+            past = own[:, None] - index
+            seen = (past >= 0) & (index >= filled[:, None, None])  # (B, T, S)
+            seen &= past < (model.arch.sliding_window or len(index))
             mask = seen | (own[:, None] == index)  # a filled position too, because a softmax over nothing would be NaN
             logits = model(chunk, (own - filled[:, None]).clamp(min=0), mask[:, None], cache)  # (B, T, V)
     return logits[:, -1].float().cpu()

@@ -127,8 +127,10 @@ def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
 
 def _model(run: Run) -> Problems:
     arch = run.arch
-    if arch.dim % (2 * arch.n_heads):
-        yield "model.n_heads", f"must divide model.dim = {arch.dim} into heads of an even width."
+    if arch.head_dim % 2 and run.job.model.head_dim:
+        yield "model.head_dim", "must be even, because rotary positions turn pairs of channels."
+    elif arch.head_dim % 2:
+        yield "model.n_heads", f"must divide model.dim = {arch.dim} into heads of an even width. Or set head_dim."
     elif arch.n_heads % arch.n_kv_heads:
         yield "model.n_kv_heads", f"must divide model.n_heads = {arch.n_heads}."
     if run.job.training.seq_len > arch.max_seq_len:
@@ -229,7 +231,8 @@ def _float8(run: Run) -> Problems:
     if arch.dim < float8.min_features:
         yield "float8.enable", f"converts no layer: float8.min_features is above model.dim = {arch.dim}. Set it to 0."
         return
-    sides = [size for size in (arch.dim, arch.kv_dim, arch.ffn_dim) if size >= float8.min_features and size % 16 == 0]
+    sides = dict.fromkeys((arch.dim, arch.q_dim, arch.kv_dim, arch.ffn_dim))
+    sides = [size for size in sides if size >= float8.min_features and size % 16 == 0]
     if any(side // tensor % 16 for side in sides):
         text = f"must divide the sides of FP8 layers, {sides}, into multiples of 16."
         yield "parallelism.tensor_parallel_degree", text

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from titanlite import cli, completion, generate, generate_many, load_checkpoint
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.published import checkpoint_weights
 from titanlite.checkpoint.save import Saver
 from titanlite.completion import LoadedCheckpoint, choose
 from titanlite.config.errors import CheckpointError
@@ -48,23 +49,26 @@ TEXTS = [
 ]
 
 
-def random_model(seed: int) -> Llama:
+def random_model(seed: int, job: JobConfig = JOB) -> Llama:
     """Weights large enough that its logits are far from equal, and the likeliest token far from a tie."""
-    model, generator = Llama(architecture(JOB.model)), torch.Generator().manual_seed(seed)
+    model, generator = Llama(architecture(job.model)), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+            elif job is not JOB:
+                parameter.add_(noise / 4)
     return model
 
 
-def save_run(folder: Path, *steps: int) -> Path:
+def save_run(folder: Path, *steps: int, job: JobConfig = JOB) -> Path:
     """What a run leaves: config.toml, and checkpoints with the weights of `random_model(step)`."""
-    (folder / "config.toml").write_text(dump_config(JOB))
+    (folder / "config.toml").write_text(dump_config(job))
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
     for step in steps:
-        live = LiveState(random_model(step))
-        checkpoints = CheckpointFolder(JOB.checkpoint, folder / "checkpoint", live, lambda line: None)
+        live = LiveState(random_model(step, job))
+        checkpoints = CheckpointFolder(job.checkpoint, folder / "checkpoint", live, lambda line: None)
         data = {"version": 1, "tokenizer": TOKENIZER.fingerprint}
         Saver(checkpoints).save(step, {"step": step, "tokens": 0, "data": data})
     dist.destroy_process_group()
@@ -202,6 +206,34 @@ def test_greedy_text_is_that_without_a_cache_whatever_is_beside_it(
         assert [text.completion for text in done] == expected
         assert [text.prompt for text in done] == PROMPTS
     assert "".join(generate(loaded, PROMPTS[1], 30, temperature=0)) == expected[1]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"head_dim": 16},
+    "Qwen3ForCausalLM": {"head_dim": 16, "qk_norm": "head"},
+    "Olmo2ForCausalLM": {"qk_norm": "projection", "norm_placement": "after"},
+    "MistralForCausalLM": {"sliding_window": 6},
+    "SmolLM3ForCausalLM": {"no_rope_interval": 2, "tied_embeddings": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "tied_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers_and_the_weights_come_back(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    job = JOB.model_copy(update={"model": JOB.model.model_copy(update=FAMILIES[family])})
+    run, out = save_run(tmp_path, 1, job=job), tmp_path / "hf"
+    assert cli.main(["export", "--checkpoint", str(run), "--out", str(out), "--dtype", "float32"]) == 0
+    theirs: Any = AutoModelForCausalLM.from_pretrained(out)
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(PROMPTS[1])]
+    assert type(theirs).__name__ == family
+    found = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    assert "".join(generate(load_checkpoint(run), PROMPTS[1], 30, temperature=0)) == TOKENIZER.decode(found.tolist())
+    assert cli.main(["import", "--hf", str(out), "--out", str(tmp_path / "back")]) == 0
+    back = checkpoint_weights(tmp_path / "back" / "step-00000000")
+    assert back.arch == architecture(job.model)
+    assert all(torch.equal(back.read(name), weight) for name, weight in random_model(1, job).named_parameters())
 
 
 def test_sampled_text_depends_on_its_seed_and_on_no_other_prompt(loaded: LoadedCheckpoint) -> None:

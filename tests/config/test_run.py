@@ -18,14 +18,23 @@ from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, stag
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
-PARAMETERS = {  # those of Llama 3.1 and 3.2 are published
+PARAMETERS = {  # those of all but the last two are published
     **{"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
+    **{"llama2-7b": 6_738_415_616, "mistral-7b": 7_248_023_552, "mistral-nemo": 12_247_782_400},
+    **{"smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384},
+    **{"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512},
+    **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976},
+    **{"qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360},
+    **{"olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344},
+    **{"smollm3-3b": 3_075_098_624},
     **{"debugmodel": 6_229_248, "150m": 150_917_760},
 }
 ARCHITECTURE = {
     **{"dim": 96, "n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "ffn_dim": 100, "vocab_size": 77},
     **{"max_seq_len": 33, "norm_eps": 1e-6, "rope_theta": 123.0, "rope_scaling_factor": 2.0, "tied_embeddings": True},
     **{"rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 16},
+    **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head", "norm_placement": "after", "sliding_window": 7},
+    **{"no_rope_interval": 3},
 }
 
 
@@ -43,6 +52,7 @@ def test_a_flavor_has_exactly_its_number_of_parameters(flavor: str):
 def test_a_job_overrides_each_number_of_a_flavor():
     assert dataclasses.asdict(architecture(Model.model_validate({"flavor": "8b", **ARCHITECTURE}))) == ARCHITECTURE
     assert architecture(Model(flavor="3b", n_layers=2)) == dataclasses.replace(FLAVORS["3b"], n_layers=2)
+    assert [architecture(Model(flavor=flavor, n_heads=8)).head_dim for flavor in ("8b", "mistral-nemo")] == [512, 128]
 
 
 HSDP = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}}

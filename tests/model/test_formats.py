@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from titanlite.checkpoint.published import hf_weights, load_hf_weights
 from titanlite.config.errors import UserError
+from titanlite.config.flavors import Architecture
 from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
 from titanlite.model.llama import Llama
 
@@ -16,6 +17,13 @@ BASE |= {"num_hidden_layers": 2, "num_attention_heads": 6}
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", **SCALING, "original_max_position_embeddings": 32}
 OLD_WORD = {"type": "llama3", **SCALING, "original_max_position_embeddings": 32}
+SIZES = {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": None}
+QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1}
+OLMO2 = SIZES | {"model_type": "olmo2", "attention_bias": False}
+SMOLLM3 = SIZES | {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 2}
+SMOLLM3 |= {"pad_token_id": None}
+QWEN2 = SIZES | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
 SAME = [
     {},  # the defaults
     {"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "swish", "rms_norm_eps": 0.5, "rope_theta": 100},
@@ -29,15 +37,25 @@ SAME = [
     {"partial_rotary_factor": 1.0, "rope_scaling": {**LLAMA3, "partial_rotary_factor": 1.0}},
     {"tie_word_embeddings": True, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3},
     {"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": False, "temperature": 3.0, "eos_token_id": [1, 2]},
+    {"head_dim": 16},
+    *(
+        MISTRAL,
+        MISTRAL | {"head_dim": 16, "sliding_window": 9},
+        QWEN2,
+        QWEN2 | {"layer_types": ["full_attention"] * 2},
+        QWEN3,
+        OLMO2,
+        SMOLLM3,
+    ),
 ]
 
 
 def write(folder, raw):
     """A random model of transformers with `raw` as its config.json."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(json.loads(json.dumps(raw))))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(raw))))
     with torch.no_grad():
         for parameter in model.parameters():  # large, so that a wrong angle shows in the logits
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -61,11 +79,16 @@ def test_logits_are_those_of_transformers(tmp_path, changes):
     assert architecture_from_hf(hf_config(arch, "float32")) == arch
 
 
-def test_every_key_that_transformers_writes_is_known():
-    from transformers import LlamaConfig
+@pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3])
+def test_every_key_that_transformers_writes_is_known(family):
+    from transformers import AutoConfig
 
-    written = LlamaConfig(**BASE, rope_parameters=dict(LLAMA3)).to_dict()
+    written = AutoConfig.for_model(**BASE | family, rope_parameters=dict(LLAMA3)).to_dict()
     assert architecture_from_hf(json.loads(json.dumps(written))).rope_scaling_factor == 8.0
+
+
+def of(family, **changes):
+    return {**changes, **family, **changes}
 
 
 def rope(**changes):
@@ -75,7 +98,7 @@ def rope(**changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"model_type": "mistral"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        *({"model_type": "gemma3"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         *({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {"rope_parameters": {"type": "yarn", "factor": 2.0}}),
         *({"rope_scaling": {"factor": 2.0}}, rope(rope_type="default", type="llama3"), rope(high_freq_factor=1.0)),
         *(rope(attention_factor=2.0), rope(partial_rotary_factor=0.5)),
@@ -83,7 +106,15 @@ def rope(**changes):
         *({"partial_rotary_factor": 0.5}, {"quantization_config": {"quant_method": "fp8"}}, {"compression_config": {}}),
         *({"per_layer_config": {"0": {}}}, {"sliding_window": 4096}, {"layer_types": ["sliding_attention"] * 2}),
         *({"is_causal": False}, {"attention_bias": True}, {"mlp_bias": True}, {"attention_dropout": 0.1}),
-        *({"hidden_act": "gelu"}, {"head_dim": 16}, {"num_key_value_heads": 0}),
+        *({"hidden_act": "gelu"}, {"head_dim": 0}, {"num_key_value_heads": 0}),
+        *(
+            {"model_type": "qwen2"},
+            of(QWEN2, use_sliding_window=True),
+            of(QWEN3, attention_bias=True),
+            of(QWEN3, head_dim=None),
+            of(SMOLLM3, no_rope_layers=[0, 1]),
+            of(QWEN2, layer_types=["sliding_attention"] * 2),
+        ),
         *({"rope_theta": None}, {"rope_theta": float("inf")}, {"hidden_size": 10**40}, {"logits_scaling": 2.0}),
         *({"num_hidden_layers": 10**9}, {"num_hidden_layers": True}, {"tie_word_embeddings": "yes"}),
         *({"auto_map": {"AutoModel": "code.Model"}}, {"is_encoder_decoder": True}, {"pruned_heads": {"1": [0]}}),
@@ -93,6 +124,11 @@ def rope(**changes):
 def test_what_would_compute_something_else_is_refused_by_its_name(changes):
     with pytest.raises(UserError, match=next(iter(changes))):
         architecture_from_hf(BASE | changes)
+
+
+def test_a_model_of_no_family_is_not_exported():
+    with pytest.raises(UserError, match=r"qkv_bias.*qk_norm"):
+        hf_config(Architecture(8, 1, 1, 1, 8, qkv_bias=True, qk_norm="head"), "float32")
 
 
 DIFFERENT = [  # from the tensors, and what is said

@@ -30,12 +30,13 @@ def random_model(arch, dtype=torch.float32):
 
 
 def hugging_face_twin(model):
-    """transformers' LlamaForCausalLM with the weights of `model`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """transformers' model of the same family with the weights of `model`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: dict[str, Any] = {**hf_config(model.arch, "float32"), "attn_implementation": "eager"}
-    twin = LlamaForCausalLM(LlamaConfig(**config))
-    weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config: dict[str, Any] = hf_config(model.arch, "float32")
+    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+    assert type(twin).__name__ == config["architectures"][0]
+    weights = {hf_name(model.arch, name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if model.arch.tied_embeddings else [])
@@ -61,6 +62,13 @@ CASES = {
         *(1, 150, None),
     ),
     "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
+    "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
+    "qwen3": (dataclasses.replace(BASE, head_dim=24, qk_norm="head"), 2, 17, None),
+    "olmo2": (dataclasses.replace(BASE, qk_norm="projection", norm_placement="after"), 2, 17, None),
+    "mistral": (dataclasses.replace(BASE, sliding_window=5), 2, 17, None),
+    "mistral, far positions": (dataclasses.replace(BASE, sliding_window=5), 2, 11, 90_000),
+    "smollm3": (dataclasses.replace(BASE, no_rope_interval=2), 2, 17, None),
+    "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
 }
 
 
@@ -82,7 +90,7 @@ def test_logits_and_gradients_equal_transformers(case):
     (ours * weight).sum().backward()
     (theirs * weight).sum().backward()
     twin_gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    errors = {n: relative_error(p.grad, twin_gradients[hf_name(n)]) for n, p in model.named_parameters()}
+    errors = {n: relative_error(p.grad, twin_gradients[hf_name(arch, n)]) for n, p in model.named_parameters()}
     assert len(errors) == len(twin_gradients)
     assert max(errors.values()) < 1e-5, errors
 
@@ -151,13 +159,14 @@ def test_casting_the_model_does_not_round_its_rotary_angles():
     assert torch.equal(cast(tokens, positions), rounded(tokens, positions))
 
 
+@pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same() -> None:
+def test_flex_attention_computes_the_same(window: int) -> None:
     """The form used on a GPU, here by its definition."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 3, (2, 128), generator=generator).sort(dim=1).values
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 128, 16, generator=generator)
-    expected = attention(q, k, v, document_mask(ids))
+    expected = attention(q, k, v, document_mask(ids, window))
     # The sums of the softmax run in another order.
-    torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention(q, k, v, flex_document_mask(ids, window)), expected, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,8 @@ REMEDY = (
     'dataset.on_change = "warn".'
 )
 
-_SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
+_SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings", "head_dim")
+_SHAPE += ("qkv_bias", "qk_norm")
 _HARMLESS = {
     *("job", "validation", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "profiling"),
     *("samples", "comm", "training.enable_cpu_offload", "training.deterministic", "training.num_threads"),

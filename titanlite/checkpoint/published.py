@@ -12,6 +12,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +70,7 @@ def check_tensors(
         UserError: heads that do not divide the width; or tensors that are missing, superfluous, of another shape, or
             other numbers than these; all in one message.
     """
-    if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
+    if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
         heads = f"{arch.n_heads} heads of an even width, shared by {arch.n_kv_heads} key heads (num_key_value_heads)"
         raise UserError(f"{folder}: a width of {arch.dim} cannot be divided into {heads}.")
     names = {named(name): name for name in parameter_shapes(arch)}
@@ -115,7 +116,7 @@ def export_hf(
     write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
     shard_bytes: int = 1_000_000_000,
 ) -> None:
-    """Write a LlamaForCausalLM that transformers loads.
+    """Write a model that transformers loads, of the first family that computes the same.
 
     Args:
         out: must not exist.
@@ -124,7 +125,7 @@ def export_hf(
         shard_bytes: of a file, which is in memory twice while it is written.
 
     Raises:
-        UserError: it exists, or cannot be written.
+        UserError: it exists, or cannot be written, or no family computes this model.
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # no other command needs it
 
@@ -132,8 +133,8 @@ def export_hf(
         raise UserError(f"{out} exists already. Choose another folder, or remove it.")
     folder = out.parent / f"{step_folders.UNFINISHED}{out.name}-{secrets.token_hex(4)}"
     target, shapes = getattr(torch, dtype), parameter_shapes(source.arch)
-    ours = {hf_name(name): name for name in shapes}
-    empty = {hf_name(name): torch.empty(shape, dtype=target, device="meta") for name, shape in shapes.items()}
+    config, ours = formats.hf_config(source.arch, dtype), {hf_name(source.arch, name): name for name in shapes}
+    empty = {name: torch.empty(shapes[own], dtype=target, device="meta") for name, own in ours.items()}
     shards = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     try:
         folder.mkdir(parents=True)
@@ -141,7 +142,7 @@ def export_hf(
         for file_name, names in shards.filename_to_tensors.items():
             tensors = {name: source.read(ours[name]).detach().to("cpu", target).contiguous() for name in names}
             save_file(tensors, folder / file_name, {"format": "pt"})
-        tables = {"config.json": formats.hf_config(source.arch, dtype) | token_ids}
+        tables = {"config.json": config | token_ids}
         tables["generation_config.json"] = {"do_sample": True, **token_ids}
         if shards.is_sharded:
             tables[_INDEX] = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
@@ -160,7 +161,7 @@ def export_hf(
 
 
 def hf_weights(folder: Path) -> Weights:
-    """Those of a Llama in a Hugging Face folder. Its files are mapped, so a part of a tensor can be read alone.
+    """Those of a model in a Hugging Face folder. Its files are mapped, so a part of a tensor can be read alone.
 
     Raises:
         UserError: there is no such model, or it would not be computed exactly; with all that is missing or superfluous.
@@ -178,11 +179,11 @@ def hf_weights(folder: Path) -> Weights:
             raise UserError(f"{path} cannot be read: {short(str(error))}") from None
     output = tensors.pop(HF_OUTPUT, None) if arch.tied_embeddings else None
     found = {n: (t.shape, t.dtype) for n, t in tensors.items() if not formats.HF_DERIVED.fullmatch(n)}
-    dtypes = check_tensors(folder, arch, found, "config.json", hf_name)
+    dtypes = check_tensors(folder, arch, found, "config.json", partial(hf_name, arch))
     if output is not None and not _same(output, tensors[HF_EMBEDDING]):
         problem = f"config.json ties the embeddings, but {HF_OUTPUT} differs from {HF_EMBEDDING}"
         raise UserError(f"{folder}: {problem}. Set tie_word_embeddings to false, or remove {HF_OUTPUT}.")
-    return Weights(arch, dtypes, lambda name: tensors[hf_name(name)])
+    return Weights(arch, dtypes, lambda name: tensors[hf_name(arch, name)])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -207,10 +208,10 @@ class _Index(FileModel):
 
 @torch.no_grad()
 def load_hf_weights(folder: Path, model: nn.Module) -> None:
-    """Load a Hugging Face Llama into a sharded model in place; each rank reads the slices that it owns.
+    """Load a Hugging Face model into a sharded model in place; each rank reads the slices that it owns.
 
     Raises:
-        UserError: it is no Llama, or not this one; with the differences.
+        UserError: it is no model that is computed here, or not this one; with the differences.
     """
     assert isinstance(model, Llama)
     source = hf_weights(folder)

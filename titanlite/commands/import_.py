@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     """`titanlite import --hf DIR | --meta DIR | --torchtitan DIR --out CKPT`: makes a checkpoint of other weights.
 
     Raises:
-        UserError: the folder has no Llama that this model computes exactly.
+        UserError: the folder has no model that is computed here exactly.
     """
     options, words = parse_beside_job(Import, argv, "import", _KEYS)
     if bool(words) != (options.torchtitan is not None):

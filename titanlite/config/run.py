@@ -151,9 +151,8 @@ def piece_costs(arch: Architecture, seq_len: int) -> tuple[float, float, float]:
     three forward passes.
     """
     embedding = 4 * arch.vocab_size * arch.dim * FLOPS_PER_BYTE / (3 * seq_len)
-    block = 2 * (2 * arch.dim * arch.dim + 2 * arch.dim * arch.kv_dim + 3 * arch.dim * arch.ffn_dim)
-    block += 2 * seq_len * arch.dim  # causal attention: scores and weighted sum, half of 4 T C
-    return embedding, float(block), 2.0 * arch.dim * arch.vocab_size
+    block = 2 * arch.block_matrices + 4 * arch.attended(seq_len) * arch.q_dim  # attention: scores and weighted sum
+    return embedding, block, 2.0 * arch.dim * arch.vocab_size
 
 
 def balanced_cuts(arch: Architecture, seq_len: int, stages: int) -> list[int]:
@@ -189,7 +188,7 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
 
 
 def architecture(model: schema.Model) -> Architecture:
-    """The flavor with the job file's overrides applied."""
-    names = [field.name for field in fields(Architecture)]
+    """The flavor with the job file's overrides applied. A width of heads that is dim / n_heads follows these two."""
+    names, flavor = [field.name for field in fields(Architecture)], FLAVORS[model.flavor]
     overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-    return replace(FLAVORS[model.flavor], **overrides)
+    return replace(flavor, **{"head_dim": 0 if flavor.q_dim == flavor.dim else flavor.head_dim} | overrides)

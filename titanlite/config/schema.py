@@ -39,6 +39,12 @@ def _auto_or_positive(value: int) -> int:
     return value
 
 
+def _known_flavor(name: str) -> str:
+    if name not in FLAVORS:
+        raise ValueError(f"must be one of {', '.join(FLAVORS)}")
+    return name
+
+
 AutoInt = Annotated[int, AfterValidator(_auto_or_positive)]
 PathText = Annotated[str, AfterValidator(usable_path)]
 Steps = Annotated[int, Field(gt=0, le=10**9)]
@@ -98,14 +104,14 @@ class Model(Section):
 
     dropped: ClassVar = {"name": (None, "is a key of torchtitan's: `titanlite migrate FILE` converts its job files.")}
 
-    flavor: Annotated[str, Field(pattern=f"^({'|'.join(FLAVORS)})$")] = "debugmodel"
-    """A name in titanlite/config/flavors.py: debugmodel, 150m, 1b, 3b, 8b, 70b, 405b."""
+    flavor: Annotated[str, AfterValidator(_known_flavor)] = "debugmodel"
+    """A name in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or qwen2.5-0.5b."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
     n_layers: PositiveInt | None = None
     """Number of transformer blocks."""
     n_heads: PositiveInt | None = None
-    """Number of query heads. It must divide dim."""
+    """Number of query heads. Without head_dim it must divide dim."""
     n_kv_heads: PositiveInt | None = None
     """Number of key and value heads (grouped-query attention). It must divide n_heads."""
     ffn_dim: PositiveInt | None = None
@@ -130,6 +136,20 @@ class Model(Section):
     """Length of the context before it was extended, in tokens."""
     tied_embeddings: bool | None = None
     """Use the embedding matrix as the output projection, too."""
+    head_dim: PositiveInt | None = None
+    """Width of a head, an even number. Left out: the flavor's; if that is dim / n_heads, it follows these two."""
+    qkv_bias: bool | None = None
+    """Add a bias to queries, keys and values, as Qwen2 does."""
+    qk_norm: Literal["none", "head", "projection"] | None = None
+    """RMSNorm of queries and keys before the rotary embedding: of each head alone, as Qwen3 does, or of all heads
+    together, as OLMo 2 does."""
+    norm_placement: Literal["before", "after"] | None = None
+    """before: attention and feed-forward get a normalised input. after: their outputs are normalised before they are
+    added to the residual stream, as OLMo 2 does."""
+    sliding_window: NonNegativeInt | None = None
+    """A token attends to so many tokens, itself included, as in the first Mistral 7B. 0: to all tokens before it."""
+    no_rope_interval: NonNegativeInt | None = None
+    """Each n-th block has no rotary positions, as in SmolLM3, where n is 4. 0: all blocks have them."""
 
 
 class Tokenizer(Section):

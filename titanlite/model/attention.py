@@ -60,26 +60,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None =
     return flex_function("flex_attention")(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
-def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
+def document_mask(document_ids: Tensor, window: int = 0) -> Tensor | BlockMask:
     """The causal mask within documents that are packed into one row. Build it once per batch, for all layers.
 
     Args:
         document_ids: (B, T), equal for the tokens of one document.
+        window: a token sees so many tokens, itself included. 0: all before it.
 
     Returns: on a CPU (B, 1, T, T) boolean, for SDPA. On a GPU a block mask for flex attention, which skips the blocks
         between documents, and whose memory grows with T and not with T^2.
     """
     if document_ids.device.type == "cpu":
         same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # (B, 1, T, T)
-        return same.tril()
-    return flex_document_mask(document_ids)
+        return same.tril().triu(1 - window) if window else same.tril()
+    return flex_document_mask(document_ids, window)
 
 
-def flex_document_mask(document_ids: Tensor) -> BlockMask:
+def flex_document_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """`document_mask` as a block mask (https://pytorch.org/blog/flexattention), on any device."""
 
     def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
+        seen = (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
+        return seen & (query - key < window) if window else seen
 
     rows, length = document_ids.shape
     return flex_function("create_block_mask")(visible, rows, None, length, length, device=document_ids.device)

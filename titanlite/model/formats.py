@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, field_validator
 from torch import Tensor
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
-from titanlite.config.mistakes import explain, short
+from titanlite.config.mistakes import explain, short, shown
 from titanlite.model.llama import Llama
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
@@ -30,22 +30,26 @@ _BLOCK_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 # In old files. It is computed and not learned.
 HF_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def hf_name(name: str) -> str:
+def hf_name(arch: Architecture, name: str) -> str:
     """Our parameter name -> Hugging Face's. Both have the same order of rotary channels, so the values are the same."""
     if name in _NAMES:
         return _NAMES[name]
-    _, layer, rest = name.removesuffix(".weight").split(".", 2)
-    return f"model.layers.{layer}.{_BLOCK_NAMES[rest]}.weight"
+    _, layer, *rest, kind = name.split(".")  # weight or bias
+    names = _BLOCK_NAMES | (_NORMS_AFTER if arch.norm_placement == "after" else {})
+    return f"model.layers.{layer}.{names['.'.join(rest)]}.{kind}"
 
 
 @lru_cache(maxsize=4)
@@ -56,17 +60,25 @@ def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM. `dtype` is that of the saved tensors, such as "bfloat16"."""
+    """config.json of the first family that computes this model. `dtype` is that of the saved tensors, such as
+    "bfloat16".
+
+    Raises:
+        UserError: none does.
+    """
+    family = next((each for each in _FAMILIES if each.says(arch)), None)
+    if family is None:
+        raise UserError(f"It cannot be exported, because no model of transformers has all of these: {arch.switches}.")
     scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3).items()} | {"rope_type": "llama3"}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: getattr(arch, name) for name, key in _aliases(_Config).items()},
-        "head_dim": arch.head_dim,
+        "architectures": [family.causal_lm],
+        "model_type": family.kind,
+        **{key: getattr(arch, name) for name, key in _aliases(family).items()},
         "rope_theta": arch.rope_theta,
         "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
         **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_act": "silu"},
         **{"initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype},
+        "pad_token_id": None,  # some families have a default that may be beyond this vocabulary
     }
 
 
@@ -74,18 +86,26 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a config.json describes, as transformers reads it.
 
     Raises:
-        UserError: it is no Llama that this model computes exactly. The message names every key that prevents it.
+        UserError: it is no model that this one computes exactly. The message names every key that prevents it.
     """
+    kind = config.get("model_type")
+    family = next((each for each in _FAMILIES if each.kind == kind), None)
+    if family is None:
+        known = ", ".join(each.kind for each in _FAMILIES)
+        raise UserError(f"config.json: model_type = {short(shown(kind))}: only {known} can be computed.")
     try:
-        parsed = _Config.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
+        parsed = family.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
-        raise UserError(f"config.json: {explain(_Config, failure)}") from None
-    if parsed.head_dim not in (None, parsed.dim / parsed.n_heads):
-        raise UserError(f"config.json: head_dim is {parsed.head_dim}, expected hidden_size / num_attention_heads")
+        raise UserError(f"config.json: {explain(family, failure)}") from None
+    sizes = _aliases(_Config).keys() - {"tied_embeddings", "head_dim"}
+    if family is not _Config and (missing := sizes - parsed.model_fields_set):
+        lacks = ", ".join(sorted(_aliases(_Config)[name] for name in missing))
+        raise UserError(f"config.json: with model_type = {shown(kind)} there must be {lacks}.")
     rotary = [_rotary(table, parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
     if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
         raise UserError("config.json: rope_scaling and rope_parameters differ. Remove the one that is wrong.")
-    same = {name: getattr(parsed, name) for name in _aliases(_Config)}
+    values = ((name, getattr(parsed, name)) for name in _aliases(family))
+    same = {name: 0 if value is None else value for name, value in values} | family.switches
     same["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
     return Architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
 
@@ -135,9 +155,19 @@ _Tables = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")
 
 
 class _Config(FileModel):
-    """config.json of a Llama, with the defaults of transformers' LlamaConfig."""
+    """config.json of a Llama, with the defaults of transformers' LlamaConfig. In those of other families the sizes must
+    not be missing, because their defaults are others.
 
-    model_type: Literal["llama"]
+    Attributes:
+        kind: The `model_type`.
+        causal_lm: The class of transformers.
+        switches: What each model of the family has; see `Architecture.switches`.
+    """
+
+    kind: ClassVar[str] = "llama"
+    causal_lm: ClassVar[str] = "LlamaForCausalLM"
+    switches: ClassVar[dict[str, Any]] = {}
+
     vocab_size: Annotated[Size, Field(alias="vocab_size")] = 32000
     dim: Annotated[Size, Field(alias="hidden_size")] = 4096
     ffn_dim: Annotated[Size, Field(alias="intermediate_size")] = 11008
@@ -147,7 +177,7 @@ class _Config(FileModel):
     max_seq_len: Annotated[Size, Field(alias="max_position_embeddings")] = 2048
     norm_eps: Annotated[PositiveFloat, Field(alias="rms_norm_eps")] = 1e-6
     tied_embeddings: Annotated[bool, Field(alias="tie_word_embeddings")] = False
-    head_dim: Size | None = None
+    head_dim: Annotated[Size | None, Field(alias="head_dim")] = None
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: _Tables = None
     rope_parameters: _Tables = None
@@ -163,16 +193,82 @@ class _Config(FileModel):
     add_cross_attention: Literal[False] = False
     is_encoder_decoder: Literal[False] = False
     sliding_window: None = None
-    layer_types: None = None
+    layer_types: list[Literal["full_attention"]] | None = None
     quantization_config: None = None
     per_layer_config: None = None
 
+    @classmethod
+    def says(cls, arch: Architecture) -> bool:
+        """Whether a config.json of this family can describe the model."""
+        return arch.switches == cls.switches | {n: v for n, v in arch.switches.items() if n in _aliases(cls)}
 
-# Keys that do not change what a causal Llama computes from its weights: descriptions, the dtype of the stored weights,
+
+class _Mistral(_Config):
+    """The window must not be missing, because transformers has a default for it."""
+
+    kind: ClassVar = "mistral"
+    causal_lm: ClassVar = "MistralForCausalLM"
+
+    sliding_window: Size | None = Field(alias="sliding_window")
+
+
+class _Qwen2(_Config):
+    """Sizes of a window do not count where it is not used."""
+
+    kind: ClassVar = "qwen2"
+    causal_lm: ClassVar = "Qwen2ForCausalLM"
+    switches: ClassVar = {"qkv_bias": True}
+
+    use_sliding_window: Literal[False] = False
+    sliding_window: Size | None = None
+    max_window_layers: int | None = None
+    use_mrope: Literal[False] = False
+
+
+class _Qwen3(_Qwen2):
+    """A width of heads must not be missing, because transformers has a default for it."""
+
+    kind: ClassVar = "qwen3"
+    causal_lm: ClassVar = "Qwen3ForCausalLM"
+    switches: ClassVar = {"qk_norm": "head"}
+
+    head_dim: Size = Field(alias="head_dim")
+
+
+class _SmolLM3(_Qwen2):
+    kind: ClassVar = "smollm3"
+    causal_lm: ClassVar = "SmolLM3ForCausalLM"
+    switches: ClassVar = {}
+
+    tied_embeddings: bool = Field(True, alias="tie_word_embeddings")
+    rope_theta: PositiveFloat = 2e6
+    no_rope_interval: Size = Field(4, alias="no_rope_layer_interval")
+    no_rope_layers: list[int] | None = None
+
+    @field_validator("no_rope_layers")
+    @classmethod
+    def _are_each_nth(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        each, count = info.data.get("no_rope_interval", 4), info.data.get("n_layers", 0)
+        if layers is not None and layers != [int(i % each != 0) for i in range(1, count + 1)]:
+            raise ValueError("must be 0 for each layer of no_rope_layer_interval, and 1 for the others")
+        return layers
+
+
+class _Olmo2(_Config):
+    kind: ClassVar = "olmo2"
+    causal_lm: ClassVar = "Olmo2ForCausalLM"
+    switches: ClassVar = {"qk_norm": "projection", "norm_placement": "after"}
+
+
+_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
+"""The first one that can describe a model is exported."""
+
+
+# Keys that do not change what a causal model computes from its weights: descriptions, the dtype of the stored weights,
 # heads for other tasks, how attention is computed, and defaults of generate().
 _WITHOUT_EFFECT = frozenset(
     """
-    architectures transformers_version transformers.js_config _name_or_path name_or_path _commit_hash
+    architectures model_type transformers_version transformers.js_config _name_or_path name_or_path _commit_hash
     is_llama_config unsloth_version unsloth_fixed dtype torch_dtype use_bfloat16 torchscript tf_legacy_loss
     initializer_range use_cache pretraining_tp chunk_size_feed_forward is_decoder cross_attention_hidden_size
     tie_encoder_decoder max_sequence_length pad_token_id bos_token_id eos_token_id sep_token_id

@@ -1,4 +1,5 @@
-"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom.
+"""The whole Llama 3.x model (https://arxiv.org/abs/2407.21783), to be read from top to bottom, with the switches in
+which other families of models differ from it (`Architecture.switches`).
 
 Invariant: it does not depend on ranks, job files or devices, so it can be copied out and used alone. An initial weight
 depends on the seed and the name of its parameter only.
@@ -68,19 +69,29 @@ class Attention(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.head_dim = arch.head_dim
-        self.wq = nn.Linear(arch.dim, arch.n_heads * arch.head_dim, bias=False)
-        self.wk = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
-        self.wv = nn.Linear(arch.dim, arch.n_kv_heads * arch.head_dim, bias=False)
-        self.wo = nn.Linear(arch.n_heads * arch.head_dim, arch.dim, bias=False)
+        self.wq = nn.Linear(arch.dim, arch.q_dim, bias=arch.qkv_bias)
+        self.wk = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
+        self.wv = nn.Linear(arch.dim, arch.kv_dim, bias=arch.qkv_bias)
+        self.wo = nn.Linear(arch.q_dim, arch.dim, bias=False)
+        self.qk_norm = arch.qk_norm
+        if self.qk_norm != "none":
+            each_head = self.qk_norm == "head"
+            self.q_norm = nn.RMSNorm(arch.head_dim if each_head else arch.q_dim, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.head_dim if each_head else arch.kv_dim, eps=arch.norm_eps)
         # Context parallelism replaces it.
         self.attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor] = attention
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None, cache: LayerCache | None
     ) -> Tensor:
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        k = k.unflatten(-1, (-1, self.head_dim))  # (B, T, H_kv, D)
+        v = v.unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
@@ -103,10 +114,12 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C)."""
+    """Attention and feed-forward, each added to the residual stream: (B, T, C) -> (B, T, C). A norm is before each, or
+    after it, and never on the stream itself."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
+        self.norm_after = arch.norm_placement == "after"
         self.attention_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
         self.attention = Attention(arch)
         self.ffn_norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps)
@@ -120,6 +133,9 @@ class TransformerBlock(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
+        if self.norm_after:
+            x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
+            return x + self.ffn_norm(self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -161,11 +177,11 @@ class Llama(nn.Module):
         A part with the first block has the embedding, a part with the last block has the norm and the output.
 
         Raises:
-            ValueError: n_heads does not divide half of the width, or n_kv_heads does not divide n_heads.
+            ValueError: heads have no even width, or n_kv_heads does not divide n_heads.
         """
         super().__init__()
-        if arch.dim % (2 * arch.n_heads) or arch.n_heads % arch.n_kv_heads:
-            raise ValueError(f"{arch}: n_heads must divide half of dim, and n_kv_heads must divide n_heads.")
+        if arch.head_dim % 2 or arch.n_heads % arch.n_kv_heads:
+            raise ValueError(f"{arch}: heads must have an even width, and n_kv_heads must divide n_heads.")
         blocks = range(arch.n_layers) if blocks is None else blocks
         first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch
@@ -190,7 +206,8 @@ class Llama(nn.Module):
 
         Args:
             positions: (T,) or (B, T). None: they count from 0, or from the length of the cache.
-            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal.
+            mask: boolean, broadcastable to (B, H, T, S), or a block mask (`attention.document_mask`). None: causal,
+                and with the model's sliding window, which a mask must have itself.
                 With a cache, S has its tokens, too.
             cache: For generation, one `LayerCache` per block with the earlier tokens. Each grows by T.
             labels: (B, T). With labels, the result is the loss and not the logits.
@@ -198,14 +215,19 @@ class Llama(nn.Module):
         start = 0 if cache is None else cache[0].length
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        if cache is not None and mask is None:
-            mask = positions[..., :, None] >= torch.arange(start + tokens.shape[1], device=tokens.device)  # (T, S)
+        if mask is None and (cache is not None or self.arch.sliding_window):
+            size, window = (tokens.shape[1], start + tokens.shape[1]), self.arch.sliding_window
+            mask = torch.ones(size, dtype=torch.bool, device=tokens.device).tril(start)  # (T, S)
+            mask = mask.triu(start + 1 - window) if window else mask
         frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, T, C)
-        for block, layer_cache in zip(self.layers.values(), cache or [None] * len(self.layers), strict=True):
-            x = block(x, cos, sin, mask, layer_cache)
+        # Angles of 0 turn nothing, exactly, and all blocks stay alike for the compiler.
+        unturned = (torch.ones_like(cos), torch.zeros_like(sin)) if self.arch.no_rope_interval else (cos, sin)
+        for (name, block), layer_cache in zip(self.layers.items(), cache or [None] * len(self.layers), strict=True):
+            turned = not self.arch.no_rope_interval or (int(name) + 1) % self.arch.no_rope_interval
+            x = block(x, *((cos, sin) if turned else unturned), mask, layer_cache)
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -228,8 +250,8 @@ class Llama(nn.Module):
         """
         for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
-            if "norm" in name:
-                nn.init.ones_(full)
+            if full.ndim == 1:
+                nn.init.constant_(full, "norm" in name)  # biases are 0
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,4 +1,4 @@
-"""Parameters of a Llama, the bytes of their state, and FLOPs per token.
+"""Parameters of a model, the bytes of their state, and FLOPs per token.
 
 Invariant: everything is computed from an `Architecture`. No model is built and no profiler is used, because
 `FlopCounterMode` does not see every attention kernel.
@@ -13,8 +13,8 @@ from titanlite.config.run import Run
 def num_params(arch: Architecture) -> int:
     """Number of trainable parameters; tied embeddings count once."""
     embedding = arch.vocab_size * arch.dim
-    norms = (2 * arch.n_layers + 1) * arch.dim
-    return _matmul_params(arch) + norms + (0 if arch.tied_embeddings else embedding)
+    vectors = arch.n_layers * arch.block_vectors + arch.dim
+    return _matmul_params(arch) + vectors + (0 if arch.tied_embeddings else embedding)
 
 
 def state_bytes(run: Run) -> int:
@@ -31,21 +31,17 @@ def flops_per_token(arch: Architecture, seq_len: int) -> float:
       twice that backward (gradients of the input and of the weight): 6n. The output projection is such a matmul,
       tied or not; the embedding look-up is none.
     - Attention in a block: a query meets T keys in D channels (all heads together), 2TD FLOPs for the scores and 2TD
-      for the weighted values: 4TD forward, 8TD backward, 12TD in all. The causal mask leaves half: 6TD. Grouped
-      key/value heads change the memory traffic, not this count.
+      for the weighted values: 4TD forward, 8TD backward, 12TD in all. The causal mask leaves half: 6TD, and a sliding
+      window less (`Architecture.attended`). Grouped key/value heads change the memory traffic, not this count.
     - Norms, rotary embedding, SwiGLU's product, softmax and the loss are left out: below 1% from 1B parameters on.
     - Recomputation by activation checkpointing does not count: MFU is about useful work.
 
     The PaLM paper (2204.02311, appendix B) counts the same way, but attention without the causal half.
     """
-    attention = 6 * arch.n_layers * seq_len * arch.dim
+    attention = 12 * arch.n_layers * arch.attended(seq_len) * arch.q_dim
     return float(6 * _matmul_params(arch) + attention)
 
 
 def _matmul_params(arch: Architecture) -> int:
     """Weights that a token is multiplied with: all blocks and the output projection."""
-    head_dim = arch.dim // arch.n_heads
-    query_and_output = 2 * arch.dim * arch.dim
-    key_and_value = 2 * arch.dim * arch.n_kv_heads * head_dim
-    feed_forward = 3 * arch.dim * arch.ffn_dim
-    return arch.n_layers * (query_and_output + key_and_value + feed_forward) + arch.vocab_size * arch.dim
+    return arch.n_layers * arch.block_matrices + arch.vocab_size * arch.dim

@@ -37,21 +37,24 @@ def gather_chunks(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim)
 
 
-def context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) -> Tensor | BlockMask | None:
+def context_mask(
+    tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0
+) -> Tensor | BlockMask | None:
     """The mask of this rank's queries over all keys of the row.
 
     Args:
         tokens, document_ids: (B, T), whole rows. Without documents the mask is causal.
+        window: as `model.attention.document_mask` has it; needs documents.
 
     Returns: on the CPU a boolean mask (B, 1, T / degree, T), or None if the mask is causal only. On a GPU always a
         block mask, whose memory grows with T and not with T^2.
     """
     if tokens.device.type != "cpu":
-        return flex_context_mask(tokens, document_ids, mesh)
-    return None if document_ids is None else own_chunks(document_mask(document_ids), mesh, dim=2)  # pyright: ignore
+        return flex_context_mask(tokens, document_ids, mesh, window)
+    return None if document_ids is None else own_chunks(document_mask(document_ids, window), mesh, dim=2)  # pyright: ignore
 
 
-def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh) -> BlockMask:
+def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceMesh, window: int = 0) -> BlockMask:
     """`context_mask` for flex attention, on any device."""
     rows, length = tokens.shape
     place = own_chunks(torch.arange(length, device=tokens.device), mesh, dim=0)  # (T / degree,)
@@ -60,7 +63,8 @@ def flex_context_mask(tokens: Tensor, document_ids: Tensor | None, mesh: DeviceM
         seen = place[query] >= key
         if document_ids is None:
             return seen
-        return seen & (document_ids[batch, place[query]] == document_ids[batch, key])
+        seen = seen & (document_ids[batch, place[query]] == document_ids[batch, key])
+        return seen & (place[query] - key < window) if window else seen
 
     batches = None if document_ids is None else rows
     return flex_function("create_block_mask")(visible, batches, None, len(place), length, device=tokens.device)

@@ -50,7 +50,7 @@ class ForwardBackward:
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
         loss = partial(linear_cross_entropy_sum, z_loss=run.job.training.z_loss, compiled=run.compiles("loss"))
         self._loss_fn: LossFunction = loss if mesh.tensor is None else vocab_parallel(loss, mesh.tensor)
-        self._model, self._mesh = model.whole, mesh
+        self._model, self._mesh, self._window = model.whole, mesh, run.arch.sliding_window
         self._reduce_each = run.job.parallelism.fsdp_reduce == "microbatch"
         self._denominator = torch.ones((), device=device)
         for stage in (model.whole, *model.stages.values()):
@@ -96,7 +96,7 @@ class ForwardBackward:
         return torch.stack([self._forward(microbatch).double() for microbatch in microbatches]).sum()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:
-        tokens, rest = local_inputs([microbatch], self._mesh)
+        tokens, rest = local_inputs([microbatch], self._mesh, self._window)
         return self._model(tokens, **rest)
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class PipelineForwardBackward(ForwardBackward):
         return total
 
     def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:
-        tokens, rest = local_inputs(microbatches, self._mesh)
+        tokens, rest = local_inputs(microbatches, self._mesh, self._window)
         if missing:
             rest["labels"] = rest["labels"].clone()
             rest["labels"][-missing * len(tokens) // len(microbatches) :] = -100
@@ -145,7 +145,7 @@ def build_forward_backward(model: ShardedModel, mesh: Mesh, run: Run, device: to
     return (ForwardBackward if mesh.pipeline is None else PipelineForwardBackward)(model, mesh, run, device)
 
 
-def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, dict[str, Any]]:
+def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh, window: int) -> tuple[Tensor, dict[str, Any]]:
     """These microbatches as one: tokens (B, T), labels, and positions and mask if the model needs them.
 
     Under context parallelism, T is this rank's part of the row, and its positions are not consecutive.
@@ -157,12 +157,14 @@ def local_inputs(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor
 
     tokens, rest = joined("input_ids"), {"labels": joined("labels")}
     documents = None if microbatches[0].document_ids is None else joined("document_ids")
+    if documents is None and 0 < window < tokens.shape[1]:
+        documents = torch.zeros_like(tokens)  # a window is a mask, and a row one document
     if microbatches[0].positions is not None:
         rest["positions"] = joined("positions")
     if mesh.context is None:
-        mask = None if documents is None else document_mask(documents)
+        mask = None if documents is None else document_mask(documents, window)
     else:
-        mask = context_mask(tokens, documents, mesh.context)
+        mask = context_mask(tokens, documents, mesh.context, window)
         rest.setdefault("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         rest = {name: own_chunks(x, mesh.context) for name, x in rest.items()}
         tokens = own_chunks(tokens, mesh.context)

@@ -32,7 +32,7 @@ _ALWAYS_SAVED = {
     aten.max.default,  # the maximum of a whole tensor, for its FP8 scale
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-_MATMULS = {aten.mm.default, aten._scaled_mm.default}
+_MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
 
 def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -36,21 +37,31 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     attention_input = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None, None), desired_input_layouts=(Replicate(), None, None, None, None)
     )
+    arch, of_stream = model.arch, SequenceParallel(use_local_output=model.arch.norm_placement == "after")
     block_plan = {
-        "attention_norm": SequenceParallel(),
+        "attention_norm": of_stream,
         "attention": attention_input,
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
+        "ffn_norm": of_stream,
         "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "feed_forward.w3": ColwiseParallel(),
     }
+    norms = ("attention.q_norm", "attention.k_norm") if arch.qk_norm != "none" else ()
+    if arch.qk_norm == "head":  # each rank has whole heads
+        block_plan |= dict.fromkeys(norms, SequenceParallel(sequence_dim=2, use_local_output=True))
+    elif norms:  # a norm of all heads is computed for a part of the sequence, between two all-to-alls
+        block_plan |= dict.fromkeys(("attention.wq", "attention.wk"), ColwiseParallel(use_local_output=False))
+        block_plan |= dict.fromkeys(norms, SequenceParallel())
+    to_heads = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(2))
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan)
+        if arch.qk_norm == "projection":
+            parallelize_module(block, mesh, dict.fromkeys(norms, to_heads))
     if model.tok_embeddings is not None:
         rows: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, rows)

@@ -243,7 +243,7 @@ def _kept_by_blocks(run: Run) -> float:
     """About what the blocks of a rank keep for their backward passes, bytes: see model/llama.py, line by line."""
     training, recompute, arch, degree = run.job.training, run.job.activation_checkpoint, run.arch, run.degrees
     # The residual stream and its norms, twice; queries, keys and values; SwiGLU; a tenth for rotary embedding in fp32.
-    values = 7 * arch.dim + 2 * arch.n_kv_heads * arch.head_dim + 4 * arch.ffn_dim
+    values = 5 * arch.dim + 2 * arch.q_dim + 2 * arch.kv_dim + 4 * arch.ffn_dim
     of_token = 1.1 * (2 + run.job.float8.enable) * values / degree.tensor + 2 * arch.dim
     if recompute.mode == "full":
         of_token = 4 * arch.dim / degree.tensor  # its input

@@ -122,7 +122,7 @@ class Migration:
         theirs = asdict(TORCHTITAN_FLAVORS[flavor])
         theirs["rope_scaling_factor"] = tables.ROPE_SCALING_FACTOR[self.version]
         for key, ours in asdict(FLAVORS[base]).items():
-            if key not in ("vocab_size", "max_seq_len") and theirs[key] != ours:
+            if key not in ("vocab_size", "max_seq_len", "head_dim") and theirs[key] != ours:
                 self._add(f"model.{key}", theirs[key], f"torchtitan's {flavor}")
         if (length := self._number("training.seq_len", 2048)) > FLAVORS[base].max_seq_len:
             self._add("model.max_seq_len", length, "training.seq_len")

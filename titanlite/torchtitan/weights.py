@@ -37,6 +37,9 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     Raises:
         UserError: it is no such folder, it is damaged, or it contradicts the job; with all differences.
     """
+    arch = architecture(model)
+    if arch.switches:
+        raise UserError(f"model.flavor and its keys have {arch.switches}: of torchtitan's models only Llamas are read.")
     import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
 
     names: list[str] = []
@@ -54,7 +57,7 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
         raise UserError(f"{path}: {error}. {text}.") from None
     prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
     found = {key.removeprefix(prefix): (entry.size, entry.properties.dtype) for key, entry in reader.index.items()}
-    angles, arch = found.pop("freqs_cis", None), architecture(model)
+    angles = found.pop("freqs_cis", None)
     rows = found["tok_embeddings.weight"][0][:1] if "tok_embeddings.weight" in found else ()
     if model.vocab_size is None and model.flavor in FITTED_TO_TOKENIZER and rows:
         arch = dataclasses.replace(arch, vocab_size=rows[0])
