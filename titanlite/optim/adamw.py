@@ -66,7 +66,11 @@ class AdamW(torch.optim.Optimizer):
         self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
-        self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
+        # Trials of several kernels would copy a large tensor to the host and back before each call, since it is updated.
+        options = {"triton.autotune_pointwise": False}
+        self._update: Callable[..., None] = (
+            torch.compile(_update, dynamic=True, options=options) if compiled else _update
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
