@@ -1,4 +1,4 @@
-"""One step of titanlite beside one of torchtitan 0.2.2, counted on the ghost GPU (docs/ghost.md): memory, launches, waits.
+"""One step of titanlite beside one of torchtitan 0.2.2: memory, launches and waits on the ghost (docs/ghost.md).
 
     python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan] [--whole]
 
@@ -26,6 +26,7 @@ from gpu_works import Work, titanlite_options, torchtitan_job
 from runs import ROOT, table, write_text
 
 RANKS, GIB, WARM_STEPS = 8, 2**30, 3
+PEAKS = ("allocated", "reserved")
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,10 @@ def main() -> None:
         text = write_text(Path(folder)).parent
         for name in (name for name in ROWS if any(only in name for only in options.only)):
             found = [start(side, name, text, options.whole, options.keep) for side in options.sides]
-            cells = [
-                [f"{side[key]:,.2f}" if side[key] % 1 else f"{side[key]:,.0f}" for side in found] for key in found[0]
-            ]
-            ratio = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
-            rows.append(
-                [name, *(cell for each in cells[:2] for cell in each), *ratio, *(c for x in cells[2:] for c in x)]
-            )
+            rows.append([name, *(f"{side[key]:,.{2 * (key in PEAKS)}f}" for key in found[0] for side in found)])
+            rows[-1][5:5] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
             print(*rows[-1], sep=" | ", flush=True)
-    heads = [f"{what}, {side}" for what in ("GiB allocated", "GiB reserved") for side in options.sides]
+    heads = [f"GiB {what}, {side}" for what in PEAKS for side in options.sides]
     heads += ["ratio"] * (len(options.sides) == 2)
     heads += [f"{what}, {side}" for what in ("launches", "waits") for side in options.sides]
     print("\n".join(table(["8b on 8 GPUs, rank 0", *heads], rows)))

@@ -82,10 +82,8 @@ SOME = [pytest.param(*job, marks=() if job in SAMPLE else pytest.mark.long) for 
 
 def ghost(*command: str, ranks: int = 1, log: Path | None = None, code: int = 0, gib: float = 79.1) -> str:
     """What a command on the ghost says."""
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    own |= {"PYTHONPATH": str(ROOT), "GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)} | (
-        {"GHOST_LOG": str(log)} if log else {}
-    )
+    own = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"} | {"PYTHONPATH": str(ROOT)}
+    own |= {"GHOST_GPUS": str(ranks), "GHOST_GIB": str(gib)} | ({"GHOST_LOG": str(log)} if log else {})
     done = subprocess.run(
         [str(ROOT / "scripts/ghost.sh"), *command], capture_output=True, text=True, env=own, timeout=1200, check=False
     )
