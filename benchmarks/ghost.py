@@ -123,13 +123,13 @@ def be_rank_0_alone() -> None:
     begin, group = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        begin("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
+        begin("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)  # pyright: ignore
 
     def new_group(*ranks: Any, backend: str | None = None, **how: Any) -> Any:
         return group(*ranks, backend="fake" if backend == "gloo" else backend, **how)
 
     dist.init_process_group, dist.new_group = init_process_group, new_group
-    dist.ProcessGroup.set_timeout = lambda *_: None  # fake ones have none
+    dist.ProcessGroup.set_timeout = lambda *_: None  # pyright: ignore  # fake ones have none
 
 
 def count(log: str) -> dict[str, float]:

@@ -59,6 +59,7 @@ JOBS = {
         "documents": f"{EVERY} {DOCUMENTS}",
         "tp, compiled": f"{TENSOR} {COMPILED}",
         "cp, compiled": f"{CONTEXT} {COMPILED} {DOCUMENTS}",
+        "cp, full": f"{CONTEXT} {COMPILED} --activation_checkpoint.mode full",
         "fp8 all-gather": f"{FLOAT8} tensorwise {GATHER8}",
         "float8 tp": f"{FLOAT8} tensorwise {TENSOR}",
         "float8 pp": f"{FLOAT8} rowwise {PIPELINE}",
@@ -185,6 +186,8 @@ TRAFFIC = {
         ("all_reduce", 1): 8,
     },
 }
+# Full recomputation gathers keys and values again. Otherwise a compiled block would keep those of the whole row.
+TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
 TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp")}
 
 
