@@ -160,6 +160,8 @@ def device_time(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
     and as they nest, their times count what they call, too."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if device == "cuda" else {"cpu_op"}
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
+    if not kernels:  # the profiler may not be allowed to see the GPU, and a stand-in has none
+        return {"kernels": []}
     kernels.sort(key=lambda event: event["ts"])
     totals: dict[str, list[float]] = defaultdict(list)
     busy, end = 0.0, kernels[0]["ts"]

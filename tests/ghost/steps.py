@@ -48,6 +48,7 @@ def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:
             "graph_breaks": dict(counters["graph_break"]),
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
+            "of other streams": sum(part["total_size"] for part in torch.cuda.memory_snapshot() if part["stream"]),
         }
 
 

@@ -421,8 +421,8 @@ class ActivationCheckpoint(Section):
     """none: keep all activations. full: keep only the input of each block. selective: see selective_ac_option.
     memory_budget: the compiler chooses what to keep; needs compile.enable."""
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
-    """op: keep the results of attention and of every second matmul, and recompute the rest. A number n: every n-th
-    block keeps its input only and is recomputed."""
+    """op: keep the results of attention and of every second matmul except the last, which is not needed again, and
+    recompute the rest. A number n: every n-th block keeps its input only and is recomputed."""
     memory_budget: Fraction = 0.5
     """For mode memory_budget: share of the activation memory that may be kept. 0: everything is recomputed. 1: nothing
     is."""

@@ -66,7 +66,9 @@ class AdamW(torch.optim.Optimizer):
         self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
         self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
-        self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
+        self._update: Callable[..., None] = _update
+        if compiled:  # trials of several kernels would copy a large tensor from the host before each, as it is updated
+            self._update = torch.compile(_update, dynamic=True, options={"triton.autotune_pointwise": False})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

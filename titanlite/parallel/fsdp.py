@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -64,6 +65,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
             module.set_gradient_divide_factor(1.0)
         # Otherwise a factor of 1 means PREMUL_SUM, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
+    once = training.dtype == training.mixed_precision_reduce and job.parallelism.fsdp_reduce == "step"
+    if mesh.device_type == "cuda" and once and not training.enable_cpu_offload:
+        for module in sharded:
+            module.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
     if mesh.size() == 1 and not training.enable_cpu_offload:
         spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
@@ -71,6 +76,25 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     for i, leader in enumerate(leaders):  # 0: as FSDP2 does by itself
         leader.set_modules_to_forward_prefetch(leaders[i + 1 : i + 1 + ahead])
         leader.set_modules_to_backward_prefetch(leaders[max(0, i - behind) : i][::-1])
+
+
+class _ReduceScatter:
+    """FSDP2's own reduce-scatter, but for the stream whose memory its result takes.
+
+    A result is the gradient of a shard. FSDP2 allocates it in the stream of the collective, where its memory stays
+    reserved in the forward pass, in which no gradient exists. Here it takes the memory of activations that the backward
+    pass has freed. The collective waits for all work before it, and the main stream for all collectives before the
+    gradients are used and freed. So no result may be freed earlier, as those are that FSDP2 converts, adds to a
+    gradient or sends to the host.
+    """
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> dist.Work | None:
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+        return reduce_scatter(output_tensor, input_tensor, *rest, **more)
 
 
 def _group(blocks: Iterable[nn.Module], least: int) -> list[list[nn.Module]]:

@@ -72,7 +72,7 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **how)
     if recompute.mode != "none":
-        apply_activation_checkpointing(model, recompute)
+        apply_activation_checkpointing(model, recompute, compiled and mesh.context is not None and not around)
     if compiled and not around:
         for block in model.layers.values():
             block.compile(**how)  # one graph serves all blocks, because code and shapes are the same

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -35,14 +35,19 @@ _ALWAYS_SAVED = {
 _MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
 
-def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
-    """The contexts of a block's forward pass and of its recomputation. Each counts the matmuls itself."""
+def _save_attention_and_every_second_matmul(last: int) -> tuple[Any, Any]:
+    """The contexts of a block's forward pass and of its recomputation. Each counts the matmuls itself.
+
+    Nothing needs the result of the `last` one again, so it is not saved. Of all others a byte that is saved spares as
+    many operations, because their weights have as many rows: no other half of them is better.
+    """
     matmuls = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if op in _MATMULS:
             matmuls[context.is_recompute] += 1
-            save = matmuls[context.is_recompute] % 2 == 1
+            number = matmuls[context.is_recompute]
+            save = number % 2 == 1 and number != last
         else:
             save = op in _ALWAYS_SAVED
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
@@ -50,8 +55,15 @@ def _save_attention_and_every_second_matmul() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint) -> None:
-    """Let the blocks of `model` recompute, in place. The mode memory_budget lets the compiler choose instead."""
+def apply_activation_checkpointing(
+    model: Llama, config: schema.ActivationCheckpoint, compiled_collectives: bool = False
+) -> None:
+    """Let the blocks of `model` recompute, in place. The mode memory_budget lets the compiler choose instead.
+
+    Args:
+        compiled_collectives: Blocks are compiled together with their recomputation and communicate. The compiler would
+            save what they receive, unless it finds that a policy does not.
+    """
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
         # The budget counts memory. The only script objects in our graphs are the meshes of DTensors, which have none.
@@ -60,10 +72,14 @@ def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckp
         return
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama uses no random numbers
     option = config.selective_ac_option if config.mode == "selective" else "1"
-    if option == "op":
-        recompute = partial(recompute, context_fn=_save_attention_and_every_second_matmul)
+    if compiled_collectives:
+        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, []))
     every = 1 if option == "op" else int(option)
     for name, block in model.layers.items():
+        if option == "op":
+            kinds = [type(module) for module in block.modules() if isinstance(module, nn.Linear)]
+            last = len(kinds) if set(kinds) == {nn.Linear} else 0  # an FP8 layer would compute it again, in eager mode
+            recompute = partial(recompute, context_fn=partial(_save_attention_and_every_second_matmul, last))
         if (int(name) + 1) % every == 0:
             block.forward = _recomputing(block.forward, recompute)
 

@@ -1,0 +1,196 @@
+"""One step of titanlite beside one of torchtitan 0.2.2: memory, launches and waits on the ghost (docs/ghost.md).
+
+    python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan] [--whole]
+
+Rank 0 of 8 H100 runs alone: NCCL of the ghost never waits, and the CPU's collectives are torch's fake ones. `--whole`
+runs all ranks, which takes 8 times the work and memory of the host (12 GB), and gives the same numbers. torchtitan must
+be there for .venv-ghost (`pip install --no-deps --target DIR torchtitan==0.2.2 torchdata==0.11.0`, DIR in PYTHONPATH).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_works import Work, titanlite_options, torchtitan_job
+from runs import ROOT, table, write_text
+
+RANKS, GIB, WARM_STEPS = 8, 2**30, 3
+PEAKS = ("allocated", "reserved")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job of Llama 8b in fp32 on 8 GPUs, and its keys beyond those of `gpu_works`, which both frameworks have."""
+
+    work: Work
+    layout: dict[str, int]
+
+
+def _work(**changes: Any) -> Work:
+    return Work(dtype="float32", **{"rows": 2, "activation_checkpoint": "selective", "steps": 1000, **changes})
+
+
+FULL8 = {"rows": 1, "activation_checkpoint": "full", "precision": "float8"}
+ROWS = {
+    "eager": Row(_work(compile=False), {}),
+    "compiled": Row(_work(), {}),
+    "compiled, float8, FP8 all-gather": Row(_work(precision="float8"), {}),
+    "CP 1, 32,768 tokens": Row(_work(**FULL8, seq_len=32768), {}),
+    "CP 2, 65,536 tokens": Row(_work(**FULL8, seq_len=65536), {"context_parallel_degree": 2}),
+    "TP 8, 8 x 8,192 tokens": Row(_work(rows=8), {"tensor_parallel_degree": 8}),
+}
+GATHER8 = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+
+
+def mark(text: str) -> None:
+    """Write a line into the ghost's log."""
+    ctypes.CDLL("libcuda.so.1").ghost_mark(text.encode())
+
+
+def run_titanlite(row: Row, folder: Path, text: Path) -> None:
+    """Train until a step after the warm ones is done, in this process."""
+    from titanlite.load_run import load_run
+    from titanlite.train.loop import Trainer
+
+    words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
+    words += [word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))]
+    words += [f"--float8.{name}" for name in GATHER8] * (row.work.precision == "float8")
+    with Trainer(load_run(words, world_size=RANKS)) as trainer:
+        for _ in range(WARM_STEPS):
+            trainer.step()
+        measured(trainer.step)()
+
+
+def run_torchtitan(row: Row, folder: Path, text: Path) -> None:
+    """The same, by its own main function."""
+    import tomlkit
+
+    job = torchtitan_job(row.work, folder, text)
+    job["metrics"]["log_freq"], job["parallelism"] = 1, row.layout
+    job["training"]["steps"] = WARM_STEPS + 1
+    if row.work.precision == "float8":
+        job["quantize"]["linear"]["float8"] |= dict.fromkeys(GATHER8, True)
+    path = folder / "job.toml"
+    path.write_text(tomlkit.dumps(job))
+    sys.argv[1:] = ["--job.config_file", str(path)]  # torchtitan reads it when it is imported
+    from torchtitan.train import Trainer, main  # pyright: ignore[reportMissingImports]
+
+    step = Trainer.train_step
+
+    def train_step(trainer: Any, data: Any) -> None:
+        (measured(step) if trainer.step > WARM_STEPS else step)(trainer, data)
+
+    Trainer.train_step = train_step
+    main(Trainer)
+
+
+def measured(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, which writes its marks and what the allocator held at most, since the start."""
+    import torch
+
+    def run(*arguments: Any) -> None:
+        mark("step")
+        step(*arguments)
+        mark("end")
+        peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        mark(f"found {json.dumps(peaks)}")
+
+    return run
+
+
+def be_rank_0_alone() -> None:
+    """Let the other ranks be missing without anybody noticing. The peak of memory is that of all steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+    torch.cuda.reset_peak_memory_stats = lambda *_: None  # torchtitan calls it with each line of its log
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}"}
+    os.environ["TITANLITE_STORE"] = tempfile.mktemp()
+    begin, group = dist.init_process_group, dist.new_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        begin("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=RANKS)  # pyright: ignore
+
+    def new_group(*ranks: Any, backend: str | None = None, **how: Any) -> Any:
+        return group(*ranks, backend="fake" if backend == "gloo" else backend, **how)
+
+    dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.ProcessGroup.set_timeout = lambda *_: None  # pyright: ignore  # fake ones have none
+
+
+def count(log: str) -> dict[str, float]:
+    """What the measured step took."""
+    step, found = re.search(r"^mark step\n(.*?)^mark end\nmark found (.*?)$", log, re.MULTILINE | re.DOTALL).groups()  # pyright: ignore
+    peaks = {name: value / GIB for name, value in json.loads(found).items()}
+    kinds = [line.split()[0] for line in step.splitlines()]
+    launches = sum(kind in ("kernel", "triton", "matmul", "cudnn", "memset") for kind in kinds)
+    waits = sum(bool(re.match("wait|copy .*pageable", line)) for line in step.splitlines())
+    return {**peaks, "launches": launches, "waits": waits}
+
+
+def start(side: str, name: str, text: Path, whole: bool, keep: Path | None) -> dict[str, float]:
+    """Run one side of a row in processes of its own, and return what `count` finds."""
+    with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
+        torchrun = ["torchrun", "--standalone", "--nproc-per-node", f"{RANKS}"] if whole else ["python"]
+        command = [ROOT / "scripts/ghost.sh", *torchrun, __file__, "--run", side, "--only", name, "--folder", folder]
+        path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
+        own = {"GHOST_GPUS": RANKS, "GHOST_GIB": 190, "GHOST_LOG": f"{folder}/log", "PYTHONPATH": path}
+        own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        environment = os.environ | {key: str(value) for key, value in own.items()}
+        words = [*map(str, command), "--text", str(text)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        logs = [path.read_text() for path in Path(folder).glob("log.*")]
+        if done.returncode:
+            raise SystemExit(f"{side}, {name}: {(done.stdout + done.stderr)[-6000:]}")
+        log = next(log for log in logs if "mark found" in log and (not whole or "mark rank 0" in log))
+        if keep:
+            keep.mkdir(exist_ok=True)
+            (keep / f"{name}.{side}".replace(" ", "-")).write_text(log)
+        return count(log)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
+    parser.add_argument("--sides", nargs="+", default=["titanlite", "torchtitan"])
+    parser.add_argument("--whole", action="store_true", help="run all ranks")
+    parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--text", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        be_rank_0_alone()
+        mark(f"rank {os.environ['RANK']}")
+        sides = {"titanlite": run_titanlite, "torchtitan": run_torchtitan}
+        return sides[options.run](ROWS[options.only[0]], options.folder, options.text)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
+        text = write_text(Path(folder)).parent
+        for name in (name for name in ROWS if any(only in name for only in options.only)):
+            found = [start(side, name, text, options.whole, options.keep) for side in options.sides]
+            rows.append([name, *(f"{side[key]:,.{2 * (key in PEAKS)}f}" for key in found[0] for side in found)])
+            rows[-1][5:5] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
+            print(*rows[-1], sep=" | ", flush=True)
+    heads = [f"GiB {what}, {side}" for what in PEAKS for side in options.sides]
+    heads += ["ratio"] * (len(options.sides) == 2)
+    heads += [f"{what}, {side}" for what in ("launches", "waits") for side in options.sides]
+    print("\n".join(table(["8b on 8 GPUs, rank 0", *heads], rows)))
+
+
+if __name__ == "__main__":
+    main()
