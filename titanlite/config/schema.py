@@ -548,6 +548,15 @@ class Samples(Section):
     """Seed of the sampling, the same at each step and for each prompt."""
 
 
+class Guards(Section):
+    """What a run does where its numbers go wrong."""
+
+    max_skipped: NonNegativeInt = 3
+    """Steps in a row that may be skipped. A step whose loss or gradient is not finite changes neither weights nor
+    optimizer; the log names it, and the run goes on. One more than this ends the run with exit code 3, because then
+    the cause is not a single batch. 0: the first one ends it."""
+
+
 class Comm(Section):
     """Process groups."""
 
@@ -601,6 +610,7 @@ class JobConfig(Whole):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
+    guards: Guards = Guards()
     comm: Comm = Comm()
 
     @classmethod

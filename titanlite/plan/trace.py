@@ -32,6 +32,7 @@ from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
+from titanlite.optim.clip import StepSums
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
@@ -296,7 +297,7 @@ class _Watch(Hook):
         self._counter.mark((parameter.grad for parameter in self._update.model.parameters()), self._gradients)
         self._counter.place = Place("optimizer", "gradient norm")
 
-    def before_update(self, step: int, grad_norm: Tensor) -> None:
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         self._counter.place = Place("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
@@ -47,12 +48,17 @@ def standard_hooks(training: Training) -> list[Hook]:
         Profiler(profiling, training.run.dump_folder) if profiles else None,
         Norms() if job.metrics.details else None,
         records,
-        NonFiniteGuard(),  # after the records, so that the line of the damage is written
+        *guards(job),  # after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
     ]
     return [hook for hook in hooks if hook is not None]
+
+
+def guards(job: JobConfig) -> list[Hook]:
+    """What protects a run: see [guards]."""
+    return [NonFiniteGuard()]
 
 
 def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
