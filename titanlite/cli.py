@@ -35,6 +35,7 @@ COMMANDS = {
     "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
     "runs": ("commands.runs", "List the runs in a folder: state, step, loss, speed, age."),
     "report": ("commands.report", "Write a page about one or several runs, to look at offline."),
+    "replay": ("commands.replay", "Compute a step of a run once more, also one that was skipped."),
     "watch": ("commands.watch", "Show how a run goes, also from another machine."),
     "generate": ("commands.generate", "Let a checkpoint complete a text."),
     "eval": ("commands.eval", "Score a checkpoint on texts: perplexity and bits per byte."),
