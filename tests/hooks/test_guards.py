@@ -1,10 +1,12 @@
 """Guards: what goes wrong on one rank is skipped or ends the run, named, on all ranks and after a resume alike."""
 
+import itertools
 import json
 import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -108,6 +110,65 @@ def stopped(folder: str) -> list[str]:
     return errors
 
 
+def spiking(folder: str) -> dict[str, dict[int, bool]]:
+    """What is done after each step -> whether a step has changed nothing; each run is resumed before its spike."""
+    found = {}
+    for policy in ("warn", "skip"):
+        Path(folder, policy).mkdir(exist_ok=True)
+        words = f"--guards.on_spike {policy} --guards.spike_history 5 --lr_scheduler.decay_ratio 0 --training.steps"
+        for until in ("6", "8"):
+            fault = Fault({7: 1e6})
+            with Trainer(job(f"{folder}/{policy}", *words.split(), until), torch.device("cpu"), [fault]) as trainer:
+                trainer.train()
+        found[policy] = fault.unchanged
+    return found
+
+
+def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_goes_on_with(tmp_path: Path) -> None:
+    ranks = run_ranks(2, spiking, str(tmp_path))
+    assert ranks == [{"warn": {7: False, 8: False}, "skip": {7: True, 8: False}}] * 2
+    for policy in ranks[0]:
+        lines = logged(tmp_path / policy / "out")
+        assert [(line["spikes"], line["skipped_steps"]) for line in lines.values()][-1] == (1, int(policy == "skip"))
+        log = (tmp_path / policy / "out" / "train.log").read_text()
+        assert re.findall(r"Step (\d) is a spike: gradient norm", log) == ["7"]
+
+
+class FlippedBit(Hook):
+    """In the last norm of rank 3, after step 3."""
+
+    def built(self, training: Training) -> None:
+        self._weight = training.model.get_parameter("layers.1.ffn_norm.weight")
+
+    @torch.no_grad()
+    def after_step(self, step: int, result: StepResult) -> None:
+        if step == 3 and dist.get_rank() == 3:
+            local(self._weight).view(torch.int32)[0] ^= 1
+
+
+def corrupted(folder: str) -> list[str]:
+    errors = []
+    for name in ("parallelism.data_parallel_replicate_degree 4", "parallelism.tensor_parallel_degree 2"):
+        Path(folder, name[-1]).mkdir(exist_ok=True)
+        words = f"--{name} --model.n_kv_heads 2 --guards.compare_every 2 --checkpoint.interval 2 --training.steps 6"
+        words += " --training.local_batch_size 1"
+        run = job(f"{folder}/{name[-1]}", *words.split())
+        with pytest.raises(GuardError) as caught, Trainer(run, torch.device("cpu"), [FlippedBit()]) as trainer:
+            trainer.train()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path: Path) -> None:
+    ranks = run_ranks(4, corrupted, str(tmp_path))
+    assert ranks == [ranks[0]] * 4
+    hybrid, tensor = ranks[0]
+    assert re.search(r"ffn_norm.* differs on rank 3 \(", hybrid)
+    assert re.search(r"ffn_norm.* differs on rank 2 \(.*, rank 3 \(", tensor)  # nobody knows which of two is right
+    assert all(error.startswith("Step 4:") for error in ranks[0])
+    assert [path.name for path in tmp_path.glob("*/out/checkpoint/step-*")] == ["step-00000002"] * 2
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_path: Path) -> None:
     first, second = run_ranks(2, stopped, str(tmp_path))
     assert first == second
@@ -123,7 +184,7 @@ def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(t
     job_file.write_text(SMALL)
     words = f"--training.steps 4 --checkpoint.interval 2 --optimizer.lr {lr} --training.max_norm 0".split()
     titanlite("train", "--job.config_file", job_file, "--job.dump_folder", out, *words, ranks=2)
-    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     assert logged(out)[4]["skipped_steps"] == (0 if lr < 1 else 3)
     for step in (1, 4):
         said = titanlite("replay", out, "--step", step, "--json", ranks=2)
@@ -131,4 +192,31 @@ def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(t
         assert found["now"] == found["logged"]
         assert found["now"]["loss"] == logged(out)[step]["loss"] or found["now"]["loss"] == "nan"
         assert (f"Step {step} is skipped" in said) == (step == 4 and lr > 1)
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == files
+
+
+class LateData(Hook):
+    """Rank 1 waits 1,000 seconds for each batch, by its clock."""
+
+    def built(self, training: Training) -> None:
+        self._meter = training.meter
+
+    def before_step(self, step: int) -> None:
+        clock = itertools.count(0.0, 1000.0 * dist.get_rank()).__next__
+        with patch("titanlite.observe.meter.time.perf_counter", clock), self._meter.timing("data"):
+            pass
+
+
+def wait_for_late_data(folder: str) -> None:
+    with Trainer(job(folder), torch.device("cpu"), [LateData()]) as trainer:
+        trainer.train()
+
+
+def test_a_rank_for_whose_data_all_wait_is_named_once_and_by_a_collective_that_is_read_a_line_later(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, wait_for_late_data, str(tmp_path))
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
+    (found,) = [event for event in events if event["event"] == "straggler"]
+    assert found["step"] == 9  # lines of the steps 1, 3 and 6
+    assert re.match(r"Rank 1 \(.*data 1e\+03 s a step", found["text"])

@@ -92,6 +92,8 @@ class LoggedStep(BaseModel):
     """Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once."""
     skipped_steps: Annotated[int, "7_counters/skipped_steps"] = 0
     """Steps since step 1 that changed nothing, because loss or gradient was not finite or a spike: see [guards]."""
+    spikes: Annotated[int, "7_counters/spikes"] = 0
+    """Steps since step 1 whose loss or gradient norm was a spike: see [guards]."""
     failed_saves: Annotated[int, "7_counters/failed_saves"] = 0
     """Checkpoints that could not be written since this start."""
     save_waits: Annotated[int, "7_counters/save_waits"] = 0

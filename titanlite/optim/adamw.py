@@ -87,8 +87,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
-        self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
-        self._numbers: dict[nn.Parameter, Tensor] = {}  # first of a group -> the keys of all, on its device
+        self._keys = {parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
@@ -112,25 +111,23 @@ class AdamW(torch.optim.Optimizer):
             done = self.state[parameters[0]]["step"]  # all parameters have taken the same steps
             skip = getattr(self, "found_inf", torch.zeros_like(done))
             step = done + 1
-            scalars = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step).rsqrt()
-            if parameters[0] not in self._numbers:
-                numbers = [self._keys[parameter] for parameter in parameters]
-                self._numbers[parameters[0]] = torch.tensor(numbers, device=step.device)
-            keys = _mix(_mix(step.to(torch.int64)) ^ self._numbers[parameters[0]])  # for random bits
-            for parameter, key in zip(parameters, keys.unbind(), strict=True):
+            factors = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step).rsqrt()
+            seed, taken = _mix(step.to(torch.int64)), 1 - skip
+            for parameter in parameters:
                 state = self.state[parameter]
-                state["step"] += 1 - skip
+                state["step"].add_(taken)
                 tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
+                scalars = *factors, seed, self._keys[parameter], skip
                 constants = beta1, beta2, group["eps"], self._stochastic
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
-                    self._update(parts, (*scalars, key, skip), constants, self._places[parameter], start)
+                    self._update(parts, scalars, constants, self._places[parameter], start)
 
 
 def _update(
     parts: Sequence[Tensor],
-    scalars: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scalars: Sequence[Tensor],
     constants: tuple[float, float, float, bool],
     place: tuple[int, int, int],
     start: int,
@@ -140,12 +137,12 @@ def _update(
     Args:
         parts: of the parameter, its gradient and its two moments.
         scalars: factor of the old value; learning rate, with the correction of the first moment; factor of the square
-            root of the second moment; key of the random bits; 1 to leave all as it is, else 0.
+            root of the second moment; seeds of the random bits, of the step and the parameter; 1 to skip, else 0.
         constants: both betas, eps, and whether values are rounded at random.
         place: that of the shard: see `_shard_place`.
     """
     parameter, gradient, exp_avg, exp_avg_sq = parts
-    decay, rate, correction, key, skip = scalars
+    decay, rate, correction, seed, key, skip = scalars
     beta1, beta2, eps, stochastic = constants
     local_width, width, first = place
     gradient = gradient.float()
@@ -157,7 +154,7 @@ def _update(
         index = torch.arange(len(parameter), device=parameter.device) + start
         if local_width != width:  # if they are equal, the divisions are left out, because they take long
             index = index // local_width * width + index % local_width
-        bits = _mix(_mix(index + first & BITS) ^ key)
+        bits = _mix(_mix(index + first & BITS) ^ _mix(seed ^ key))
     for old, new, chance in (parameter, value, bits), (exp_avg, mean, bits >> 16), (exp_avg_sq, square, _mix(bits)):
         old.copy_(torch.where(skip > 0, old, _rounded(new, old.dtype, chance, stochastic)))
 
