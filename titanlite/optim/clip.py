@@ -59,6 +59,12 @@ def clip_grad_norm_(
         own = [square for square, its in zip(squares.unbind(), copies, strict=True) if its == number]
         total[0] += torch.stack(own).sum() / number
     if loss is not None:
+        if (
+            loss.is_cuda and not total.is_cuda
+        ):  # offloaded gradients were waited for, and so can be the loss before them
+            loss, arrived = loss.to(total.device, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+            arrived.synchronize()
         total[1] = loss
     if dist.is_initialized():
         dist.all_reduce(total)
