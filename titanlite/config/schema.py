@@ -311,8 +311,9 @@ class Optimizer(Section):
     decay_embeddings: bool = True
     """Apply weight decay to the embedding, too."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """fused is the fastest on CPU and GPU. The others are there for comparison. stochastic_rounding, another
-    state_dtype and a compiled optimizer have an implementation of their own."""
+    """fused is the fastest on CPU and GPU. The others are there for comparison: with them the host waits for a GPU in
+    each step, because it must know whether the step is skipped (see [guards]). stochastic_rounding, another state_dtype
+    and a compiled optimizer have an implementation of their own."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory. With a beta above 0.99 it needs
     stochastic_rounding, because without it small changes of a moment are rounded away. If it differs from

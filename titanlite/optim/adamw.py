@@ -39,13 +39,12 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
         # Compiled on a GPU always, because it would be 72 kernels.
         return AdamW(groups, names, config, state_dtype, compiled or next(model.parameters()).is_cuda)
     kernels = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-    kernels["capturable"] = next(model.parameters()).is_cuda and not kernels["fused"]  # keeps their steps on the device
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
 
 
-@torch.no_grad()
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step, or leave weights, moments and step counts as they are, bit for bit. The host does not learn which.
+    """Step, or leave weights, moments and step counts as they are, bit for bit. The host does not learn which, except
+    with the implementations of torch that are there for comparison.
 
     Args:
         skip: Scalar fp32 on the device of the parameters: 1 to skip, else 0.
@@ -53,16 +52,8 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, AdamW) or optimizer.defaults["fused"]:
         optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler sets it
         optimizer.step()
-        return
-    # Those that are there for comparison step, and what they had is put back: a copy of all that they change.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = {(p, key): local_shard(value).clone() for p in parameters for key, value in optimizer.state[p].items()}
-    before |= {(p, ""): local_shard(p).clone() for p in parameters}
-    optimizer.step()
-    for parameter in parameters:
-        for key, value in [("", parameter), *optimizer.state[parameter].items()]:
-            now, old = local_shard(value), before.get((parameter, key))
-            now.copy_(torch.where(skip > 0, torch.zeros_like(now) if old is None else old, now))
+    elif not skip:
+        optimizer.step()
 
 
 class AdamW(torch.optim.Optimizer):

@@ -198,7 +198,10 @@ class Counted(NamedTuple):
 
 def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
-    with fake_world(run.world_size, rank), patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8):
+    has_fp8 = patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8)
+    # Nobody can read from a fake tensor whether to skip.
+    steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
+    with fake_world(run.world_size, rank), has_fp8, steps:
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
