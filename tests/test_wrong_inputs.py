@@ -223,6 +223,7 @@ report run --out job.toml => --out job.toml
 report run --out pipe => pipe
 report nowhere => nowhere
 watch nowhere => nowhere
+replay nowhere --step 1 => nowhere
 runs nowhere => nowhere
 migrate => required
 migrate nowhere.toml => nowhere.toml

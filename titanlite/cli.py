@@ -30,6 +30,7 @@ COMMANDS = {
     "watch": ("commands.watch", "Show how a run goes, also from another machine."),
     "runs": ("commands.runs", "List the runs in a folder: state, step, loss, speed, age."),
     "report": ("commands.report", "Write a page about one or several runs, to look at offline."),
+    "replay": ("commands.replay", "Compute a step of a run once more, also one that was skipped."),
     "generate": ("commands.generate", "Let a checkpoint complete a text."),
     "eval": ("commands.eval", "Score a checkpoint on texts: perplexity and bits per byte."),
     "verify": ("commands.verify", "Read checkpoints and say which ones are good."),

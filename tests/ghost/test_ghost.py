@@ -147,24 +147,25 @@ FSDP = {("all_gather", 2): GATHERED, ("reduce_scatter", 2): REDUCED}
 CONTEXT_PART = 4 * 2 * 2 * (TOKENS // 2) * 128
 
 # Ranks, name -> (collective, ranks of its group) -> bytes of one step: what a rank hands over for an all-gather, gets
-# from a reduce-scatter, sums up in an all-reduce, or sends. Each job has two sums of 8 bytes: tokens and squared norms.
+# from a reduce-scatter, sums up in an all-reduce, or sends. Each job sums up 8 bytes of tokens, and 16 of squared
+# norms and loss.
 TRAFFIC = {
-    (2, "fsdp"): FSDP | {("all_reduce", 2): 16},
-    (2, "fsdp, compiled"): FSDP | {("all_reduce", 2): 16},
-    (2, "documents"): FSDP | {("all_reduce", 2): 16},
+    (2, "fsdp"): FSDP | {("all_reduce", 2): 24},
+    (2, "fsdp, compiled"): FSDP | {("all_reduce", 2): 24},
+    (2, "documents"): FSDP | {("all_reduce", 2): 24},
     (2, "offload"): FSDP | {("all_reduce", 2): 8},  # norms are summed by gloo
-    (2, "fsdp, never"): {("all_gather", 2): 2 * WHOLE // 2, ("reduce_scatter", 2): REDUCED, ("all_reduce", 2): 16},
-    (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 16},
-    (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 16},
+    (2, "fsdp, never"): {("all_gather", 2): 2 * WHOLE // 2, ("reduce_scatter", 2): REDUCED, ("all_reduce", 2): 24},
+    (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 24},
+    (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 24},
     (2, "accumulation"): {  # of two microbatches; the output stays gathered between them
         ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + C + 4 * BLOCKS) // 2,
         ("reduce_scatter", 2): REDUCED,
-        ("all_reduce", 2): 16,
+        ("all_reduce", 2): 24,
     },
     (2, "fp8 all-gather"): {  # a byte for each element of a block's matrices, and a scale for each of 28 matrices
         ("all_gather", 2): (2 * (2 * EMBEDDING + C) + 2 * 4 * (MATRICES + 2 * NORMS)) // 2,
         ("reduce_scatter", 2): REDUCED,
-        ("all_reduce", 2): 16 + 28 * 4,
+        ("all_reduce", 2): 24 + 28 * 4,
     },
     (
         2,
@@ -172,19 +173,19 @@ TRAFFIC = {
     ): {  # twice in each pass of a block, once in each for embedding and loss; sums of loss and norms' gradients
         ("all_gather", 2): (4 * 4 + 2) * PART,
         ("reduce_scatter", 2): (4 * 4 + 2) * PART,
-        ("all_reduce", 2): 3 * 4 * TOKENS + 2 * (4 * NORMS + C) + 8,
+        ("all_reduce", 2): 3 * 4 * TOKENS + 2 * (4 * NORMS + C) + 16,
         ("all_reduce", 1): 8,
     },
     (2, "cp"): {
         ("all_gather", 2): GATHERED + CONTEXT_PART,
         ("reduce_scatter", 2): REDUCED + CONTEXT_PART,
-        ("all_reduce", 2): 8,
+        ("all_reduce", 2): 16,
         ("all_reduce", 1): 8,
     },
     (2, "pp"): {  # four microbatches
         ("send", 2): 4 * 2 * PART,
         ("recv", 2): 4 * 2 * PART,
-        ("all_reduce", 2): 8,
+        ("all_reduce", 2): 16,
         ("all_reduce", 1): 8,
     },
 }

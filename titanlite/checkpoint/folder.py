@@ -90,6 +90,7 @@ class CheckpointFolder:
         live: what is saved from there and loaded into.
         log: called with one line of text for each event that a person should know, also from other threads.
         job: the resolved job file as a JSON value, kept in the manifests and compared with theirs.
+        changes: False: nothing is saved there, and no file is touched, because the folder is another process's.
 
     Attributes:
         token: equal on all ranks and used by no other run; temporary folders are named after it.
@@ -103,9 +104,12 @@ class CheckpointFolder:
     live: LiveState
     log: Callable[[str], None]
     job: dict[str, Any] | None = None
+    changes: bool = True
 
     def __post_init__(self) -> None:
         self.ranks = Ranks(self.config.timeout_seconds)
+        if not self.changes:
+            return
         self.token = self.ranks.on_rank0(self._clean)
         probe = self.path / f"{step_folders.UNFINISHED}{self.token}"
         patience = time.monotonic() + 10  # network storage shows another node's file with a delay

@@ -95,6 +95,18 @@ class Resumer:
         self._load_initial_weights()
         return None
 
+    def load_before(self, step: int) -> dict[str, Any] | None:
+        """Load the newest good checkpoint before `step`, in place, or else the weights that the run began with. Nothing
+        on disk changes. Returns and raises as `load`."""
+        for path in reversed(self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder.path))):
+            if (step_folders.step_of(path) or 0) < step:
+                try:
+                    return self._load(path)
+                except Damage as damage:
+                    self._log(f"{path.name} is damaged: {damage}; taking an older one")
+        self._load_initial_weights()
+        return None
+
     def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
         aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
         self._log(f"{why} renamed to {aside.name}")

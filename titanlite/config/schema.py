@@ -336,8 +336,9 @@ class Optimizer(Section):
     decay_embeddings: bool = True
     """Apply weight decay to the embedding, too."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """fused is the fastest on CPU and GPU. The others are there for comparison. stochastic_rounding, another
-    state_dtype and a compiled optimizer have an implementation of their own."""
+    """fused is the fastest on CPU and GPU. The others are there for comparison: with them the host waits for a GPU in
+    each step, because it must know whether the step is skipped (see [guards]). stochastic_rounding, another state_dtype
+    and a compiled optimizer have an implementation of their own."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the two moments. Left out: training.dtype. bfloat16 halves their memory. With a beta above 0.99 it needs
     stochastic_rounding, because without it small changes of a moment are rounded away. If it differs from
@@ -573,6 +574,28 @@ class Samples(Section):
     """Seed of the sampling, the same at each step and for each prompt."""
 
 
+class Guards(Section):
+    """What a run does where its numbers go wrong."""
+
+    max_skipped: NonNegativeInt = 3
+    """Steps in a row that may be skipped. A step whose loss or gradient is not finite changes neither weights nor
+    optimizer; the log names it, and the run goes on. One more than this ends the run with exit code 3, because then
+    the cause is not a single batch. 0: the first one ends it."""
+    on_spike: Literal["warn", "skip"] = "warn"
+    """What to do with a step whose loss or gradient norm is a spike. warn: the log names it, and the metrics count it.
+    skip: it changes neither weights nor optimizer, too, and counts for max_skipped."""
+    spike_deviations: PositiveFloat = 10.0
+    """A number is a spike if it is above the median of the last steps by more than this many deviations. A deviation
+    is 1.4826 times the median distance from the median, and at least 1% of the median."""
+    spike_history: Annotated[int, Field(ge=3, le=10_000)] = 100
+    """Number of last steps that a step is compared with. Skipped ones are left out. The first so many steps of a run
+    are no spikes."""
+    compare_every: PositiveInt = 1000
+    """Steps between two comparisons of weights that several ranks hold: those of HSDP's replicas, and the norms of
+    tensor ranks. If a bit differs, the run ends with exit code 3 and names the rank and its machine. The host waits for
+    the device, which reads the weights once."""
+
+
 class Comm(Section):
     """Process groups."""
 
@@ -626,6 +649,7 @@ class JobConfig(Whole):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
+    guards: Guards = Guards()
     comm: Comm = Comm()
 
     @classmethod

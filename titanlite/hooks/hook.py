@@ -22,6 +22,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.llama import Llama
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter, Part
+from titanlite.optim.clip import StepSums
 from titanlite.parallel.forward_backward import ForwardBackward
 from titanlite.parallel.mesh import Mesh
 
@@ -52,12 +53,17 @@ class StepResult(NamedTuple):
         grad_norm: Norm of the whole gradient before clipping.
         num_valid_tokens: Tokens of the global batch that have a label.
         seconds: The host's time for each part. The device may still compute.
+        skipped: 1.0 where weights and optimizer were left as they are, because a number was not finite or a hook asked
+            for it; else 0.0. The same on all ranks.
+        squares: See `StepSums`.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid_tokens: Tensor
     seconds: dict[Part, float]
+    skipped: Tensor
+    squares: Tensor
 
 
 class Hook:
@@ -81,8 +87,12 @@ class Hook:
     def gradients(self, step: int) -> None:
         """The gradients of the step are whole and not clipped. Must not wait for the device."""
 
-    def before_update(self, step: int, grad_norm: Tensor) -> None:
-        """The gradients are clipped, and the optimizer comes next. Must not wait for the device."""
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
+        """The gradients are clipped, and the optimizer comes next. Must not wait for the device.
+
+        Args:
+            skip: 1.0 if the optimizer will leave all as it is, else 0.0. Set it in place, on all ranks, to skip a step.
+        """
 
     def updated(self, step: int) -> None:
         """The optimizer has stepped, and the gradients are still there. Must not wait for the device."""

@@ -59,7 +59,7 @@ class Norms(Hook):
 
     def _add(self, kind: int, parameter: nn.Parameter, shard: Tensor) -> None:
         if shard.numel():
-            squares = sum_of_squares([shard.detach()], [number_of_copies(parameter)])
+            squares = sum_of_squares([shard.detach()])[0] / number_of_copies(parameter)
             self._sums[kind, self._places[parameter]] = squares
 
     def numbers(self, step: int) -> Mapping[str, Any]:

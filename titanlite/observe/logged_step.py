@@ -90,6 +90,10 @@ class LoggedStep(BaseModel):
     """Share (0 to 1) of the positions of all rows so far that have a loss; packing and masks leave some out."""
     skipped_records: Annotated[int, "7_counters/skipped_records"] = 0
     """Records of the data that all ranks left out since this start (dataset.on_bad_record = "skip"), each once."""
+    skipped_steps: Annotated[int, "7_counters/skipped_steps"] = 0
+    """Steps since step 1 that changed nothing, because loss or gradient was not finite or a spike: see [guards]."""
+    spikes: Annotated[int, "7_counters/spikes"] = 0
+    """Steps since step 1 whose loss or gradient norm was a spike: see [guards]."""
     failed_saves: Annotated[int, "7_counters/failed_saves"] = 0
     """Checkpoints that could not be written since this start."""
     save_waits: Annotated[int, "7_counters/save_waits"] = 0

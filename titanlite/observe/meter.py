@@ -61,6 +61,11 @@ class Meter:
         run."""
         return step % self._run.job.metrics.log_freq == 0 or step in (self._first_step, self._total_steps)
 
+    @property
+    def data_seconds(self) -> float:
+        """This rank's wait for its data since the last line."""
+        return self._seconds["data"]
+
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
         """The host's time in here belongs to a part of the step."""

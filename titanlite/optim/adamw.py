@@ -42,6 +42,20 @@ def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool =
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
 
 
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step, or leave weights, moments and step counts as they are, bit for bit. The host does not learn which, except
+    with the implementations of torch that are there for comparison.
+
+    Args:
+        skip: Scalar fp32 on the device of the parameters: 1 to skip, else 0.
+    """
+    if isinstance(optimizer, AdamW) or optimizer.defaults["fused"]:
+        optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler sets it
+        optimizer.step()
+    elif not skip:
+        optimizer.step()
+
+
 class AdamW(torch.optim.Optimizer):
     """As `torch.optim.AdamW`, with the same names of states. It computes in fp32 whatever the stored dtype is.
 
@@ -64,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
-        self._keys = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
+        self._keys = {parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
         self._update: Callable[..., None] = _update
         if compiled:  # trials of several kernels would copy a large tensor from the host before each, as it is updated
@@ -74,25 +88,30 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient. Nothing is read from the device.
 
-        What a step gives to all elements of a tensor is a tensor on the CPU, so that a new value causes no new
-        compilation and no transfer.
+        What a step gives to all elements of a tensor is a tensor, so that a new value causes no new compilation. What
+        depends on the count of steps is on the device, which alone knows the steps that were skipped.
         """
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not (state := self.state[parameter]):
+                    state["step"] = torch.zeros((), device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
-                step = state["step"].add_(1)
-                decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
-                key = _mix(_mix(step.to(torch.int64)) ^ self._keys[parameter])  # for random bits
+            if not parameters:
+                continue
+            done = self.state[parameters[0]]["step"]  # all parameters have taken the same steps
+            skip = getattr(self, "found_inf", torch.zeros_like(done))
+            step = done + 1
+            factors = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step).rsqrt()
+            seed, taken = _mix(step.to(torch.int64)), 1 - skip
+            for parameter in parameters:
+                state = self.state[parameter]
+                state["step"].add_(taken)
                 tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
-                scalars = decay, rate, (1 - beta2**step).rsqrt(), key
+                scalars = *factors, seed, self._keys[parameter], skip
                 constants = beta1, beta2, group["eps"], self._stochastic
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
@@ -101,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
 
 def _update(
     parts: Sequence[Tensor],
-    scalars: tuple[Tensor, Tensor, Tensor, Tensor],
+    scalars: Sequence[Tensor],
     constants: tuple[float, float, float, bool],
     place: tuple[int, int, int],
     start: int,
@@ -111,12 +130,12 @@ def _update(
     Args:
         parts: of the parameter, its gradient and its two moments.
         scalars: factor of the old value; learning rate, with the correction of the first moment; factor of the square
-            root of the second moment; key of the random bits.
+            root of the second moment; seeds of the random bits, of the step and the parameter; 1 to skip, else 0.
         constants: both betas, eps, and whether values are rounded at random.
         place: that of the shard: see `_shard_place`.
     """
     parameter, gradient, exp_avg, exp_avg_sq = parts
-    decay, rate, correction, key = scalars
+    decay, rate, correction, seed, key, skip = scalars
     beta1, beta2, eps, stochastic = constants
     local_width, width, first = place
     gradient = gradient.float()
@@ -128,10 +147,9 @@ def _update(
         index = torch.arange(len(parameter), device=parameter.device) + start
         if local_width != width:  # if they are equal, the divisions are left out, because they take long
             index = index // local_width * width + index % local_width
-        bits = _mix(_mix(index + first & BITS) ^ key)
-    parameter.copy_(_rounded(value, parameter.dtype, bits, stochastic))
-    exp_avg.copy_(_rounded(mean, exp_avg.dtype, bits >> 16, stochastic))
-    exp_avg_sq.copy_(_rounded(square, exp_avg_sq.dtype, _mix(bits), stochastic))
+        bits = _mix(_mix(index + first & BITS) ^ _mix(seed ^ key))
+    for old, new, chance in (parameter, value, bits), (exp_avg, mean, bits >> 16), (exp_avg_sq, square, _mix(bits)):
+        old.copy_(torch.where(skip > 0, old, _rounded(new, old.dtype, chance, stochastic)))
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, bits: Tensor, stochastic: bool) -> Tensor:

@@ -1,13 +1,14 @@
 """Gradient norm and clipping over a sharded model.
 
 Invariant: the norm is that of the full gradient of the whole model. It differs from that in float64 by less than 1e-6,
-for any size and layout. It is the same on every rank and stays on the device.
+for any size and layout. It and the loss are the same on every rank and stay on the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,46 +22,69 @@ from titanlite.optim.loss import compiled_once
 ROW = 256
 
 
-def clip_grad_norm_(parameters: Iterable[torch.nn.Parameter], max_norm: float, compiled: bool = False) -> Tensor:
+class StepSums(NamedTuple):
+    """What the ranks know after the all-reduce of a step, on the device of the gradients.
+
+    Attributes:
+        grad_norm: Scalar fp32: the norm before clipping. It is inf or NaN if an element is.
+        loss: Scalar float64: the sum of the ranks' shares.
+        squares: float64, one for each gradient: that of this rank's shard, in the order of the parameters.
+    """
+
+    grad_norm: Tensor
+    loss: Tensor
+    squares: Tensor
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, compiled: bool = False, loss: Tensor | None = None
+) -> StepSums:
     """Scale all gradients in place so that their total L2 norm is at most `max_norm`. 0: no scaling.
 
     One all-reduce over the world is enough for every layout, pipelines included. Each rank adds the squares of its
     shards, divided by the number of ranks that have the same shard.
 
-    Returns: the norm before clipping, a scalar fp32 tensor on the gradients' device. It is inf or NaN if an element is.
+    Args:
+        loss: This rank's share of the loss, of which the shares of all ranks are the parts.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     # On a GPU a compiler makes a kernel for each number that it adds to the others.
     add_up = compiled_once(sum_of_squares) if compiled and not shards[0].is_cuda else sum_of_squares
     scale = compiled_once(_scale) if compiled else _scale
-    squares = add_up(shards, [number_of_copies(gradient) for gradient in gradients])
+    squares = add_up(shards)
+    total = torch.zeros(2, dtype=torch.float64, device=squares.device)
+    copies = [number_of_copies(gradient) for gradient in gradients]
+    for number in sorted(set(copies)):
+        own = [square for square, its in zip(squares.unbind(), copies, strict=True) if its == number]
+        total[0] += torch.stack(own).sum() / number
+    if loss is not None:
+        if (
+            loss.is_cuda and not total.is_cuda
+        ):  # offloaded gradients were waited for, and so can be the loss before them
+            loss, arrived = loss.to(total.device, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+            arrived.synchronize()
+        total[1] = loss
     if dist.is_initialized():
-        dist.all_reduce(squares)
-    norm = squares.sqrt().float()
+        dist.all_reduce(total)
+    norm = total[0].sqrt().float()
     if max_norm > 0:
         scale(shards, norm, max_norm)
-    return norm
+    return StepSums(norm, total[1], squares)
 
 
-def sum_of_squares(shards: list[Tensor], copies: list[int]) -> Tensor:
-    """The sum of squares in float64. The part of each shard is divided by the number of its copies."""
-    total = torch.zeros((), dtype=torch.float64, device=shards[0].device)
-    for number in sorted(set(copies)):
-        norms = _norms([shard for shard, its in zip(shards, copies, strict=True) if its == number])
-        total += norms.double().square().sum() / number
-    return total
-
-
-def _norms(shards: list[Tensor]) -> Tensor:
-    """Norms in fp32 of the parts of the shards. The parts are large enough that summing them in float64 costs
-    nothing."""
+def sum_of_squares(shards: list[Tensor]) -> Tensor:
+    """The sum of squares of each shard, in float64."""
     if shards[0].is_cuda:  # a GPU sums as a tree of threads, each of which adds a few dozen elements
-        return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32))  # pyright: ignore
-    parts = []
-    for flat in (shard.flatten() for shard in shards):
-        whole_rows = len(flat) // ROW * ROW
-        parts += [flat[:whole_rows].view(-1, ROW), flat[whole_rows:].view(1, -1)]
+        return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32)).double().square()  # pyright: ignore
+    return torch.stack([_norms(shard.flatten()).double().square().sum() for shard in shards])
+
+
+def _norms(flat: Tensor) -> Tensor:
+    """Norms in fp32 of the parts of a shard. The parts are large enough that summing them in float64 costs nothing."""
+    whole_rows = len(flat) // ROW * ROW
+    parts = flat[:whole_rows].view(-1, ROW), flat[whole_rows:].view(1, -1)
     return torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
 
 

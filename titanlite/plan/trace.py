@@ -32,6 +32,7 @@ from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
+from titanlite.optim.clip import StepSums
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
 from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
@@ -197,7 +198,10 @@ class Counted(NamedTuple):
 
 def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
-    with fake_world(run.world_size, rank), patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8):
+    has_fp8 = patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8)
+    # Nobody can read from a fake tensor whether to skip.
+    steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
+    with fake_world(run.world_size, rank), has_fp8, steps:
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
@@ -296,7 +300,7 @@ class _Watch(Hook):
         self._counter.mark((parameter.grad for parameter in self._update.model.parameters()), self._gradients)
         self._counter.place = Place("optimizer", "gradient norm")
 
-    def before_update(self, step: int, grad_norm: Tensor) -> None:
+    def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
         self._counter.place = Place("optimizer", "optimizer")
 
     def updated(self, step: int) -> None:

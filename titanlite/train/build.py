@@ -23,8 +23,11 @@ from titanlite.hooks.live_view import LiveRun
 from titanlite.hooks.norms import Norms
 from titanlite.hooks.profiler import Profiler
 from titanlite.hooks.records import Records
+from titanlite.hooks.replicas import ReplicaGuard
 from titanlite.hooks.samples import Samples
+from titanlite.hooks.spikes import SpikeGuard
 from titanlite.hooks.stop_signals import StopSignals
+from titanlite.hooks.stragglers import Stragglers
 from titanlite.hooks.validation import Validation
 from titanlite.observe.flops import num_params
 from titanlite.runtime.logging import LOGGER_NAME, Event, setup_logging
@@ -48,13 +51,19 @@ def standard_hooks(training: Training) -> list[Hook]:
         GarbageCollection(),
         Profiler(profiling, training.run.dump_folder) if profiles else None,
         Norms() if job.metrics.details else None,
+        Stragglers() if training.run.world_size > 1 else None,
         records,
-        NonFiniteGuard(),  # after the records, so that the line of the damage is written
+        *guards(),  # after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
     ]
     return [hook for hook in hooks if hook is not None]
+
+
+def guards() -> list[Hook]:
+    """What protects a run: see [guards]."""
+    return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
 
 
 def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:

@@ -147,7 +147,7 @@ class Trainer(Training):
             StoppedUnsaved: A signal stopped the run, and checkpoint.enable is false.
             UserError: The data ends before the first step or cannot be read.
             CheckpointError: The last save failed.
-            GuardError: The loss or the gradient norm is not finite. Nothing was saved.
+            GuardError: A guard stops the run (see [guards]). Nothing was saved since.
         """
         try:
             self._train()
@@ -196,7 +196,7 @@ class Trainer(Training):
         Raises:
             OutOfData: The data has no further batch (dataset.max_epochs). All ranks raise it at the same step.
             UserError: A record cannot be read.
-            GuardError: The loss or the gradient norm of a step that is logged is not finite.
+            GuardError: A guard stops the run, in a step that is logged.
         """
         step = self.steps_done + 1
         self.tell(Hook.before_step, step)

@@ -1,7 +1,7 @@
 """One optimizer step on the device: from the rows of a global batch to new weights.
 
 Invariant: it is the same code in training and in a plan, which runs it on fake tensors. It reads nothing from the
-device.
+device. A step whose loss or gradient is not finite leaves weights and optimizer as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.meter import Part
-from titanlite.optim.adamw import build_optimizer
+from titanlite.optim.adamw import build_optimizer, step_unless
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
@@ -56,19 +56,21 @@ class TrainStep:
         for hook in hooks:
             hook.gradients(step)
         with record_function("clipping"):
-            grad_norm = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip)
+            share = loss / self._mesh.degrees.tensor  # tensor ranks have the same one
+            sums = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip, share)
+        skip = (~(sums.grad_norm + sums.loss).isfinite()).float()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for hook in hooks:
-            hook.before_update(step, grad_norm)
+            hook.before_update(step, sums, skip)
         with record_function("optimizer"):
-            self.optimizer.step()
+            step_unless(skip, self.optimizer)
             for hook in hooks:
                 hook.updated(step)
             self.optimizer.zero_grad()
             self.precompute_scales()
         seconds: dict[Part, float] = {"forward_backward": computed - began, "optimizer": time.perf_counter() - computed}
-        return StepResult(loss, grad_norm, total, seconds)
+        return StepResult(loss, sums.grad_norm, total, seconds, skip, sums.squares)
 
     def precompute_scales(self) -> None:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""

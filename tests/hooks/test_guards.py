@@ -1,0 +1,222 @@
+"""Guards: what goes wrong on one rank is skipped or ends the run, named, on all ranks and after a resume alike."""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, titanlite
+from small_runs import SMALL, logged
+from torch import Tensor
+
+from titanlite.checkpoint.live_tensors import LiveState, local
+from titanlite.config.errors import GuardError
+from titanlite.hooks.hook import Hook, StepResult, Training
+from titanlite.load_run import load_run
+from titanlite.train.loop import Trainer
+
+pytestmark = pytest.mark.slow
+FLOAT8 = "--float8.enable --float8.emulate --float8.min-features 0 --float8.enable-fsdp-float8-all-gather"
+LAYOUTS = {
+    "fsdp": "--parallelism.fsdp_min_num_params 0",
+    "hsdp": "--parallelism.data_parallel_replicate_degree 2 --optimizer.implementation foreach",
+    "tp": "--parallelism.tensor_parallel_degree 2 --model.n_kv_heads 2",
+    "pp": "--parallelism.pipeline_parallel_degree 2 --compile.enable --compile.components clip",
+    "fp8": f"{FLOAT8} --float8.precompute-float8-dynamic-scale-for-fsdp",
+    "bfloat16": "--training.dtype bfloat16 --optimizer.stochastic_rounding",
+}
+
+
+class Fault(Hook):
+    """Puts a value into one element of rank 1's gradients at a step, and looks at what the step leaves."""
+
+    def __init__(self, faults: dict[int, float]) -> None:
+        self._faults, self.unchanged = faults, dict[int, bool]()
+
+    def built(self, training: Training) -> None:
+        self._live, self._model = LiveState(training.model, training.optimizer), training.model
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: local(tensor).clone() for name, tensor in self._live.tensors().items()}
+
+    def before_step(self, step: int) -> None:
+        self._before = self._state()
+
+    @torch.no_grad()
+    def gradients(self, step: int) -> None:
+        if step in self._faults and dist.get_rank() == 1:
+            gradient = list(self._model.parameters())[1].grad
+            assert gradient is not None
+            local(gradient).view(-1)[0] = self._faults[step]
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        now = self._state()
+        old = {name: self._before.get(name, torch.zeros_like(value)) for name, value in now.items()}  # Adam begins at 0
+        self.unchanged[step] = all(torch.equal(old[name], now[name]) for name in now)
+
+
+def job(folder: str, *words: str) -> Any:
+    path = Path(folder, f"{dist.get_rank()}.toml")
+    path.write_text(SMALL)
+    options = ["--job.config_file", str(path), "--job.dump_folder", f"{folder}/out", "--metrics.log_freq", "3", *words]
+    return load_run(options, dist.get_world_size())
+
+
+def skipping(folder: str) -> dict[str, dict[int, bool]]:
+    """Layout -> step -> whether it has left weights and optimizer bit for bit as they were."""
+    found = {}
+    for name, words in LAYOUTS.items():
+        Path(folder, name).mkdir(exist_ok=True)
+        fault = Fault({1: math.nan, 3: math.inf, 4: -math.inf})
+        with Trainer(
+            job(f"{folder}/{name}", *words.split(), "--training.steps", "5"), torch.device("cpu"), [fault]
+        ) as trainer:
+            trainer.train()
+        found[name] = fault.unchanged
+    return found
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_on_any_layout(tmp_path: Path) -> None:
+    ranks = run_ranks(2, skipping, str(tmp_path))
+    assert ranks == [{name: {1: True, 2: False, 3: True, 4: True, 5: False} for name in LAYOUTS}] * 2
+    for name in LAYOUTS:
+        out = tmp_path / name / "out"
+        assert {step: line["skipped_steps"] for step, line in logged(out).items()} == {1: 1, 3: 2, 5: 3}
+        said = re.findall(
+            r"Step (\d) is skipped.*?a gradient of rank (\d).* first that of (\S+)\.", (out / "train.log").read_text()
+        )
+        assert [line[:2] for line in said] == [("1", "1"), ("3", "1"), ("4", "1")]
+        assert all("weight" in line[2] for line in said)
+
+
+def stopped(folder: str) -> list[str]:
+    """What ends a run that skips step 4, is saved, goes on, and skips step 5."""
+    errors = []
+    for until in ("4", "6"):
+        words = ["--guards.max_skipped", "1", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
+        with Trainer(
+            job(folder, *words, "--training.steps", until), torch.device("cpu"), [Fault({4: math.nan, 5: math.nan})]
+        ) as trainer:
+            try:
+                trainer.train()
+            except GuardError as error:
+                errors.append(str(error))
+    return errors
+
+
+def spiking(folder: str) -> dict[str, dict[int, bool]]:
+    """What is done after each step -> whether a step has changed nothing; each run is resumed before its spike."""
+    found = {}
+    for policy in ("warn", "skip"):
+        Path(folder, policy).mkdir(exist_ok=True)
+        words = f"--guards.on_spike {policy} --guards.spike_history 5 --lr_scheduler.decay_ratio 0 --training.steps"
+        for until in ("6", "8"):
+            fault = Fault({7: 1e6})
+            with Trainer(job(f"{folder}/{policy}", *words.split(), until), torch.device("cpu"), [fault]) as trainer:
+                trainer.train()
+        found[policy] = fault.unchanged
+    return found
+
+
+def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_goes_on_with(tmp_path: Path) -> None:
+    ranks = run_ranks(2, spiking, str(tmp_path))
+    assert ranks == [{"warn": {7: False, 8: False}, "skip": {7: True, 8: False}}] * 2
+    for policy in ranks[0]:
+        lines = logged(tmp_path / policy / "out")
+        assert [(line["spikes"], line["skipped_steps"]) for line in lines.values()][-1] == (1, int(policy == "skip"))
+        log = (tmp_path / policy / "out" / "train.log").read_text()
+        assert re.findall(r"Step (\d) is a spike: gradient norm", log) == ["7"]
+
+
+class FlippedBit(Hook):
+    """In the last norm of rank 3, after step 3."""
+
+    def built(self, training: Training) -> None:
+        self._weight = training.model.get_parameter("layers.1.ffn_norm.weight")
+
+    @torch.no_grad()
+    def after_step(self, step: int, result: StepResult) -> None:
+        if step == 3 and dist.get_rank() == 3:
+            local(self._weight).view(torch.int32)[0] ^= 1
+
+
+def corrupted(folder: str) -> list[str]:
+    errors = []
+    for name in ("parallelism.data_parallel_replicate_degree 4", "parallelism.tensor_parallel_degree 2"):
+        Path(folder, name[-1]).mkdir(exist_ok=True)
+        words = f"--{name} --model.n_kv_heads 2 --guards.compare_every 2 --checkpoint.interval 2 --training.steps 6"
+        words += " --training.local_batch_size 1"
+        run = job(f"{folder}/{name[-1]}", *words.split())
+        with pytest.raises(GuardError) as caught, Trainer(run, torch.device("cpu"), [FlippedBit()]) as trainer:
+            trainer.train()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_flipped_bit_ends_the_run_unsaved_and_the_rank_is_named(tmp_path: Path) -> None:
+    ranks = run_ranks(4, corrupted, str(tmp_path))
+    assert ranks == [ranks[0]] * 4
+    hybrid, tensor = ranks[0]
+    assert re.search(r"ffn_norm.* differs on rank 3 \(", hybrid)
+    assert re.search(r"ffn_norm.* differs on rank 2 \(.*, rank 3 \(", tensor)  # nobody knows which of two is right
+    assert all(error.startswith("Step 4:") for error in ranks[0])
+    assert [path.name for path in tmp_path.glob("*/out/checkpoint/step-*")] == ["step-00000002"] * 2
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_path: Path) -> None:
+    first, second = run_ranks(2, stopped, str(tmp_path))
+    assert first == second
+    assert "2 steps in a row" in first[0]
+    assert len(first) == 1
+    saved = sorted(path.name for path in (tmp_path / "out" / "checkpoint").iterdir())
+    assert saved == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("lr", [2e-3, 1e30])  # with the second, the weights after step 1 give no number
+def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(tmp_path: Path, lr: float) -> None:
+    out, job_file = tmp_path / "out", tmp_path / "job.toml"
+    job_file.write_text(SMALL)
+    words = f"--training.steps 4 --checkpoint.interval 2 --optimizer.lr {lr} --training.max_norm 0".split()
+    titanlite("train", "--job.config_file", job_file, "--job.dump_folder", out, *words, ranks=2)
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert logged(out)[4]["skipped_steps"] == (0 if lr < 1 else 3)
+    for step in (1, 4):
+        said = titanlite("replay", out, "--step", step, "--json", ranks=2)
+        found = json.loads(said.splitlines()[-1])
+        assert found["now"] == found["logged"]
+        assert found["now"]["loss"] == logged(out)[step]["loss"] or found["now"]["loss"] == "nan"
+        assert (f"Step {step} is skipped" in said) == (step == 4 and lr > 1)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == files
+
+
+class LateData(Hook):
+    """Rank 1 waits 1,000 seconds for each batch, by its clock."""
+
+    def built(self, training: Training) -> None:
+        self._meter = training.meter
+
+    def before_step(self, step: int) -> None:
+        clock = itertools.count(0.0, 1000.0 * dist.get_rank()).__next__
+        with patch("titanlite.observe.meter.time.perf_counter", clock), self._meter.timing("data"):
+            pass
+
+
+def wait_for_late_data(folder: str) -> None:
+    with Trainer(job(folder), torch.device("cpu"), [LateData()]) as trainer:
+        trainer.train()
+
+
+def test_a_rank_for_whose_data_all_wait_is_named_once_and_by_a_collective_that_is_read_a_line_later(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, wait_for_late_data, str(tmp_path))
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
+    (found,) = [event for event in events if event["event"] == "straggler"]
+    assert found["step"] == 9  # lines of the steps 1, 3 and 6
+    assert re.match(r"Rank 1 \(.*data 1e\+03 s a step", found["text"])

@@ -1,0 +1,75 @@
+"""Steps of a run once more, from the checkpoint before them: what `titanlite replay` calls.
+
+Invariant: state, rows and computation are those of the run, so on its layout the numbers have the same bits. No file of
+the run changes, and the run may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.resume import Resumer
+from titanlite.config.errors import UserError
+from titanlite.config.run import Run
+from titanlite.data.loader import OutOfData
+from titanlite.hooks.hook import Hook, Training
+from titanlite.observe.logged_step import LoggedStep
+from titanlite.runtime.logging import note
+from titanlite.train.build import guards
+from titanlite.train.loop import Trainer
+
+
+class Earlier(Hook):
+    """Loads the newest good checkpoint before a step. Without one, the run begins anew."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def built(self, training: Training) -> None:
+        self._training = training
+
+    def load(self) -> None:
+        training, run = self._training, self._training.run
+        live, job = (
+            LiveState(training.model, training.optimizer, training.hook_tensors),
+            run.job.model_dump(mode="json"),
+        )
+        folder = CheckpointFolder(run.job.checkpoint, run.checkpoint_folder, live, training.log, job, changes=False)
+        training.opened.callback(folder.ranks.close)
+        resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
+        if (state := resumer.load_before(self._step)) is not None:
+            training.load_state_dict(state)
+
+
+class _Replayed(Trainer):
+    def log(self, line: str) -> None:
+        if self.rank == 0:
+            note(line)
+
+
+def replay(run: Run, step: int) -> list[LoggedStep]:
+    """The numbers of all steps from the newest good checkpoint before `step` to `step`. All ranks call it together.
+
+    Args:
+        run: The job of the run, as config.toml in its output folder has it, on the same number of ranks.
+
+    Raises:
+        UserError: the run has no such step, or its data cannot be read.
+    """
+    if step > run.job.training.steps:
+        raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
+    metrics = run.job.metrics.model_copy(update={"log_freq": 1})
+    patient = run.job.guards.model_copy(
+        update={"max_skipped": step}
+    )  # the step that has ended the run can be seen, too
+    run = Run(run.job.model_copy(update={"metrics": metrics, "guards": patient}), run.world_size)
+    found: list[LoggedStep] = []
+    with _Replayed(run, hooks=[Earlier(step), *guards()], standard=False) as trainer:
+        while trainer.steps_done < step:
+            try:
+                entry = trainer.step()
+            except OutOfData as end:
+                raise UserError(f"The data ends before step {step}: {end}.") from None
+            assert entry is not None
+            found.append(entry)
+    return found
