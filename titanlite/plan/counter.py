@@ -40,7 +40,8 @@ _MARKS: Mapping[str, Sequence[tuple[str, int | str]]] = {
     "fsdp::chunk_cat": (("gradients", 0), ("gradients", "out")),
     "c10d::_reduce_scatter_base_": (("gradients", 0), ("gradients", 1)),
 }
-_MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
+GENERATED = "compiled"  # `Work.op` of kernels that a compiler makes
+MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
 _NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::set_", "aten::empty", "aten::new_empty", "c10d::recv_")
 _NO_KERNEL += ("c10d::barrier", "_c10d_functional::wait_tensor")
 
@@ -132,6 +133,10 @@ class Counter(TorchDispatchMode):
         if again:
             self.log += self._actions.get(name, ())
 
+    def generated(self, moved: int) -> None:
+        """A kernel that a compiler has made reads and writes so many bytes."""
+        self.log.append((self.place, Work(self.place.phase, GENERATED, "", (), None, 1, 0, moved), 0))
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count, and see what FSDP2 frees by resizing a storage to nothing.
@@ -172,7 +177,8 @@ class Counter(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*args, **kwargs)
+        out = kwargs.get("out")  # torch 2.11 cannot find the shape of an addmm with `out_dtype` and `out`
+        result = out if isinstance(out, FakeTensor) else func(*args, **kwargs)
         if not self._asked_for_shapes and signature.counts:
             for tensor in _tensors(result):
                 self._storage(tensor)
@@ -191,7 +197,7 @@ class Counter(TorchDispatchMode):
         for i, (argument, times) in enumerate(signature.arguments):
             moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
         inputs, shape, flops = _tensors(args), (), 0
-        if name.removeprefix("aten::") in _MATMULS:
+        if name.removeprefix("aten::") in MATMULS:
             a, b = inputs[1:3] if "add" in name else inputs[:2]
             shape = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
             flops = 2 * math.prod(shape)

@@ -25,7 +25,7 @@ from titanlite.plan.trace import RankTrace
 # Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
 # that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
 # between blocks of the allocator, which has expandable segments.
-GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
+GPU_CONTEXT, GPU_LIBRARIES, GPU_GROUP, GPU_LOST = 512 * MIB, 512 * MIB, 100 * MIB, 0.03
 # Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
 # tensors are a few, and 9 to 15 of oneDNN), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are
 # the process that reads.
@@ -113,9 +113,14 @@ def _allowance(run: Run, peak: int, gpu: Gpu) -> int:
     """Bytes beside those of tensors that a rank takes."""
     if gpu.cpu:
         return CPU_FIXED + int(CPU_LOST * peak)
+    return beside_torch(run) + GPU_LIBRARIES + int(GPU_LOST * peak)
+
+
+def beside_torch(run: Run) -> int:
+    """Bytes of a GPU that no allocator of torch knows of."""
     degree = run.degrees
     groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
-    return GPU_FIXED + groups * GPU_GROUP + int(GPU_LOST * peak)
+    return GPU_CONTEXT + groups * GPU_GROUP
 
 
 def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float], float]:

@@ -1,0 +1,223 @@
+"""What `torch.compile` does to the memory and the traffic of a step on fake tensors. Nothing is compiled.
+
+Invariant: what a graph saves for its backward pass is chosen by torch's own partitioner on the compiler's own
+decompositions. Of its values those are in memory that a kernel reads or writes which the compiler does not generate (of
+matmuls, attention, collectives), that leave the graph, or that are small. Generated kernels compute all others on the
+way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Node, map_arg
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+    transform_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titanlite.plan.counter import MATMULS, Counter
+
+SMALL = 8  # A value of so many times fewer elements than what it is computed from is a sum or a maximum.
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let `torch.compile` and `nn.Module.compile` do what this module says."""
+    graphs: dict[Any, Callable[..., Any]] = {}
+
+    def compiled(function: Callable[..., Any], owner: nn.Module | None = None, **_how: Any) -> Callable[..., Any]:
+        module = owner or getattr(function, "__self__", nn.Module())
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a part of another graph
+                return function(*args, **kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            weights, constants = dict(module.named_parameters()), [None if i in places else leaf for i, leaf in enumerate(leaves)]
+            tensors = [*weights.values(), *(leaves[i] for i in places)]
+            names = list(weights)
+            del leaves, args, kwargs, weights  # the graph lives longer than they
+
+            def flat(*tensors: Tensor) -> Any:
+                filled = list(constants)
+                for i, tensor in zip(places, tensors[len(names) :], strict=True):
+                    filled[i] = tensor
+                args, kwargs = tree_unflatten(filled, spec)
+                given = dict(zip(names, tensors, strict=False))
+                with patch("torch.compiler.is_compiling", lambda: True), _reparametrize_module(module, given):
+                    return function(*args, **kwargs)
+
+            # One graph serves all blocks, because code and shapes are the same.
+            kinds = tuple((type(t), t.shape, t.dtype, t.requires_grad) for t in tensors)
+            key = function.__code__, kinds, tuple(constants), torch.is_grad_enabled()
+            if key not in graphs:
+                graphs[key] = _traced(flat, tensors)
+            return graphs[key](*tensors)
+
+        return call
+
+    def compile_module(module: nn.Module, **_how: Any) -> None:
+        module.forward = compiled(module.forward, module)
+
+    own = patch("titanlite.parallel.recompute.checkpoint", _checkpoint)
+    with patch("torch.compile", compiled), patch.object(nn.Module, "compile", compile_module), own:
+        yield
+
+
+def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+    """`function` as graphs of a forward and a backward pass."""
+    graph = aot_function(
+        function,
+        _kernels,
+        _kernels,
+        partial(min_cut_rematerialization_partition, compiler="inductor"),
+        select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    mode = detect_fake_mode(list(tensors))
+    assert mode is not None
+    with _disable_current_modes(), mode:  # the first call makes the graphs, which keep its tensors: do not count them
+        graph(*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors))
+    return graph
+
+
+def _like(tensor: Tensor, _name: str = "") -> Tensor:
+    if is_traceable_wrapper_subclass(tensor):
+        return transform_subclass(tensor, lambda name, inner: _like(inner, name))
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = None, **how: Any) -> Any:
+    """torch's own, or within a graph: tell the partitioner what not to save."""
+    if not torch.compiler.is_compiling():
+        return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
+    contexts = context_fn or partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    with preserve_node_meta(), contexts()[0]:
+        return function(*inputs)
+
+
+def _kernels(graph: GraphModule, _inputs: Any) -> Callable[..., Any]:
+    """A graph as kernels. Those that the compiler generates only allocate what they write; all others run."""
+    *nodes, output = graph.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    whole = dict[Node, Node]()  # whose memory it is a part of
+    for node in nodes:
+        whole[node] = whole[node.all_input_nodes[0]] if _is_view(node) or _writes(node) else node
+    kept = {whole[node] for node in output.all_input_nodes}.union(inputs)
+    for node in nodes:
+        if _has_own_kernel(node):
+            kept |= {node, *(whole[each] for each in node.all_input_nodes)}
+        elif not _is_view(node) and SMALL * _size(node) <= max(map(_size, node.all_input_nodes), default=0):
+            kept.add(node)
+    sources, last = dict[Node, set[Node]](), dict[Node, Node]()  # what is read for a node; what reads a node last
+    steps, moved = list[Node](), dict[Node, int]()
+    read, written = set[Node](), set[Node]()  # of a kernel that is generated
+    for node in nodes:
+        own = set[Node]().union(*(sources[each] for each in node.all_input_nodes))
+        sources[node] = {whole[node]} if whole[node] in kept else own
+        if node.op != "call_function" or not (node in kept or _writes(node)):
+            continue
+        steps.append(node)
+        last |= dict.fromkeys([*own, whole[node]], node)
+        if not _has_own_kernel(node):  # those between two others are one, more or less
+            read, written = read | own, written | {node}
+            moved[node] = 0
+        elif written:
+            moved[steps[-2]], read, written = sum(map(_bytes, written | (read - written))), set(), set()
+    if written:
+        moved[steps[-1]] = sum(map(_bytes, written | (read - written)))
+    returned = {whole[node] for node in output.all_input_nodes}
+    new = {
+        node: partial(torch.empty_strided, like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        for node in steps
+        if not _has_own_kernel(node) and not _writes(node)
+        for like in _values(node)
+    }
+    dying = {step: [node for node, end in last.items() if end is step and node not in returned] for step in steps}
+
+    own_kernel = {node for node in steps if _has_own_kernel(node)}
+
+    def run(args: list[Any]) -> list[Any]:
+        found = dict(zip(inputs, args, strict=True))
+        args.clear()
+
+        def value(node: Node) -> Any:
+            if node in found:
+                return found[node]
+            if node.op == "get_attr":
+                return getattr(graph, str(node.target))
+            return node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))  # a view  # pyright: ignore
+
+        for node in steps:
+            if node in own_kernel:
+                found[node] = value(node)
+            else:
+                found[node] = new[node]() if node in new else value(node.args[0])
+                if moved[node]:
+                    for counter in _get_current_dispatch_mode_stack():
+                        if isinstance(counter, Counter):
+                            counter.generated(moved[node])
+            for each in dying[node]:
+                found.pop(each, None)
+        results = list(map_arg(output.args[0], value))
+        found.clear()  # `value` refers to itself, and nobody collects cycles
+        return results
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and (
+        node.target is operator.getitem
+        or getattr(node.target, "is_view", False)
+        or _name(node).endswith(("wait_tensor", "_unsafe_view"))
+    )
+
+
+def _writes(node: Node) -> bool:
+    """Whether it writes into its first argument."""
+    return _name(node) == "aten::copy_"
+
+
+def _has_own_kernel(node: Node) -> bool:
+    """Whether the compiler calls a kernel for it that it does not generate."""
+    space, _, name = _name(node).partition("::")
+    known = name in MATMULS or "scaled_dot_product" in name or space not in ("", "aten", "prims")
+    return known and not _is_view(node)
+
+
+def _name(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if node.op == "call_function" and schema else ""
+
+
+def _values(node: Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)]
+
+
+def _size(node: Node) -> int:
+    return sum(each.numel() for each in _values(node))
+
+
+def _bytes(node: Node) -> int:
+    return sum(each.numel() * each.element_size() for each in _values(node))
