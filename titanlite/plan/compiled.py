@@ -21,8 +21,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import GraphModule, Node, map_arg
-from torch.fx.traceback import preserve_node_meta
+from torch.fx import GraphModule, Node, map_arg, traceback
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -110,7 +109,10 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = No
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
     contexts = context_fn or partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-    with preserve_node_meta(), contexts()[0]:
+    forward = contexts()[0]
+    forward.ac_graph_id = 0  # since torch 2.13
+    with traceback.preserve_node_meta(), forward:
+        traceback.current_meta["ac_graph_id"] = 0
         return function(*inputs)
 
 

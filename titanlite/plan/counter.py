@@ -178,7 +178,7 @@ class Counter(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         out = kwargs.get("out")  # torch 2.11 cannot find the shape of an addmm with `out_dtype` and `out`
-        result = out if isinstance(out, FakeTensor) else func(*args, **kwargs)
+        result = out if isinstance(out, FakeTensor) and func._schema.returns else func(*args, **kwargs)
         if not self._asked_for_shapes and signature.counts:
             for tensor in _tensors(result):
                 self._storage(tensor)

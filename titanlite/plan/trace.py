@@ -250,12 +250,17 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
 def as_on_gpu() -> Iterator[None]:
     """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
 
-    Attention is cuDNN's, which keeps and returns the same as flex attention and flash attention. Masks of flex attention
-    are small.
+    Attention is cuDNN's, which keeps and returns the same as flash attention and flex attention do. Masks of flex
+    attention are small. Selective recomputation does not see it where it is a graph of its own.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+
+    def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return attention(q, k, v)
+        return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, None, 0.0, True)[0]
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
@@ -265,7 +270,7 @@ def as_on_gpu() -> Iterator[None]:
         patch.object(Tensor, "is_cuda", property(lambda _: True), create=True),
         patch.multiple("torch.nn.functional", scaled_dot_product_attention=attention, rms_norm=rms_norm),
         patch.multiple("titanlite.parallel.forward_backward", **masks),
-        patch("titanlite.model.attention.flex_function", lambda _: attention),
+        patch("titanlite.model.attention.flex_function", lambda _: flex_attention),
         patch.dict(VOCAB_BLOCK, cpu=VOCAB_BLOCK["cuda"]),
     ):
         yield
