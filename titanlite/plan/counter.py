@@ -96,6 +96,7 @@ class Counter(TorchDispatchMode):
         log: (place, number of a storage, its change in bytes) or (place, work, 0), in the order of the step. It begins
             with what was alive before the step.
         kinds: The kind of each storage.
+        streams: The stream in which each storage was allocated: 0 is that of the computation.
         begins: Where in the log the forward passes begin.
     """
 
@@ -103,7 +104,8 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self._groups, self._asked_for_shapes = groups, False
         self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
-        self.kinds, self._sizes = list[str](), list[int]()
+        self.kinds, self.streams, self._sizes = list[str](), list[int](), list[int]()
+        self._stream, self._known_streams = 0, dict[Any, int]()
         self.begin()
 
     def begin(self) -> None:
@@ -159,8 +161,15 @@ class Counter(TorchDispatchMode):
             finally:
                 self._asked_for_shapes = False
 
+        @contextmanager
+        def in_stream(stream: Any) -> Iterator[None]:
+            before, self._stream = self._stream, self._known_streams.setdefault(stream, 1 + len(self._known_streams))
+            yield
+            self._stream = before
+
         shapes = patch.object(ShardingPropagator, propagate.__name__, propagated)
-        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, self:
+        streams = patch("torch.cpu.stream", in_stream)  # FSDP2 has some on a CPU, too, where they mean nothing
+        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, streams, self:
             yield
         self._known.clear()  # otherwise weights, which outlive the step, would keep this counter alive
 
@@ -227,6 +236,7 @@ class Counter(TorchDispatchMode):
         number, (phase, name, _) = len(self.kinds), self.place
         other = "other" if phase == "optimizer" or name == "start" else "activations"
         self.kinds.append("loss" if (phase, name) == ("forward", "loss") else other)
+        self.streams.append(self._stream)
         self._sizes.append(0)
         self._resized(number, storage.nbytes())
         self._known[address] = number, weakref.ref(storage, lambda _: self._freed(address))

@@ -63,6 +63,7 @@ class RankTrace:
         peak: The most bytes on the device at one time.
         moment: The part of the step in which the peak is: "backward of a block", "optimizer", "loss".
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
+        reserved: The most bytes of each stream at one time, added up. What one stream has freed no other one gets.
         host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
         work: All kernels and collectives.
     """
@@ -71,6 +72,7 @@ class RankTrace:
     peak: int
     moment: str
     kinds: Mapping[str, int]
+    reserved: int
     host: int
     work: tuple[Work, ...]
 
@@ -105,7 +107,7 @@ def trace_run(
     counted = list(apply(_trace, *zip(*tasks, strict=True)))
     traces = []
     for rank, short, longer in zip(ranks, counted[:: len(runs)], counted[len(runs) - 1 :: len(runs)], strict=True):
-        peaks, amounts = (
+        peaks, pools, amounts = (
             {key: value + spare * (more[key] - value) for key, value in few.items()}
             for few, more in zip(short, longer, strict=True)
         )
@@ -113,7 +115,11 @@ def trace_run(
         moment = f"{place.phase} of a block" if place.name == "block" else place.name
         *device, host = map(int, peaks[place])
         work = tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items())
-        traces.append(RankTrace(rank, sum(device), moment, dict(zip(KINDS, device, strict=True)), host, work))
+        streams = defaultdict[int, int](int)
+        for (stream, _), size in pools.items():
+            streams[stream] = max(streams[stream], size)
+        kinds, reserved = dict(zip(KINDS, device, strict=True)), sum(streams.values())
+        traces.append(RankTrace(rank, sum(device), moment, kinds, reserved, host, work))
     return tuple(traces)
 
 
@@ -188,10 +194,12 @@ class Counted(NamedTuple):
 
     Attributes:
         peaks: Place -> bytes of each kind of COUNTED when the device has the most there; of HOST the most at any time.
+        pools: (stream, place) -> the most bytes of the device there that were allocated in this stream.
         amounts: The first five attributes of `Work` -> count, FLOPs, bytes.
     """
 
     peaks: dict[Place, np.ndarray]
+    pools: dict[tuple[int, Place], int]
     amounts: dict[tuple[Any, ...], np.ndarray]
 
 
@@ -232,18 +240,23 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
     amounts = defaultdict[Any, Any](int)
     alive, peaks = dict.fromkeys(list[str](COUNTED), 0), dict[Place, Any]()
-    most, host = defaultdict[Place, int](int), 0
+    most, host, pools = defaultdict[Place, int](int), 0, defaultdict[tuple[int, Place], int](int)
+    streams = defaultdict[int, int](int)
     for i, (place, what, change) in enumerate(counter.log):
         if isinstance(what, Work):
             amounts[what[:5]] += (1 + len(missing) * (i in repeated)) * np.array(what[5:])
             continue
         alive[counter.kinds[what]] += change
+        if counter.kinds[what] != HOST:
+            stream = counter.streams[what]
+            streams[stream] += change
+            pools[stream, place] = max(pools[stream, place], streams[stream])
         if change > 0 and (size := sum(alive.values()) - alive[HOST]) > most[place]:
             most[place], peaks[place] = size, np.array(list(alive.values()))
         host = max(host, alive[HOST])
     for kinds in peaks.values():
         kinds[-1] = host
-    return Counted(peaks, amounts)
+    return Counted(peaks, pools, amounts)
 
 
 @contextmanager
