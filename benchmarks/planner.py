@@ -121,9 +121,9 @@ def _degree(name: str, size: int, **more: Any) -> dict[str, Any]:
 GHOST_CASES: dict[str, tuple[int, Sections]] = {
     "1b": (1, _gpu_job("1b", 2)),
     "1b, compiled, nothing recomputed": (1, _gpu_job("1b", 2, "none", **COMPILED)),
-    "1b, offload, 4 microbatches": (
-        1,
-        _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 8}),
+    "1b, offload, 4 microbatches": (  # 5 GB of host memory; on one rank 20
+        4,
+        _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 32}),
     ),
     "1b, compiled, 4 microbatches": (2, _gpu_job("1b", 2, training={"global_batch_size": 16}, **COMPILED)),
     "1b, float8 rowwise": (
@@ -151,7 +151,10 @@ GHOST_CASES: dict[str, tuple[int, Sections]] = {
             **_degree("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B"),
         ),
     ),
-    "8b, offload, full": (4, _gpu_job("8b", 1, "full", training={"enable_cpu_offload": True})),
+    "8b, full, compiled, 4 microbatches": (
+        8,
+        _gpu_job("8b", 2, "full", training={"global_batch_size": 64}, **COMPILED),
+    ),
 }
 
 INTRO = """\

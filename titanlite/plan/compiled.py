@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -50,7 +51,10 @@ def compiling() -> Iterator[None]:
                 return function(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            weights, constants = dict(module.named_parameters()), [None if i in places else leaf for i, leaf in enumerate(leaves)]
+            weights, constants = (
+                dict(module.named_parameters()),
+                [None if i in places else leaf for i, leaf in enumerate(leaves)],
+            )
             tensors = [*weights.values(), *(leaves[i] for i in places)]
             names = list(weights)
             del leaves, args, kwargs, weights  # the graph lives longer than they
@@ -76,8 +80,21 @@ def compiling() -> Iterator[None]:
     def compile_module(module: nn.Module, **_how: Any) -> None:
         module.forward = compiled(module.forward, module)
 
-    own = patch("titanlite.parallel.recompute.checkpoint", _checkpoint)
-    with patch("torch.compile", compiled), patch.object(nn.Module, "compile", compile_module), own:
+    def compile_weight_cast() -> None:
+        from torchao.float8 import fsdp_utils
+
+        cast = fsdp_utils.hp_tensor_and_scale_to_float8
+        own = compiled(getattr(cast, "_torchdynamo_orig_callable", cast))
+        undo.enter_context(patch.object(fsdp_utils, "hp_tensor_and_scale_to_float8", own))
+
+    # Those with a cache would keep what was compiled here for a run in this process, and the other way round.
+    own = {f"titanlite.optim.{name}.compiled_once": compiled for name in ("loss", "clip")}
+    own |= {"titanlite.parallel.float8._compile_weight_cast": compile_weight_cast, "torch.compile": compiled}
+    own |= {"titanlite.parallel.recompute.checkpoint": _checkpoint}
+    with ExitStack() as undo, patch.object(nn.Module, "compile", compile_module):
+        for name, function in own.items():
+            undo.enter_context(patch(name, function))
+        undo.enter_context(functorch_config.patch(activation_memory_budget=1.0))  # a job may set it
         yield
 
 
@@ -98,9 +115,12 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
     return graph
 
 
-def _like(tensor: Tensor, _name: str = "") -> Tensor:
+def _like(tensor: Any) -> Any:
+    """A tensor of the same kind in other memory."""
     if is_traceable_wrapper_subclass(tensor):
-        return transform_subclass(tensor, lambda name, inner: _like(inner, name))
+        return transform_subclass(tensor, lambda _, inner: _like(inner))
+    if not isinstance(tensor, Tensor):  # the mesh of a DTensor
+        return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -108,7 +128,9 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = No
     """torch's own, or within a graph: tell the partitioner what not to save."""
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
-    contexts = context_fn or partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    contexts = context_fn or partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
+    )
     forward = contexts()[0]
     forward.ac_graph_id = 0  # since torch 2.13
     with traceback.preserve_node_meta(), forward:

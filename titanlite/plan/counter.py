@@ -105,7 +105,7 @@ class Counter(TorchDispatchMode):
         self._groups, self._asked_for_shapes = groups, False
         self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
         self.kinds, self.streams, self._sizes = list[str](), list[int](), list[int]()
-        self._stream, self._known_streams = 0, dict[Any, int]()
+        self._stream, self._known_streams = 0, {torch.cpu.current_stream(): 0}
         self.begin()
 
     def begin(self) -> None:
@@ -163,7 +163,7 @@ class Counter(TorchDispatchMode):
 
         @contextmanager
         def in_stream(stream: Any) -> Iterator[None]:
-            before, self._stream = self._stream, self._known_streams.setdefault(stream, 1 + len(self._known_streams))
+            before, self._stream = self._stream, self._known_streams.setdefault(stream, len(self._known_streams))
             yield
             self._stream = before
 

@@ -19,13 +19,13 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
-from titanlite.plan.counter import Work
+from titanlite.plan.counter import GENERATED, Work
 from titanlite.plan.trace import RankTrace
 
-# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
-# that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
-# between blocks of the allocator, which has expandable segments.
-GPU_CONTEXT, GPU_LIBRARIES, GPU_GROUP, GPU_LOST = 512 * MIB, 512 * MIB, 100 * MIB, 0.03
+# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, and NCCL's buffers, about 0.1 GiB for each
+# process group: estimates. What torch's allocator reserves beyond what its streams have at their most is 1% at the most
+# in 14 of 16 jobs (benchmarks/planner.md), with segments that can be extended; cuBLAS has its memory from there, too.
+GPU_CONTEXT, GPU_GROUP, GPU_LOST = 512 * MIB, 100 * MIB, 0.01
 # Of a process on a CPU: what Python and torch take (docs/performance.md: 356 MiB with the smallest model, of which
 # tensors are a few, and 9 to 15 of oneDNN), and 5% of the tensors lost between blocks of the heap. Another 130 MiB are
 # the process that reads.
@@ -46,7 +46,15 @@ OVERLAP_PRICE = 0.1
 # by hand on a block of Llama 8b, in hidden states that are read or written: 60 before, 23 after.
 FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25
 # What it does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
-UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
+UNFUSED = (
+    GENERATED,
+    "fsdp.",
+    "aten._foreach",
+    "aten._fused",
+    "aten.split_with_sizes",
+    "aten.embedding",
+    "aten._chunk_cat",
+)
 # Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
 LAUNCH = 10e-6
 
@@ -73,7 +81,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         moment=worst.moment,
         kinds=dict(worst.kinds),
         host=worst.host,
-        allowance=_allowance(run, worst.peak, gpu),
+        allowance=_allowance(run, worst, gpu),
         memory=gpu.memory,
         step_seconds=seconds,
         parts={name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0},
@@ -109,15 +117,15 @@ def this_cpu() -> Gpu:
     )
 
 
-def _allowance(run: Run, peak: int, gpu: Gpu) -> int:
+def _allowance(run: Run, trace: RankTrace, gpu: Gpu) -> int:
     """Bytes beside those of tensors that a rank takes."""
     if gpu.cpu:
-        return CPU_FIXED + int(CPU_LOST * peak)
-    return beside_torch(run) + GPU_LIBRARIES + int(GPU_LOST * peak)
+        return CPU_FIXED + int(CPU_LOST * trace.peak)
+    return beside_torch(run) + trace.reserved - trace.peak + int(GPU_LOST * trace.reserved)
 
 
 def beside_torch(run: Run) -> int:
-    """Bytes of a GPU that no allocator of torch knows of."""
+    """Bytes of a GPU that torch's allocator does not know of."""
     degree = run.degrees
     groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
     return GPU_CONTEXT + groups * GPU_GROUP

@@ -63,18 +63,19 @@ class RankTrace:
         peak: The most bytes on the device at one time.
         moment: The part of the step in which the peak is: "backward of a block", "optimizer", "loss".
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
-        reserved: The most bytes of each stream at one time, added up. What one stream has freed no other one gets.
         host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
         work: All kernels and collectives.
+        reserved: The most bytes of each CUDA stream at one time, added up, because the allocator gives to no stream what
+            another one has freed. FSDP2 gathers and reduces in streams of its own.
     """
 
     rank: int
     peak: int
     moment: str
     kinds: Mapping[str, int]
-    reserved: int
     host: int
     work: tuple[Work, ...]
+    reserved: int
 
 
 def trace_run(
@@ -119,7 +120,7 @@ def trace_run(
         for (stream, _), size in pools.items():
             streams[stream] = max(streams[stream], size)
         kinds, reserved = dict(zip(KINDS, device, strict=True)), sum(streams.values())
-        traces.append(RankTrace(rank, sum(device), moment, kinds, reserved, host, work))
+        traces.append(RankTrace(rank, sum(device), moment, kinds, host, work, reserved))
     return tuple(traces)
 
 
