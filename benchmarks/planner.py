@@ -7,10 +7,10 @@ On the ghost (docs/ghost.md) a case does three steps on one rank, and on that wi
 another one: no collective waits there, so no other rank is needed. What they take is what torch's allocator has handed
 out and reserved.
 
-On a CPU each case builds its job as a training run does, on 1, 2 or 4 processes, and does two steps over empty rows. What they
-take is what malloc has handed out (benchmarks/allocated.c, which a C compiler makes and each process preloads), so it
-comes neither from the planner's own counter nor from torch. A tiny job goes first, so that what Python imports on the
-way does not count.
+On a CPU each case builds its job as a training run does, on 1, 2 or 4 processes, and does two steps over empty rows.
+What they take is what malloc has handed out (benchmarks/allocated.c, which a C compiler makes and each process
+preloads), so it comes neither from the planner's own counter nor from torch. A tiny job goes first, so that what Python
+imports on the way does not count.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ GHOST_INTRO = """
 
 `scripts/ghost.sh python benchmarks/planner.py`
 
-Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and third
-step, "reserved" what the allocator has taken from CUDA by then, with expandable segments as the launcher sets them. The
-plan's "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
+Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and
+third step, "reserved" what the allocator has taken from CUDA by then, with expandable segments as the launcher has them.
+The plan's "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
 
 {run} of {cases} cases were run. The largest errors are {allocated:.1%} and {reserved:.1%}.
 """
@@ -307,8 +307,9 @@ def compare_on_ghost(name: str) -> Result:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         plan = pool.apply(make_plan, (run, gpu, True))
         found = [pool.apply(_rank_on_ghost, (rank, ranks, sections)) for rank in dict.fromkeys((0, plan.rank))]
-    reserved = plan.needs - beside_torch(run)
-    return Result(name, ranks, plan.peak, *map(max, zip(*found)), planned_reserved=reserved, about=about())
+    allocated, reserved = map(max, zip(*found, strict=True))
+    with_lost = plan.needs - beside_torch(run)
+    return Result(name, ranks, plan.peak, allocated, 0, with_lost, reserved, about())
 
 
 class _Alone(dist.Store):

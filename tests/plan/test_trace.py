@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_variants import TINY, merge
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run

@@ -65,7 +65,7 @@ class RankTrace:
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
         host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
         work: All kernels and collectives.
-        reserved: The most bytes of each CUDA stream at one time, added up, because the allocator gives to no stream what
+        reserved: The most bytes of each CUDA stream at one time, added up: torch's allocator gives to no stream what
             another one has freed. FSDP2 gathers and reduces in streams of its own.
     """
 
