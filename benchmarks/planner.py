@@ -180,7 +180,8 @@ GHOST_INTRO = """
 `scripts/ghost.sh python benchmarks/planner.py`
 
 Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and
-third step, "reserved" what the allocator has taken from CUDA by then, with expandable segments as the launcher has them.
+third step, "reserved" what the allocator has taken from CUDA by then, with segments that can be extended, as the
+launcher has them.
 The plan's "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
 
 {run} of {cases} cases were run. The largest errors are {allocated:.1%} and {reserved:.1%}.

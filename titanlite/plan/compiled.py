@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.plan.counter import MATMULS, Counter
 
-SMALL = 8  # A value of so many times fewer elements than what it is computed from is a sum or a maximum.
+SMALL = 8  # A value of so many times fewer bytes than what it is computed from is a sum or a maximum.
 
 
 @contextmanager
@@ -104,15 +104,31 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
         function,
         _kernels,
         _kernels,
-        partial(min_cut_rematerialization_partition, compiler="inductor"),
+        _partition,
         select_decomp_table(),
         keep_inference_input_mutations=True,
     )
     mode = detect_fake_mode(list(tensors))
     assert mode is not None
-    with _disable_current_modes(), mode:  # the first call makes the graphs, which keep its tensors: do not count them
+    no_states = patch(
+        "torch._functorch.partitioners.functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)
+    )
+    with (
+        no_states,
+        _disable_current_modes(),
+        mode,
+    ):  # the first call makes the graphs, which keep its tensors: do not count them
         graph(*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors))
     return graph
+
+
+def _partition(joint: GraphModule, inputs: Any, **how: Any) -> tuple[GraphModule, GraphModule]:
+    """As the compiler does it. It saves flex attention whatever is to be recomputed (`trace.as_on_gpu`)."""
+    for node in joint.graph.nodes:
+        if _name(node).endswith("fused_attention_overrideable"):
+            for each in (node, *node.users):
+                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
 
 
 def _like(tensor: Any) -> Any:
@@ -145,39 +161,30 @@ def _kernels(graph: GraphModule, _inputs: Any) -> Callable[..., Any]:
     whole = dict[Node, Node]()  # whose memory it is a part of
     for node in nodes:
         whole[node] = whole[node.all_input_nodes[0]] if _is_view(node) or _writes(node) else node
-    kept = {whole[node] for node in output.all_input_nodes}.union(inputs)
+    returned = {whole[node] for node in output.all_input_nodes}
+    kept = returned.union(inputs)
     for node in nodes:
         if _has_own_kernel(node):
             kept |= {node, *(whole[each] for each in node.all_input_nodes)}
-        elif not _is_view(node) and SMALL * _size(node) <= max(map(_size, node.all_input_nodes), default=0):
+        elif not _is_view(node) and SMALL * _bytes(node) <= max(map(_bytes, node.all_input_nodes), default=0):
             kept.add(node)
-    sources, last = dict[Node, set[Node]](), dict[Node, Node]()  # what is read for a node; what reads a node last
-    steps, moved = list[Node](), dict[Node, int]()
-    read, written = set[Node](), set[Node]()  # of a kernel that is generated
+    sources, last = dict[Node, set[Node]](), dict[Node, Node]()  # what is read for a node; which node reads it last
+    steps, near = list[tuple[Node, Callable[[], Tensor] | None, int]](), set[Node]()
     for node in nodes:
-        own = set[Node]().union(*(sources[each] for each in node.all_input_nodes))
-        sources[node] = {whole[node]} if whole[node] in kept else own
+        read = set[Node]().union(*(sources[each] for each in node.all_input_nodes))
+        sources[node] = {whole[node]} if whole[node] in kept else read
         if node.op != "call_function" or not (node in kept or _writes(node)):
             continue
-        steps.append(node)
-        last |= dict.fromkeys([*own, whole[node]], node)
-        if not _has_own_kernel(node):  # those between two others are one, more or less
-            read, written = read | own, written | {node}
-            moved[node] = 0
-        elif written:
-            moved[steps[-2]], read, written = sum(map(_bytes, written | (read - written))), set(), set()
-    if written:
-        moved[steps[-1]] = sum(map(_bytes, written | (read - written)))
-    returned = {whole[node] for node in output.all_input_nodes}
-    new = {
-        node: partial(torch.empty_strided, like.size(), like.stride(), dtype=like.dtype, device=like.device)
-        for node in steps
-        if not _has_own_kernel(node) and not _writes(node)
-        for like in _values(node)
-    }
-    dying = {step: [node for node, end in last.items() if end is step and node not in returned] for step in steps}
-
-    own_kernel = {node for node in steps if _has_own_kernel(node)}
+        last |= dict.fromkeys([*read, whole[node]], node)
+        if _has_own_kernel(node):
+            steps.append((node, None, 0))
+            near = set()
+            continue
+        like, moved = node.meta["val"], sum(map(_bytes, {node, *read} - near))
+        new = partial(torch.empty_strided, like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        steps.append((node, None if _writes(node) else new, moved))
+        near |= {node, *read}  # between two other kernels there is about one, which reads once
+    dying = {step: [each for each, end in last.items() if end is step and each not in returned] for step, *_ in steps}
 
     def run(args: list[Any]) -> list[Any]:
         found = dict(zip(inputs, args, strict=True))
@@ -188,17 +195,13 @@ def _kernels(graph: GraphModule, _inputs: Any) -> Callable[..., Any]:
                 return found[node]
             if node.op == "get_attr":
                 return getattr(graph, str(node.target))
-            return node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))  # a view  # pyright: ignore
+            return node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))  # pyright: ignore
 
-        for node in steps:
-            if node in own_kernel:
-                found[node] = value(node)
-            else:
-                found[node] = new[node]() if node in new else value(node.args[0])
-                if moved[node]:
-                    for counter in _get_current_dispatch_mode_stack():
-                        if isinstance(counter, Counter):
-                            counter.generated(moved[node])
+        for node, new, moved in steps:
+            found[node] = new() if new else value(node.all_input_nodes[0] if _writes(node) else node)
+            for counter in _get_current_dispatch_mode_stack():
+                if moved and isinstance(counter, Counter):
+                    counter.generated(moved)
             for each in dying[node]:
                 found.pop(each, None)
         results = list(map_arg(output.args[0], value))
@@ -234,14 +237,7 @@ def _name(node: Node) -> str:
     return schema.name if node.op == "call_function" and schema else ""
 
 
-def _values(node: Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)]
-
-
-def _size(node: Node) -> int:
-    return sum(each.numel() for each in _values(node))
-
-
 def _bytes(node: Node) -> int:
-    return sum(each.numel() * each.element_size() for each in _values(node))
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))

@@ -208,6 +208,7 @@ class Counter(TorchDispatchMode):
         inputs, shape, flops = _tensors(args), (), 0
         if name.removeprefix("aten::") in MATMULS:
             a, b = inputs[1:3] if "add" in name else inputs[:2]
+            inputs = [a, b]  # the sum may be in another dtype
             shape = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
             flops = 2 * math.prod(shape)
         elif "_scaled_dot_product" in name:

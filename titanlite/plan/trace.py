@@ -265,15 +265,13 @@ def as_on_gpu() -> Iterator[None]:
     """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
 
     Attention is cuDNN's, which keeps and returns the same as flash attention and flex attention do. Masks of flex
-    attention are small. Selective recomputation does not see it where it is a graph of its own.
+    attention are small. It has an operator of its own here, because selective recomputation does not see it.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
     def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return attention(q, k, v)
         return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, None, 0.0, True)[0]
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
