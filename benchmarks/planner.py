@@ -1,11 +1,16 @@
-"""How far the memory of `titanlite plan` is off: real steps on a CPU beside their plans.
+"""How far the memory of `titanlite plan` is off: real steps on a CPU, and on the ghost GPU, beside their plans.
 
     python benchmarks/planner.py [--only TEXT] [--out benchmarks/planner.md]
+    scripts/ghost.sh python benchmarks/planner.py [--only TEXT] [--out benchmarks/planner.md]
 
-Each case builds its job as a training run does, on 1, 2 or 4 processes, and does two steps over empty rows. What they
-take is what malloc has handed out (benchmarks/allocated.c, which a C compiler makes and each process preloads), so it
-comes neither from the planner's own counter nor from torch. A tiny job goes first, so that what Python imports on the
-way does not count.
+On the ghost (docs/ghost.md) a case does three steps on one rank, and on that with the highest peak by the plan if it is
+another one: no collective waits there, so no other rank is needed. What they take is what torch's allocator has handed
+out and reserved.
+
+On a CPU each case builds its job as a training run does, on 1, 2 or 4 processes, and does two steps over empty rows.
+What they take is what malloc has handed out (benchmarks/allocated.c, which a C compiler makes and each process
+preloads), so it comes neither from the planner's own counter nor from torch. A tiny job goes first, so that what Python
+imports on the way does not count.
 """
 
 from __future__ import annotations
@@ -20,20 +25,26 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from runs import MIB, RESULTS, about, table
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.batch import blank_microbatch
+from titanlite.model.attention import backend_order
+from titanlite.observe.gpus import GIB, find_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
+from titanlite.plan.advice import make_plan
+from titanlite.plan.roofline import beside_torch
 from titanlite.plan.trace import trace_run, with_keys
+from titanlite.runtime.process import set_up_torch
 from titanlite.runtime.world import process_group
 from titanlite.train.step import TrainStep
 
@@ -94,8 +105,62 @@ CASES: dict[str, tuple[int, Sections]] = {
 }
 
 
+def _gpu_job(flavor: str, rows: int, mode: str = "selective", seq_len: int = 8192, **more: Any) -> Sections:
+    training = {"seq_len": seq_len, "local_batch_size": rows, **more.pop("training", {})}
+    return _job({"flavor": flavor}, training, mode, **more)
+
+
+COMPILED: Mapping[str, Any] = {"compile": {"enable": True}}
+FP8 = {**COMPILED, "float8": {"enable": True, **GATHERED_FP8}}
+
+
+def _degree(name: str, size: int, **more: Any) -> dict[str, Any]:
+    return {"parallelism": {f"{name}_parallel_degree": size, **more}}
+
+
+GHOST_CASES: dict[str, tuple[int, Sections]] = {
+    "1b": (1, _gpu_job("1b", 2)),
+    "1b, compiled, nothing recomputed": (1, _gpu_job("1b", 2, "none", **COMPILED)),
+    "1b, offload, 4 microbatches": (  # 5 GB of host memory; on one rank 20
+        4,
+        _gpu_job("1b", 2, "full", training={"enable_cpu_offload": True, "global_batch_size": 32}),
+    ),
+    "1b, compiled, 4 microbatches": (2, _gpu_job("1b", 2, training={"global_batch_size": 16}, **COMPILED)),
+    "1b, float8 rowwise": (
+        2,
+        _gpu_job("1b", 2, **COMPILED, float8={"enable": True, "recipe_name": "rowwise"}),
+    ),
+    "1b, tensor 2": (2, _gpu_job("1b", 2, **_degree("tensor", 2))),
+    "1b, documents, compiled": (2, _gpu_job("1b", 2, dataset={"document_mask": True}, **COMPILED)),
+    "1b, context 2": (2, _gpu_job("1b", 1, seq_len=32768, **_degree("context", 2))),
+    "1b, pipeline 2, compiled": (
+        4,
+        _gpu_job("1b", 1, training={"global_batch_size": 16}, **COMPILED, **_degree("pipeline", 2)),
+    ),
+    "8b": (8, _gpu_job("8b", 2)),
+    "8b, compiled": (8, _gpu_job("8b", 2, **COMPILED)),
+    "8b, float8": (8, _gpu_job("8b", 2, **FP8)),
+    "8b, context 2, float8, full": (8, _gpu_job("8b", 1, "full", 32768, **FP8, **_degree("context", 2))),
+    "8b, tensor 8, compiled": (8, _gpu_job("8b", 8, **COMPILED, **_degree("tensor", 8))),
+    "8b, pipeline 4 x 2, Interleaved1F1B": (
+        8,
+        _gpu_job(
+            "8b",
+            1,
+            training={"global_batch_size": 16},
+            **_degree("pipeline", 4, pipeline_parallel_schedule="Interleaved1F1B"),
+        ),
+    ),
+    "8b, full, compiled, 4 microbatches": (
+        8,
+        _gpu_job("8b", 2, "full", training={"global_batch_size": 64}, **COMPILED),
+    ),
+}
+
 INTRO = """\
 # Plans beside real steps
+
+## On a CPU
 
 `python benchmarks/planner.py`
 
@@ -109,6 +174,18 @@ planned as if they were not compiled.
 {run} of {cases} cases were run. The largest error is {largest:.2%}, the median {median:.2%}; but for what is kept
 {largest_but:.2%} and {median_but:.2%}.
 """
+GHOST_INTRO = """
+## On the ghost GPU
+
+`scripts/ghost.sh python benchmarks/planner.py`
+
+Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and
+third step, "reserved" what the allocator has taken from CUDA by then, with segments that can be extended, as the
+launcher has them.
+The plan's "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
+
+{run} of {cases} cases were run. The largest errors are {allocated:.1%} and {reserved:.1%}.
+"""
 TINY = {**SMALL, "dim": 128, "ffn_dim": 256}
 
 
@@ -121,9 +198,13 @@ class Result:
     planned: int
     """By the plan: tensors that are alive at the worst moment."""
     allocated: int
-    """By malloc: the most in the second step, beyond what there was before the model."""
-    kept: int
+    """By malloc: the most in the second step, beyond what there was before the model. On a GPU by torch."""
+    kept: int = 0
     """By malloc: what is still there when the model is gone. Libraries keep it."""
+    planned_reserved: int = 0
+    """By the plan: with what torch's allocator loses."""
+    reserved: int = 0
+    """By torch's allocator."""
     about: str = ""
 
     @property
@@ -134,6 +215,10 @@ class Result:
     def error_but_for_kept(self) -> float:
         return self.planned / (self.allocated - self.kept) - 1
 
+    @property
+    def error_of_reserved(self) -> float:
+        return self.planned_reserved / self.reserved - 1
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,13 +227,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for name in CASES:
+    on_ghost = torch.cuda.is_available()
+    for name in GHOST_CASES if on_ghost else CASES:
         if not options.only or any(text in name for text in options.only):
-            result = compare(name)
-            print(f"{name:<28}{result.ranks:>2} {result.allocated / MIB:9.2f} MiB {result.error:+z7.2%}", flush=True)
+            result = compare_on_ghost(name) if on_ghost else compare(name)
+            reserved = f"{result.reserved / MIB:9.2f} MiB {result.error_of_reserved:+z7.2%}" if on_ghost else ""
+            sizes = f"{result.allocated / MIB:9.2f} MiB {result.error:+z7.2%} {reserved}"
+            print(f"{name:<40}{result.ranks:>2} {sizes}", flush=True)
             known[name] = asdict(result)
             options.results.write_text(json.dumps(known, indent=1) + "\n")
-    options.out.write_text(page([Result(**known[name]) for name in CASES if name in known]))
+    pages = [page([Result(**known[name]) for name in CASES if name in known])]
+    if found := [Result(**known[name]) for name in GHOST_CASES if name in known]:
+        pages.append(ghost_page(found))
+    options.out.write_text("\n".join(pages))
 
 
 def compare(name: str) -> Result:
@@ -191,20 +282,71 @@ def _rank(rank: int, ranks: int, port: int, folder: str, sections: Sections) -> 
 
 def _two_steps(run: Run, device: torch.device, shim: ctypes.CDLL) -> int:
     """The most bytes in the second step."""
+    _steps(run, device, 2, shim.bytes_most)
+    return shim.bytes_most()
+
+
+def _steps(run: Run, device: torch.device, count: int, forget: Callable[[], Any]) -> None:
+    """Steps over empty rows; before the second one, `forget` what the first one took at the most."""
     mesh = build_mesh(run.degrees, device.type)
     update = TrainStep(run, mesh, build_model(run, mesh, device, lambda _: None), device)
     update.precompute_scales()
     training = run.job.training
     shape = training.local_batch_size, training.seq_len, run.job.dataset.document_mask
     rows = [blank_microbatch(*shape, device) for _ in range(run.microbatches)]
-    for _ in range(2):
-        shim.bytes_most()
+    for step in range(count):
+        if step == 1:
+            forget()
         update(rows, len(rows) * shape[0] * shape[1], 1e-4)
-    return shim.bytes_most()
+
+
+def compare_on_ghost(name: str) -> Result:
+    """A case in the plan and on one rank of the ghost."""
+    ranks, sections = GHOST_CASES[name]
+    run, gpu = Run(JobConfig.model_validate(sections), ranks), find_gpu("H100")
+    set_up_torch()  # the allocator as the launcher sets it
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        plan = pool.apply(make_plan, (run, gpu, True))
+        found = [pool.apply(_rank_on_ghost, (rank, ranks, sections)) for rank in dict.fromkeys((0, plan.rank))]
+    allocated, reserved = map(max, zip(*found, strict=True))
+    with_lost = plan.needs - beside_torch(run)
+    return Result(name, ranks, plan.peak, allocated, 0, with_lost, reserved, about())
+
+
+class _Alone(dist.Store):
+    """A store in which every rank has done its part."""
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return bytes(128)
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return False  # or NCCL's watchdog would believe that another rank has failed
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+
+def _rank_on_ghost(rank: int, ranks: int, sections: Sections) -> tuple[int, int]:
+    """What `Result.allocated` and `Result.reserved` are, on one rank without any other."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    run, device = Run(JobConfig.model_validate(sections), ranks), torch.device("cuda", 0)
+    gc.disable()  # as in training
+    torch.cuda.set_device(device)
+    store = _Alone()  # C++ does not keep what Python has of it
+    dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=ranks)
+    with backend_order(device):
+        _steps(run, device, 3, torch.cuda.reset_peak_memory_stats)
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def page(results: Iterable[Result]) -> str:
-    """The page of figures."""
+    """The figures of a CPU."""
     results, rows = list(results), []
     for each in results:
         sizes = (f"{size / MIB:,.2f}" for size in (each.allocated, each.planned))
@@ -217,6 +359,23 @@ def page(results: Iterable[Result]) -> str:
     lines = table(["job", "ranks", "malloc, MiB", "plan, MiB", "error", "kept, MiB", "error but for it"], rows)
     places = [f"Measured {place}." for place in dict.fromkeys(each.about for each in results)]
     return "\n".join([INTRO.format(run=len(results), cases=len(CASES), **numbers), *lines, *places, ""])
+
+
+def ghost_page(results: Sequence[Result]) -> str:
+    """The figures of the ghost."""
+    rows = []
+    for each in results:
+        sizes = [f"{size / GIB:,.2f}" for size in (each.planned, each.allocated, each.planned_reserved, each.reserved)]
+        errors = f"{each.error:+z.1%}", f"{each.error_of_reserved:+z.1%}"
+        rows.append([each.name, str(each.ranks), *sizes[:2], errors[0], *sizes[2:], errors[1]])
+    heads = ["job", "ranks", "plan, GiB", "allocated", "off", "plan, GiB", "reserved", "off"]
+    most = {
+        "allocated": max(abs(each.error) for each in results),
+        "reserved": max(abs(each.error_of_reserved) for each in results),
+    }
+    places = [f"Measured {place}." for place in dict.fromkeys(each.about for each in results)]
+    intro = GHOST_INTRO.format(run=len(results), cases=len(GHOST_CASES), **most)
+    return "\n".join([intro, *table(heads, rows), *places, ""])
 
 
 if __name__ == "__main__":

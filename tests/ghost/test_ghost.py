@@ -135,6 +135,16 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken: Any, ranks: int,
             assert not waits
 
 
+@pytest.mark.parametrize("name", ["1b, tensor 2", pytest.param("1b, compiled, 4 microbatches", marks=pytest.mark.long)])
+def test_a_plan_says_what_the_allocator_says(tmp_path: Path, name: str):
+    """Within the distances that benchmarks/planner.md shows. A rank alone is enough, because no collective waits."""
+    files = ["--results", str(tmp_path / "results.json"), "--out", str(tmp_path / "page.md")]
+    ghost("python", "benchmarks/planner.py", "--only", name, *files)
+    (found,) = json.loads((tmp_path / "results.json").read_text()).values()
+    assert found["planned"] == pytest.approx(found["allocated"], rel=0.03)
+    assert found["planned_reserved"] == pytest.approx(found["reserved"], rel=0.05)
+
+
 # Parameters of the debug model with four blocks: a block's matrices, its norms, the embedding (as large as the output).
 C, MATRICES, NORMS, EMBEDDING = 256, 2 * 256 * (256 + 128) + 3 * 256 * 640, 2 * 256, 4096 * 256
 BLOCKS = 4 * (MATRICES + NORMS)

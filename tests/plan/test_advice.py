@@ -46,7 +46,7 @@ def sent(op: str, size: int, group: str, ranks: int = 8, span: int = 8, count: i
 def trace(*work: Work, peak: float = 40.0, rank: int = 0) -> RankTrace:
     """A rank whose peak is so many GiB."""
     kinds = {"weights": int(peak * GIB / 4), "activations": int(peak * GIB) - int(peak * GIB / 4), "loss": 0}
-    return RankTrace(rank, int(peak * GIB), "backward of a block", kinds, 0, work)
+    return RankTrace(rank, int(peak * GIB), "backward of a block", kinds, 0, work, int(peak * GIB))
 
 
 def trace_of_rows(run: Run, *_: object) -> tuple[RankTrace, ...]:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train_variants import TINY, merge
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
@@ -42,6 +41,7 @@ ONLY_PLANNED: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"parallelism": {"data_parallel_replicate_degree": 2}, "training": {"enable_cpu_offload": True}},
     ),
+    "compiled": (2, {"compile": {"enable": True}, "activation_checkpoint": {"mode": "selective"}}),
     "tensor, context": (4, {"parallelism": {"tensor_parallel_degree": 2, "context_parallel_degree": 2}}),
 }
 SCHEDULES = {"1F1B": 12, "GPipe": 12, "Interleaved1F1B": 24, "InterleavedZeroBubble": 24}  # and numbers of blocks
@@ -140,9 +140,12 @@ def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
     assert offloaded.peak <= kept.peak - state
 
 
-def test_a_device_with_fp8_is_planned_with_its_matmuls_and_what_is_compiled_as_if_it_were_not() -> None:
+def test_a_device_with_fp8_is_planned_with_its_matmuls_and_compiled_blocks_keep_what_the_compiler_chooses() -> None:
     run = tiny_run({"float8": FLOAT8 | {"emulate": False}, "compile": {"enable": True}}, 2)
-    ops = {fp8: {work.op for work in trace_run(run, fp8)[0].work} for fp8 in (True, False)}
-    assert "aten._scaled_mm" in ops[True] - ops[False]
-    with pytest.raises(UserError, match="memory_budget"):
-        trace_run(tiny_run({"activation_checkpoint": {"mode": "memory_budget"}}, 2))
+    ops = {name: {work.op for work in trace_run(run, find_gpu(name))[0].work} for name in ("H100", "A100")}
+    assert "aten._scaled_mm" in ops["H100"] - ops["A100"]
+    job = {"model": {"n_layers": 9}, "activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}}
+    less, more = (
+        trace_run(tiny_run(merge(job, {"activation_checkpoint": {"memory_budget": each}}), 2))[0] for each in (0.2, 1)
+    )
+    assert less.kinds["activations"] < 0.7 * more.kinds["activations"]

@@ -63,7 +63,7 @@ def make_plan(
     with workers() if run.degrees.pipeline > 2 else nullcontext() as pool:
         apply = pool.map if pool else map
         with working(f"Tracing a step on {run.world_size} ranks"):
-            plan = forecast(run, trace_run(run, gpu.fp8 > 0, apply), gpu)
+            plan = forecast(run, trace_run(run, gpu, apply), gpu)
         tell(plan)
         if not plan.fits or remedies:
             return plan.model_copy(update={"changes": what_fits(run, plan, gpu, apply)})
@@ -169,7 +169,7 @@ def _plan(settings: Settings, run: Run, gpu: Gpu, apply: Apply = map) -> Forecas
     if gpu.cpu if new.job.training.enable_cpu_offload else state_bytes(new) > gpu.memory:
         return None
     try:
-        return forecast(new, trace_run(new, gpu.fp8 > 0, apply), gpu)
+        return forecast(new, trace_run(new, gpu, apply), gpu)
     except BrokenExecutor:
         raise  # no other trace would come to an end, either
     except Exception as error:

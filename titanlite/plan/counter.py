@@ -40,7 +40,8 @@ _MARKS: Mapping[str, Sequence[tuple[str, int | str]]] = {
     "fsdp::chunk_cat": (("gradients", 0), ("gradients", "out")),
     "c10d::_reduce_scatter_base_": (("gradients", 0), ("gradients", 1)),
 }
-_MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
+GENERATED = "compiled"  # `Work.op` of kernels that a compiler makes
+MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
 _NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::set_", "aten::empty", "aten::new_empty", "c10d::recv_")
 _NO_KERNEL += ("c10d::barrier", "_c10d_functional::wait_tensor")
 
@@ -95,6 +96,7 @@ class Counter(TorchDispatchMode):
         log: (place, number of a storage, its change in bytes) or (place, work, 0), in the order of the step. It begins
             with what was alive before the step.
         kinds: The kind of each storage.
+        streams: The stream in which each storage was allocated: 0 is that of the computation.
         begins: Where in the log the forward passes begin.
     """
 
@@ -102,7 +104,8 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self._groups, self._asked_for_shapes = groups, False
         self._known: dict[int, tuple[int, Any]] = {}  # address of a storage -> its number, and a reference to it
-        self.kinds, self._sizes = list[str](), list[int]()
+        self.kinds, self.streams, self._sizes = list[str](), list[int](), list[int]()
+        self._stream, self._known_streams = 0, {torch.cpu.current_stream(): 0}
         self.begin()
 
     def begin(self) -> None:
@@ -132,6 +135,10 @@ class Counter(TorchDispatchMode):
         if again:
             self.log += self._actions.get(name, ())
 
+    def generated(self, moved: int) -> None:
+        """A kernel that a compiler has made reads and writes so many bytes."""
+        self.log.append((self.place, Work(self.place.phase, GENERATED, "", (), None, 1, 0, moved), 0))
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count, and see what FSDP2 frees by resizing a storage to nothing.
@@ -154,8 +161,15 @@ class Counter(TorchDispatchMode):
             finally:
                 self._asked_for_shapes = False
 
+        @contextmanager
+        def in_stream(stream: Any) -> Iterator[None]:
+            before, self._stream = self._stream, self._known_streams.setdefault(stream, len(self._known_streams))
+            yield
+            self._stream = before
+
         shapes = patch.object(ShardingPropagator, propagate.__name__, propagated)
-        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, self:
+        streams = patch("torch.cpu.stream", in_stream)  # FSDP2 has some on a CPU, too, where they mean nothing
+        with patch.object(torch.UntypedStorage, "resize_", resized), shapes, streams, self:
             yield
         self._known.clear()  # otherwise weights, which outlive the step, would keep this counter alive
 
@@ -172,7 +186,8 @@ class Counter(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*args, **kwargs)
+        out = kwargs.get("out")  # torch 2.11 cannot find the shape of an addmm with `out_dtype` and `out`
+        result = out if isinstance(out, FakeTensor) and func._schema.returns else func(*args, **kwargs)
         if not self._asked_for_shapes and signature.counts:
             for tensor in _tensors(result):
                 self._storage(tensor)
@@ -191,8 +206,9 @@ class Counter(TorchDispatchMode):
         for i, (argument, times) in enumerate(signature.arguments):
             moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
         inputs, shape, flops = _tensors(args), (), 0
-        if name.removeprefix("aten::") in _MATMULS:
+        if name.removeprefix("aten::") in MATMULS:
             a, b = inputs[1:3] if "add" in name else inputs[:2]
+            inputs = [a, b]  # the sum may be in another dtype
             shape = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
             flops = 2 * math.prod(shape)
         elif "_scaled_dot_product" in name:
@@ -221,6 +237,7 @@ class Counter(TorchDispatchMode):
         number, (phase, name, _) = len(self.kinds), self.place
         other = "other" if phase == "optimizer" or name == "start" else "activations"
         self.kinds.append("loss" if (phase, name) == ("forward", "loss") else other)
+        self.streams.append(self._stream)
         self._sizes.append(0)
         self._resized(number, storage.nbytes())
         self._known[address] = number, weakref.ref(storage, lambda _: self._freed(address))

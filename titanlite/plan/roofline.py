@@ -22,10 +22,10 @@ from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
 from titanlite.plan.counter import Work
 from titanlite.plan.trace import RankTrace
 
-# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, 0.5 for cuBLAS and for the sums of gradients
-# that wait for a collective. NCCL has buffers of about 0.1 GiB for each process group. 3% of the tensors are lost
-# between blocks of the allocator, which has expandable segments.
-GPU_FIXED, GPU_GROUP, GPU_LOST = 1024 * MIB, 100 * MIB, 0.03
+# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, and NCCL's buffers, about 0.1 GiB for each
+# process group: estimates. What torch's allocator reserves beyond what its streams have at their most is 1% at the most
+# in 14 of 16 jobs (benchmarks/planner.md), with segments that can be extended; cuBLAS has its memory from there, too.
+GPU_CONTEXT, GPU_GROUP, GPU_LOST = 512 * MIB, 100 * MIB, 0.01
 # Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
 # and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
 # with a vocabulary of 128,256, compiled, take up to 650 MiB more. Why is not known.
@@ -49,16 +49,6 @@ ASYNC_HIDES = 0.5
 # Seconds in which a ring passes its first piece on, by NCCL's own model (src/graph/tuning.cc): to the next device of a
 # machine, and to the next machine. `Gpu.latency_us` is how long it takes to start.
 HOP, NETWORK_HOP = 3.4e-6, 14e-6
-# The compiler fuses chains of element-wise operators, so that only what enters and leaves a chain is in memory. Counted
-# by hand on a block of Llama 8b, in hidden states that are read or written: 60 before, 23 after.
-FUSED_BYTES, FUSED_KERNELS = 0.4, 0.25
-# Each element that is cast to FP8 goes through one clamp in fp32, of 8 bytes. Its whole chain moves 33 bytes, of which
-# FUSED_BYTES would leave 13. Compiled, 5 are left: it is read for the largest value, read again, and written. What
-# several layers read is cast once then, so 3.5 (in blocks of 8b and of 70b with tensor parallelism 2.9 to 4). The bytes
-# of the clamp stand for these less what is left of the other 25.
-FUSED_CAST = (3.5 - FUSED_BYTES * 25) / 8
-# What it does not fuse: copies into and out of FSDP's buffers, look-ups, and the optimizer's own kernel.
-UNFUSED = ("fsdp.", "aten._foreach", "aten._fused", "aten.split_with_sizes", "aten.embedding", "aten._chunk_cat")
 # Seconds in which Python, autograd and the dispatcher launch a kernel. A GPU only waits for them if it is faster.
 LAUNCH = 10e-6
 
@@ -85,7 +75,7 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         moment=worst.moment,
         kinds=dict(worst.kinds),
         host=worst.host,
-        allowance=_allowance(run, worst.peak, gpu),
+        allowance=_allowance(run, worst, gpu),
         memory=gpu.memory,
         step_seconds=seconds,
         parts={name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0},
@@ -121,13 +111,18 @@ def this_cpu() -> Gpu:
     )
 
 
-def _allowance(run: Run, peak: int, gpu: Gpu) -> int:
+def _allowance(run: Run, trace: RankTrace, gpu: Gpu) -> int:
     """Bytes beside those of tensors that a rank takes."""
     if gpu.cpu:
-        return CPU_FIXED + int(CPU_LOST * peak)
+        return CPU_FIXED + int(CPU_LOST * trace.peak)
+    return beside_torch(run) + trace.reserved - trace.peak + int(GPU_LOST * trace.reserved)
+
+
+def beside_torch(run: Run) -> int:
+    """Bytes of a GPU that torch's allocator does not know of."""
     degree = run.degrees
     groups = sum(size > 1 for size in (degree.pipeline, degree.replicate, degree.shard, degree.context, degree.tensor))
-    return GPU_FIXED + groups * GPU_GROUP + int(GPU_LOST * peak)
+    return GPU_CONTEXT + groups * GPU_GROUP
 
 
 def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float], float]:
@@ -137,7 +132,6 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
     tensor_hides = ASYNC_HIDES * run.job.parallelism.enable_async_tensor_parallel
     for phase in ("forward", "backward", "optimizer"):
         busy = launches = hideable = first = 0.0
-        compiled = run.compiles("optimizer" if phase == "optimizer" else "model")
         for work in (each for each in trace.work if each.phase == phase):
             if work.group is not None:
                 seconds = _collective(work, work.group, gpu)
@@ -149,12 +143,10 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
                     parts[f"collectives ({work.group[0]})"] += seconds - behind
                     hidden += behind
                 continue
-            fused = compiled and not work.shape and not work.op.startswith(UNFUSED)
-            share = (FUSED_CAST if work.op == "aten.clamp" else FUSED_BYTES) if fused else 1.0
-            name, seconds = _kernels(work, gpu, share)
+            name, seconds = _kernels(work, gpu)
             parts["optimizer" if phase == "optimizer" else name] += seconds
             busy += seconds
-            launches += work.count * LAUNCH * (FUSED_KERNELS if fused else 1.0)
+            launches += work.count * LAUNCH
         waits = launches if gpu.cpu else max(0.0, launches - busy)
         parts["launching kernels"] += waits
         shown = min(hideable, max(hideable - busy - waits, first))
@@ -166,9 +158,9 @@ def _parts(run: Run, trace: RankTrace, gpu: Gpu) -> tuple[defaultdict[str, float
     return parts, hidden
 
 
-def _kernels(work: Work, gpu: Gpu, share_of_bytes: float) -> tuple[str, float]:
+def _kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     """What the kernels of an entry are, and their seconds."""
-    moving = work.bytes * share_of_bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
+    moving = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     if len(work.shape) == 5:
         flex = work.shape[2] < work.shape[3] and gpu.fp8 > 0  # queries of one rank, keys of all

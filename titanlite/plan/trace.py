@@ -32,13 +32,16 @@ from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
+from titanlite.observe.gpus import Gpu
 from titanlite.optim.clip import StepSums
+from titanlite.optim.loss import VOCAB_BLOCK
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
+from titanlite.plan.compiled import compiling
 from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
 from titanlite.train.step import TrainStep
 
-DEVICE = torch.device("cpu")  # of the fake tensors
+DEVICE = torch.device("cpu")  # of the fake tensors: torch without CUDA cannot follow those of a GPU backward
 # Beyond that a trace would take minutes: the loss is a loop over chunks of tokens.
 MOST_TOKENS = 2**22
 FEWEST = 6  # microbatches of a pipeline from which on some are left out
@@ -63,6 +66,8 @@ class RankTrace:
         kinds: Kind of memory -> bytes at the peak. They add up to `peak`.
         host: The most bytes in host memory: weights, gradients and optimizer state with CPU offload.
         work: All kernels and collectives.
+        reserved: The most bytes of each CUDA stream at one time, added up: torch's allocator gives to no stream what
+            another one has freed. FSDP2 gathers and reduces in streams of its own.
     """
 
     rank: int
@@ -71,24 +76,24 @@ class RankTrace:
     kinds: Mapping[str, int]
     host: int
     work: tuple[Work, ...]
+    reserved: int
 
 
 def trace_run(
-    run: Run, fp8: bool = False, apply: Callable[..., Iterable[Any]] = map, whole: bool = False
+    run: Run, gpu: Gpu | None = None, apply: Callable[..., Iterable[Any]] = map, whole: bool = False
 ) -> tuple[RankTrace, ...]:
-    """The counts of one optimizer step, for each kind of pipeline rank. What is compiled is counted as if it were not.
+    """The counts of one optimizer step, for each kind of pipeline rank.
 
     Call it in a process that has no world of ranks. It leaves none behind.
 
     Args:
         run: The job and the number of ranks. Neither data nor the ranks' devices are needed.
-        fp8: The device has FP8, so that it is not emulated unless the job says so.
+        gpu: What each rank has. None: a CPU. It need not be there.
         apply: Does the parts of the work, of which none needs another: `map`, or that method of a pool of processes.
         whole: Run all blocks and all microbatches, on all pipeline ranks. The results are the same.
 
     Raises:
-        UserError: The compiler decides what is recomputed, so that only a compiled step would tell; or a forward pass
-            has too many tokens to be followed.
+        UserError: A forward pass has too many tokens to be followed.
     """
     training = run.job.training
     if training.local_batch_size * training.seq_len // run.degrees.context > MOST_TOKENS:
@@ -96,17 +101,15 @@ def trace_run(
             f"training.local_batch_size = {training.local_batch_size}, training.seq_len = {training.seq_len}: a plan "
             f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
         )
-    if run.job.activation_checkpoint.mode == "memory_budget":
-        raise UserError('activation_checkpoint.mode = "memory_budget" has no plan: see how "selective" fits.')
-    run = with_keys(run, {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False})
+    run = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})
     spare = 0 if whole else _spare_blocks(run)
     runs = [_without_blocks(run, lost) for lost in ((spare, spare - 1) if spare else (0,))]
     ranks = _ranks(run, whole)
-    tasks = [(each, rank, fp8, whole) for rank in ranks for each in runs]
+    tasks = [(each, rank, gpu, whole) for rank in ranks for each in runs]
     counted = list(apply(_trace, *zip(*tasks, strict=True)))
     traces = []
     for rank, short, longer in zip(ranks, counted[:: len(runs)], counted[len(runs) - 1 :: len(runs)], strict=True):
-        peaks, amounts = (
+        peaks, pools, amounts = (
             {key: value + spare * (more[key] - value) for key, value in few.items()}
             for few, more in zip(short, longer, strict=True)
         )
@@ -114,7 +117,11 @@ def trace_run(
         moment = f"{place.phase} of a block" if place.name == "block" else place.name
         *device, host = map(int, peaks[place])
         work = tuple(Work(*key, *map(int, amount)) for key, amount in amounts.items())
-        traces.append(RankTrace(rank, sum(device), moment, dict(zip(KINDS, device, strict=True)), host, work))
+        streams = defaultdict[int, int](int)
+        for (stream, _), size in pools.items():
+            streams[stream] = max(streams[stream], size)
+        kinds, reserved = dict(zip(KINDS, device, strict=True)), sum(streams.values())
+        traces.append(RankTrace(rank, sum(device), moment, kinds, host, work, reserved))
     return tuple(traces)
 
 
@@ -189,19 +196,26 @@ class Counted(NamedTuple):
 
     Attributes:
         peaks: Place -> bytes of each kind of COUNTED when the device has the most there; of HOST the most at any time.
+        pools: (stream, place) -> the most bytes of the device there that were allocated in this stream.
         amounts: The first five attributes of `Work` -> count, FLOPs, bytes.
     """
 
     peaks: dict[Place, np.ndarray]
+    pools: dict[tuple[int, Place], int]
     amounts: dict[tuple[Any, ...], np.ndarray]
 
 
-def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
+def _trace(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
-    has_fp8 = patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8)
-    # Nobody can read from a fake tensor whether to skip.
-    steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
-    with fake_world(run.world_size, rank), has_fp8, steps:
+    on_gpu, fp8 = gpu is not None and not gpu.cpu, lambda: gpu is not None and gpu.fp8 > 0
+    with (
+        fake_world(run.world_size, rank),
+        as_on_gpu() if on_gpu else nullcontext(),
+        compiling(),
+        patch("titanlite.parallel.float8.has_float8_hardware", fp8),
+        # Nobody can read from a fake tensor whether to skip.
+        patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step()),
+    ):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
@@ -230,18 +244,51 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
     amounts = defaultdict[Any, Any](int)
     alive, peaks = dict.fromkeys(list[str](COUNTED), 0), dict[Place, Any]()
-    most, host = defaultdict[Place, int](int), 0
+    most, host, pools = defaultdict[Place, int](int), 0, defaultdict[tuple[int, Place], int](int)
+    streams = defaultdict[int, int](int)
     for i, (place, what, change) in enumerate(counter.log):
         if isinstance(what, Work):
             amounts[what[:5]] += (1 + len(missing) * (i in repeated)) * np.array(what[5:])
             continue
         alive[counter.kinds[what]] += change
+        if counter.kinds[what] != HOST:
+            stream = counter.streams[what]
+            streams[stream] += change
+            pools[stream, place] = max(pools[stream, place], streams[stream])
         if change > 0 and (size := sum(alive.values()) - alive[HOST]) > most[place]:
             most[place], peaks[place] = size, np.array(list(alive.values()))
         host = max(host, alive[HOST])
     for kinds in peaks.values():
         kinds[-1] = host
-    return Counted(peaks, amounts)
+    return Counted(peaks, pools, amounts)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
+
+    Attention is cuDNN's, which keeps and returns the same as flash attention and flex attention do. Masks of flex
+    attention are small. It has an operator of its own here, because selective recomputation does not see it.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+
+    def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, None, 0.0, True)[0]
+
+    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+    masks = dict.fromkeys(("document_mask", "context_mask"), lambda *_: ())
+    with (
+        patch.object(Tensor, "is_cuda", property(lambda _: True), create=True),
+        patch.multiple("torch.nn.functional", scaled_dot_product_attention=attention, rms_norm=rms_norm),
+        patch.multiple("titanlite.parallel.forward_backward", **masks),
+        patch("titanlite.model.attention.flex_function", lambda _: flex_attention),
+        patch.dict(VOCAB_BLOCK, cpu=VOCAB_BLOCK["cuda"]),
+    ):
+        yield
 
 
 @contextmanager
@@ -321,7 +368,7 @@ def _follow(counter: Counter, number: int, stage: Llama) -> None:
         counter.begins.append(len(counter.log))
 
     def gathered(module: nn.Module, _: Any) -> None:
-        own = list(module.parameters(recurse=False))
+        own = list(module.parameters())
         counter.mark(own, "gathered weights", UNKNOWN)
         for parameter in (each for each in own if each.requires_grad and id(each) not in seen):
             parameter.register_post_accumulate_grad_hook(lambda each: counter.mark((each.grad,), "gradients", UNKNOWN))
@@ -339,17 +386,17 @@ def _follow(counter: Counter, number: int, stage: Llama) -> None:
         counter.place = forward
         return value
 
-    parts = [("embedding", stage.tok_embeddings), ("norm", stage.norm)]
+    parts = [("embedding", stage.tok_embeddings), ("norm", stage.norm), ("output", stage.output)]
     parts += [("block", block) for block in stage.layers.values()]
     for name, module in parts:
         if module is None:
             continue
-        place = forward._replace(name=name)
-        module.register_forward_pre_hook(at(place), prepend=True)
-        module.register_forward_hook(partial(backward_from, place), prepend=True)
-    stage.register_forward_pre_hook(begins, prepend=True)
-    for module in stage.modules():
         module.register_forward_pre_hook(gathered)
+        if name != "output":  # it is the loss
+            place = forward._replace(name=name)
+            module.register_forward_pre_hook(at(place), prepend=True)
+            module.register_forward_hook(partial(backward_from, place), prepend=True)
+    stage.register_forward_pre_hook(begins, prepend=True)
     stage.loss = followed_loss
 
 
