@@ -1,10 +1,10 @@
 """One step of titanlite beside one of torchtitan 0.2.2: memory, launches and waits on the ghost (docs/ghost.md).
 
-    python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan] [--whole]
+    python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
 
-Rank 0 of 8 H100 runs alone: NCCL of the ghost never waits, and the CPU's collectives are torch's fake ones. `--whole`
-runs all ranks, which takes 8 times the work and memory of the host (12 GB), and gives the same numbers. torchtitan must
-be there for .venv-ghost (`pip install --no-deps --target DIR torchtitan==0.2.2 torchdata==0.11.0`, DIR in PYTHONPATH).
+Rank 0 of 8 H100 runs alone: NCCL of the ghost never waits, and the CPU's collectives are torch's fake ones. All 8 ranks
+together give the same numbers. torchtitan must be there for .venv-ghost (`pip install --no-deps --target DIR
+torchtitan==0.2.2 torchdata==0.11.0`, with DIR in PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -116,8 +116,6 @@ def be_rank_0_alone() -> None:
     from torch.testing._internal.distributed import fake_pg  # pyright: ignore[reportMissingImports]  # noqa: F401
 
     torch.cuda.reset_peak_memory_stats = lambda *_: None  # torchtitan calls it with each line of its log
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}"}
     os.environ["TITANLITE_STORE"] = tempfile.mktemp()
     begin, group = dist.init_process_group, dist.new_group
@@ -142,11 +140,10 @@ def count(log: str) -> dict[str, float]:
     return {**peaks, "launches": launches, "waits": waits}
 
 
-def start(side: str, name: str, text: Path, whole: bool, keep: Path | None) -> dict[str, float]:
-    """Run one side of a row in processes of its own, and return what `count` finds."""
+def start(side: str, name: str, text: Path, keep: Path | None) -> dict[str, float]:
+    """Run one side of a row in a process of its own, and return what `count` finds."""
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
-        torchrun = ["torchrun", "--standalone", "--nproc-per-node", f"{RANKS}"] if whole else ["python"]
-        command = [ROOT / "scripts/ghost.sh", *torchrun, __file__, "--run", side, "--only", name, "--folder", folder]
+        command = [ROOT / "scripts/ghost.sh", "python", __file__, "--run", side, "--only", name, "--folder", folder]
         path = f"{ROOT}:{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"
         own = {"GHOST_GPUS": RANKS, "GHOST_GIB": 190, "GHOST_LOG": f"{folder}/log", "PYTHONPATH": path}
         own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -156,7 +153,7 @@ def start(side: str, name: str, text: Path, whole: bool, keep: Path | None) -> d
         logs = [path.read_text() for path in Path(folder).glob("log.*")]
         if done.returncode:
             raise SystemExit(f"{side}, {name}: {(done.stdout + done.stderr)[-6000:]}")
-        log = next(log for log in logs if "mark found" in log and (not whole or "mark rank 0" in log))
+        log = next(log for log in logs if "mark found" in log)
         if keep:
             keep.mkdir(exist_ok=True)
             (keep / f"{name}.{side}".replace(" ", "-")).write_text(log)
@@ -167,7 +164,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--sides", nargs="+", default=["titanlite", "torchtitan"])
-    parser.add_argument("--whole", action="store_true", help="run all ranks")
     parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -175,14 +171,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.run:
         be_rank_0_alone()
-        mark(f"rank {os.environ['RANK']}")
         sides = {"titanlite": run_titanlite, "torchtitan": run_torchtitan}
         return sides[options.run](ROWS[options.only[0]], options.folder, options.text)
     rows = []
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
         text = write_text(Path(folder)).parent
         for name in (name for name in ROWS if any(only in name for only in options.only)):
-            found = [start(side, name, text, options.whole, options.keep) for side in options.sides]
+            found = [start(side, name, text, options.keep) for side in options.sides]
             rows.append([name, *(f"{side[key]:,.{2 * (key in PEAKS)}f}" for key in found[0] for side in found)])
             rows[-1][5:5] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
             print(*rows[-1], sep=" | ", flush=True)
