@@ -199,9 +199,10 @@ class Counted(NamedTuple):
 def _trace(run: Run, rank: int, fp8: bool, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
     has_fp8 = patch("titanlite.parallel.float8.has_float8_hardware", lambda: fp8)
-    # Nobody can read from a fake tensor whether to skip.
+    # A fake tensor does not tell the host whether to skip, which only these implementations ask.
     steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
-    with fake_world(run.world_size, rank), has_fp8, steps:
+    asks = run.job.optimizer.implementation != "fused"
+    with fake_world(run.world_size, rank), has_fp8, steps if asks else nullcontext():
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
         fake = FakeTensorMode(allow_non_fake_inputs=True)  # the weights on the meta device
