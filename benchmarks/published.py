@@ -113,11 +113,10 @@ def main() -> None:
     only, lines, traced = parser.parse_args().only, [], dict[str, tuple[RankTrace, ...]]()
     for row in (row for row in rows() if only in row.name):
         run, gpu = row.run, H200 if row.table == "H200" else H100
-        # A trace is neither compiled nor asynchronous.
-        alike = with_keys(run, {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False})
+        alike = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})  # has the same trace
         key = f"{row.ranks} {alike.job.model_dump_json()}"
         if key not in traced:
-            traced[key] = trace_run(alike, fp8=True)
+            traced[key] = trace_run(alike, gpu)
         speed = forecast(run, traced[key], gpu).tokens_per_second
         cells = [f"{row.name} ({row.table})", str(row.ranks), f"{row.published:,.0f}", f"{speed:,.0f}"]
         lines.append([*cells, f"{speed / row.published:.2f}"])

@@ -208,13 +208,14 @@ class Counted(NamedTuple):
 def _trace(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
     on_gpu, fp8 = gpu is not None and not gpu.cpu, lambda: gpu is not None and gpu.fp8 > 0
+    # A fake tensor does not tell the host whether to skip, which only these implementations ask.
+    steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
     with (
         fake_world(run.world_size, rank),
         as_on_gpu() if on_gpu else nullcontext(),
         compiling(),
         patch("titanlite.parallel.float8.has_float8_hardware", fp8),
-        # Nobody can read from a fake tensor whether to skip.
-        patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step()),
+        steps if run.job.optimizer.implementation != "fused" else nullcontext(),
     ):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
