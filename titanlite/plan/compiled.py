@@ -125,7 +125,7 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
 def _partition(joint: GraphModule, inputs: Any, **how: Any) -> tuple[GraphModule, GraphModule]:
     """As the compiler does it. It saves flex attention whatever is to be recomputed (`trace.as_on_gpu`)."""
     for node in joint.graph.nodes:
-        if _name(node).endswith("fused_attention_overrideable"):
+        if _name(node).endswith("dot_product_flash_attention"):
             for each in (node, *node.users):
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
@@ -154,9 +154,9 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = No
         return function(*inputs)
 
 
-def _kernels(graph: GraphModule, _inputs: Any) -> Callable[..., Any]:
+def _kernels(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
     """A graph as kernels. Those that the compiler generates only allocate what they write; all others run."""
-    *nodes, output = graph.graph.nodes
+    *nodes, output = gm.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     whole = dict[Node, Node]()  # whose memory it is a part of
     for node in nodes:
@@ -194,7 +194,7 @@ def _kernels(graph: GraphModule, _inputs: Any) -> Callable[..., Any]:
             if node in found:
                 return found[node]
             if node.op == "get_attr":
-                return getattr(graph, str(node.target))
+                return getattr(gm, str(node.target))
             return node.target(*map_arg(node.args, value), **map_arg(node.kwargs, value))  # pyright: ignore
 
         for node, new, moved in steps:

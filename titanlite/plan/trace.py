@@ -37,6 +37,7 @@ from titanlite.optim.clip import StepSums
 from titanlite.optim.loss import VOCAB_BLOCK
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import ShardedModel, build_model
+from titanlite.parallel.recompute import _ALWAYS_SAVED
 from titanlite.plan.compiled import compiling
 from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place, Work
 from titanlite.train.step import TrainStep
@@ -120,7 +121,7 @@ def trace_run(
         streams = defaultdict[int, int](int)
         for (stream, _), size in pools.items():
             streams[stream] = max(streams[stream], size)
-        kinds, reserved = dict(zip(KINDS, device, strict=True)), sum(streams.values())
+        kinds, reserved = dict[str, int](zip(KINDS, device, strict=True)), sum(streams.values())
         traces.append(RankTrace(rank, sum(device), moment, kinds, host, work, reserved))
     return tuple(traces)
 
@@ -268,25 +269,27 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
 def as_on_gpu() -> Iterator[None]:
     """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
 
-    Attention is cuDNN's, which keeps and returns the same as flash attention and flex attention do. Masks of flex
-    attention are small. It has an operator of its own here, because selective recomputation does not see it.
+    Attention is cuDNN's. Flash attention stands for flex attention, which keeps and returns the same, with small masks,
+    and which selective recomputation does not see.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
     def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, None, 0.0, True)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
+    seen = _ALWAYS_SAVED - {torch.ops.aten._scaled_dot_product_flash_attention.default}
     masks = dict.fromkeys(("document_mask", "context_mask"), lambda *_: ())
     with (
         patch.object(Tensor, "is_cuda", property(lambda _: True), create=True),
         patch.multiple("torch.nn.functional", scaled_dot_product_attention=attention, rms_norm=rms_norm),
         patch.multiple("titanlite.parallel.forward_backward", **masks),
         patch("titanlite.model.attention.flex_function", lambda _: flex_attention),
+        patch("titanlite.parallel.recompute._ALWAYS_SAVED", seen),
         patch.dict(VOCAB_BLOCK, cpu=VOCAB_BLOCK["cuda"]),
     ):
         yield
