@@ -235,9 +235,10 @@ def main() -> None:
             print(f"{name:<40}{result.ranks:>2} {sizes}", flush=True)
             known[name] = asdict(result)
             options.results.write_text(json.dumps(known, indent=1) + "\n")
-    pages = [page([Result(**known[name]) for name in CASES if name in known])]
-    if found := [Result(**known[name]) for name in GHOST_CASES if name in known]:
-        pages.append(ghost_page(found))
+    pages = []
+    for cases, make in ((CASES, page), (GHOST_CASES, ghost_page)):
+        if found := [Result(**known[name]) for name in cases if name in known]:
+            pages.append(make(found))
     options.out.write_text("\n".join(pages))
 
 
