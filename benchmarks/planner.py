@@ -168,8 +168,7 @@ What a step takes is the most that malloc has handed out during it, beyond what 
 on the rank that takes the most. A library that is loaded before all others counts it. The plan counts tensors, as
 `titanlite plan` does; what malloc hands out beside them is in its allowance. oneDNN keeps 9 to 15 MB of scratch for
 products in bfloat16 from step to step, gloo has buffers, and some operators take memory within a call. The column
-"kept" has what was still there when the model was gone; the last column is the error without that. Compiled parts are
-planned as if they were not compiled.
+"kept" has what was still there when the model was gone; the last column is the error without that.
 
 {run} of {cases} cases were run. The largest error is {largest:.2%}, the median {median:.2%}; but for what is kept
 {largest_but:.2%} and {median_but:.2%}.
@@ -236,9 +235,10 @@ def main() -> None:
             print(f"{name:<40}{result.ranks:>2} {sizes}", flush=True)
             known[name] = asdict(result)
             options.results.write_text(json.dumps(known, indent=1) + "\n")
-    pages = [page([Result(**known[name]) for name in CASES if name in known])]
-    if found := [Result(**known[name]) for name in GHOST_CASES if name in known]:
-        pages.append(ghost_page(found))
+    pages = []
+    for cases, make in ((CASES, page), (GHOST_CASES, ghost_page)):
+        if found := [Result(**known[name]) for name in cases if name in known]:
+            pages.append(make(found))
     options.out.write_text("\n".join(pages))
 
 
