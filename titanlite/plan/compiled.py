@@ -113,11 +113,9 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
     no_states = patch(
         "torch._functorch.partitioners.functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)
     )
-    with (
-        no_states,
-        _disable_current_modes(),
-        mode,
-    ):  # the first call makes the graphs, which keep its tensors: do not count them
+    # The first call makes the graphs, which keep its tensors: neither a counter nor a recomputation around it sees them.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with no_states, unseen, _disable_current_modes(), mode:
         graph(*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors))
     return graph
 
