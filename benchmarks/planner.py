@@ -260,7 +260,7 @@ def compare(name: str) -> Result:
                 found = pool.starmap(_rank, jobs, chunksize=1)
         finally:
             del os.environ["LD_PRELOAD"]
-    return Result(name, ranks, planned, *max(found), about())
+    return Result(name, ranks, planned, *max(found), about=about())
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, sections: Sections) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name
 
 
 def test_the_page_has_each_case_and_the_largest_error():
-    known = [planner.Result(name, 1, 97, 100, 0, "2 cores, commit 123") for name in planner.CASES]
+    known = [planner.Result(name, 1, 97, 100, 0, about="2 cores, commit 123") for name in planner.CASES]
     text = planner.page([planner.Result("small", 1, 105, 100, 0), *known[1:]])
     assert "The largest error is 5.00%, the median 3.00%; but" in text
     assert text.count("| -3.00% | 0.00 |") == len(planner.CASES) - 1

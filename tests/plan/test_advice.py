@@ -145,9 +145,9 @@ def test_tokens_and_mfu_follow_from_the_step():
     assert plan(gpu=CPU, ranks=2).mfu == pytest.approx(plan(gpu=CPU, ranks=1).mfu, rel=0.01)
 
 
-@pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 32)])
+@pytest.mark.parametrize(("mode", "rows"), [("none", 3), ("full", 33)])
 def test_the_largest_batch_that_fits(mode: str, rows: int, monkeypatch: pytest.MonkeyPatch):
-    """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 4 are for allocator and libraries."""
+    """10 GiB and 20 (or 2) for each row, of 79.1 GiB, of which about 2 are for allocator and libraries."""
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     job = run(training={"local_batch_size": 1}, activation_checkpoint={"mode": mode})
     assert advice.make_plan(job, H100).largest_local_batch_size == rows
@@ -169,7 +169,7 @@ def test_changes_that_fit_are_listed_cheapest_first(
 ):
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
     changes = advice.make_plan(run(training={"local_batch_size": 8}), H100).changes
-    assert changes[0] == "--training.local_batch_size 2 --training.global_batch_size 64: 52.6 GiB, as fast"
+    assert changes[0] == "--training.local_batch_size 2 --training.global_batch_size 64: 51.1 GiB, as fast"
     assert changes[-1] == "--activation_checkpoint.mode full: 27.9 GiB, 23% slower"
     short = run(training={"local_batch_size": 8, "seq_len": 4096})
     assert not [change for change in advice.make_plan(short, H100).changes if "mode full" in change]

@@ -66,7 +66,7 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
     place, value, model = [*map(str, error["loc"])], error["input"], whole
     key, given = ".".join(place[:2]), [] if error["type"] == "missing" else [shown(value)]
     found = " = ".join([*filter(None, [".".join(place)]), *given])
-    if getattr(whole, "_place", "") == COMMAND_LINE:
+    if getattr(whole, "place", "") == COMMAND_LINE:
         found = " ".join([f"--{place[0].replace('_', '-')}", *given])
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""

@@ -34,7 +34,7 @@ _STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
 class Options(Whole):
     """Base of the options of a command."""
 
-    _place: ClassVar[str] = COMMAND_LINE
+    place: ClassVar[str] = COMMAND_LINE
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)

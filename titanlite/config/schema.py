@@ -616,7 +616,7 @@ class Whole(Section):
         WrongJob: values that are not allowed, all of them in one message.
     """
 
-    _place: ClassVar[str] = "JobConfig"  # where they are
+    place: ClassVar[str] = "JobConfig"  # where they are
 
     @model_validator(mode="wrap")
     @classmethod
@@ -625,7 +625,7 @@ class Whole(Section):
             return validate(values)
         except ValidationError as failure:
             errors = failure.errors(include_url=False)
-            raise WrongJob([mistake(cls, error) for error in errors], cls._place) from None
+            raise WrongJob([mistake(cls, error) for error in errors], cls.place) from None
 
 
 class JobConfig(Whole):
