@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,6 @@ def shown(capsys: Output, *words: str) -> str:
     return " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
 
 
-# ------------------------------------------------------------------------------------------------------- help
-
-
 def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[..., float]):
     ended = subprocess.run([*TITANLITE, "--help"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -37,12 +35,9 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
     # 0.04 s on an idle machine
     assert cpu_seconds(lambda: subprocess.run([*TITANLITE, "--help"], stdout=subprocess.DEVNULL)) < 0.1
     program = "import sys; from titanlite import cli; cli.main(['--help']); assert 'pydantic' not in sys.modules; "
-    program += "[cli.main([name, '--help']) for name in cli.COMMANDS]; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=True)
-
-
-def test_each_command_explains_itself(capsys: Output):
-    assert all("usage: titanlite" in shown(capsys, name, "--help") for name in cli.COMMANDS)
+    program += "assert not any(cli.main([name, '--help']) for name in cli.COMMANDS); assert 'torch' not in sys.modules"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.count("usage: titanlite") >= len(cli.COMMANDS)
 
 
 def test_the_help_of_train_lists_and_explains_every_key_and_shows_the_values_of_the_job_file(
@@ -79,9 +74,6 @@ def test_help_explains_what_is_asked_for(words: list[str], there: str, not_there
 
 def test_the_versions(capsys: Output):
     assert re.fullmatch(r"titanlite \d\S+, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
-
-
-# ------------------------------------------------------------------------------------------------------- ends
 
 
 @pytest.mark.parametrize(
@@ -127,14 +119,10 @@ def test_an_output_that_nobody_can_write_to_is_answered_without_a_traceback():
 def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):
     """Before it, Python's own start can be interrupted, which ends with 1."""
     for wait in (0.03, 0.06, 0.1, 0.2, 0.8, 2.4):
-        process = subprocess.Popen(
-            [*TITANLITE, command, "--job.dump_folder", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        words = [*TITANLITE, command, "--job.dump_folder", str(tmp_path)]
+        options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "process_group": 0}
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        process = subprocess.Popen(words, **options)
         time.sleep(wait)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
         _, err = process.communicate(timeout=120)

@@ -57,6 +57,7 @@ def test_a_job_overrides_each_number_of_a_flavor():
 
 HSDP = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}}
 BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallelism": {"tensor_parallel_degree": 2}}
+SPLIT = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layers.5"]}}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,7 @@ BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallel
         (8, {"parallelism": {"tensor_parallel_degree": 2}}, {"global_batch_size": 32, "microbatches": 1}),
         (1, {}, {"stages": [range(6)]}),
         (2, {"parallelism": {"pipeline_parallel_degree": 2}}, {"stages": [range(3), range(3, 6)]}),
-        (
-            2,
-            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layers.5"]}},
-            {"stages": [range(5), range(5, 6)]},
-        ),
+        (2, SPLIT, {"stages": [range(5), range(5, 6)]}),
         (1, {"training": {"seed": 7}}, {"data_seed": 7, "validation_seed": 7}),
         (1, {"training": {"seed": 7}, "dataset": {"seed": 1}}, {"data_seed": 1, "validation_seed": 7}),
         (1, {"dataset": {"seed": 1}, "validation": {"holdout": 0.1}}, {"data_seed": 1, "validation_seed": 1}),
@@ -128,13 +125,8 @@ def test_every_control_character_is_escaped_but_line_feed_and_tab():
     for character in map(chr, range(0x110000)):
         if unicodedata.category(character) in unsafe or unicodedata.bidirectional(character) in bidirectional:
             shown = printable(character)
-            assert shown == character if character in "\t\n" else shown.isascii() and shown.isprintable(), hex(
-                ord(character)
-            )
-    for text in (
-        "Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc",
-        r"C:\x1b",
-        once := printable("\x1b[2J\u202e"),
-    ):
+            plain = shown == character if character in "\t\n" else shown.isascii() and shown.isprintable()
+            assert plain, hex(ord(character))
+    assert str(CheckpointError("\x1b[2J\u202e")) == r"\x1b[2J\u202e"
+    for text in ("Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc", r"C:\x1b", r"\x1b[2J\u202e"):
         assert printable(text) == text
-    assert str(CheckpointError("\x1b[2J\u202e")) == once == r"\x1b[2J\u202e"
