@@ -40,9 +40,7 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
     assert said.count("usage: titanlite") >= len(cli.COMMANDS)
 
 
-def test_the_help_of_train_lists_and_explains_every_key_and_shows_the_values_of_the_job_file(
-    tmp_path: Path, capsys: Output
-):
+def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(tmp_path: Path, capsys: Output):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
     text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help", "all")
     listed = shown(capsys, "train", "--help")

@@ -46,7 +46,6 @@ def lines(table: str) -> list[tuple[str, str]]:
 # nothing else is.
 JOBS = """
 steps : 5 => bad.toml
-[trainig] ; steps = 5 => [trainig]
 training.step = 5 => training.steps
 training.lr = 1.0 => optimizer.lr
 metrics.qqqqq = 1 => log_freq
@@ -61,12 +60,10 @@ training.global_batch_size = 0 =>
 parallelism.data_parallel_shard_degree = 0 => parallelism.
 training.seq_len = 9000 =>
 model.flavor = "7b" =>
-model.dim = 258 => model.n_heads
 model.n_heads = 7 =>
 model.head_dim = 7 =>
 model.n_kv_heads = 3 =>
 model.vocab_size = 4095 =>
-model.max_seq_len = 1024 => training.seq_len
 tokenizer.path = "nowhere.model" =>
 tokenizer.path = "job.toml" =>
 dataset.source = "jsonl" => dataset.path
@@ -227,7 +224,6 @@ check --dataset.source jsonl --dataset.path nowhere*.jsonl => command line: data
 check --hidden_size 512 => model.dim
 check --model.dim 1000000000 => model.dim = 1000000000
 check --model.dim 1000000000 --world-size 64 --training.enable_cpu_offload => model.dim = 1000000000
-help n_embd => model.dim
 eval --checkpoint run --data no*.md => no*.md
 report => titanlite report DIR
 plan --memory 1e300 => memory

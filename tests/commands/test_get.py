@@ -140,14 +140,11 @@ def test_what_cannot_be_got_is_answered_with_what_to_do(hub: Hub, command: str, 
         ("debug_model.toml --model.vocab_size 65536", {"tokenizer gpt2"}),
     ],
 )
-def test_check_says_that_a_run_trains_on_a_toy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: set[str], capsys: Output
-):
+def test_check_says_that_a_run_trains_on_a_toy(tmp_path: Path, monkeypatch, words: str, told: set[str], capsys):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "train.jsonl", some_texts(100))
     if "shards" in words:
-        keys = ["--dataset.source", "jsonl", "--dataset.path", "train.jsonl"]
-        said(capsys, "prepare", "--out", "shards", *keys)
+        said(capsys, "prepare", "--out", "shards", "--dataset.source", "jsonl", "--dataset.path", "train.jsonl")
     answer = said(capsys, "check", "--job.config_file", *words.split(), "--training.global_batch_size", "8")
     found = re.findall(r"titanlite get (data|tokenizer \S+)", answer)
     assert (len(found), {*found}) == (len(told), told)

@@ -34,7 +34,7 @@ from titanlite.model.llama import Llama
 from titanlite.runtime.process import STORE
 from titanlite.score import TextScore, evaluate_text
 
-Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Output = pytest.CaptureFixture[str]
 MODEL_FILE = PACKAGE / "assets" / "tokenizer" / "tokenizer.model"
 TOKENIZER = load_tokenizer(MODEL_FILE)
 PROMPTS = ["def f", "import os, sys", "", "class A:", "x"]
@@ -176,7 +176,7 @@ def complete(capsys: Output, folder: Path, *words: str, code: int = 0) -> tuple[
     return out, " ".join(err.split())
 
 
-def test_greedy_text_is_the_same_whatever_is_beside_it(loaded: LoadedCheckpoint, monkeypatch: Patch) -> None:
+def test_greedy_text_is_the_same_whatever_is_beside_it(loaded: LoadedCheckpoint, monkeypatch: pytest.MonkeyPatch):
     """What it is says the next test."""
     expected = ["".join(generate(loaded, prompt, 30, temperature=0)) for prompt in PROMPTS]
     assert len({*expected}) == len(PROMPTS)
@@ -203,7 +203,8 @@ def test_greedy_text_is_that_of_transformers_and_the_weights_come_back(tmp_path:
     job = JOB.model_copy(update={"model": JOB.model.model_copy(update=FAMILIES[family])})
     run, out = save_run(tmp_path, 1, job=job), tmp_path / "hf"
     assert cli.main(["export", "--checkpoint", str(run), "--out", str(out), "--dtype", "float32"]) == 0
-    theirs, ours = AutoModelForCausalLM.from_pretrained(out), load_checkpoint(run)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(out)
+    ours = load_checkpoint(run)
     assert type(theirs).__name__ == family
     for prompt in PROMPTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]])
@@ -235,9 +236,7 @@ def test_tokens_are_drawn_from_the_softmax_of_the_allowed(temperature: float, to
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve — 漢字かな 🦜🦜 \ufffd?"])
-def test_pieces_are_whole_characters_and_add_up_to_the_text(
-    loaded: LoadedCheckpoint, monkeypatch: Patch, name: str, text: str
-) -> None:
+def test_pieces_are_whole_characters_and_add_up_to_the_text(loaded, monkeypatch, name: str, text: str) -> None:
     """A model that says `text`."""
     tokenizer = load_tokenizer(MODEL_FILE.with_name(name))
     ids = iter([*tokenizer.encode(text), tokenizer.eos_id])
@@ -247,9 +246,7 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text(
     assert ["\ufffd" in piece for piece in pieces].count(True) == text.count("\ufffd")
 
 
-def test_the_completion_alone_is_on_standard_output(
-    capsys: Output, trained: Path, loaded: LoadedCheckpoint, monkeypatch: Patch
-) -> None:
+def test_the_completion_alone_is_on_standard_output(capsys: Output, trained: Path, loaded, monkeypatch) -> None:
     out, err = complete(capsys, trained, "--prompt", "import os", "--temperature", "0")
     assert out == "import os" + "".join(generate(loaded, "import os", 12, temperature=0)) + "\n"
     assert ("step-00000020" in err, "12 tokens" in err) == (True, True)
@@ -259,7 +256,7 @@ def test_the_completion_alone_is_on_standard_output(
     assert complete(capsys, trained, "--prompt", "a\x1b[2J")[0].startswith(r"a\x1b[2J")
 
 
-def test_prompts_of_a_file_and_of_standard_input(capsys: Output, trained: Path, tmp_path: Path, monkeypatch: Patch):
+def test_prompts_of_a_file_and_of_standard_input(capsys: Output, trained: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("def f\n\nimport os\r\n")
     (tmp_path / "a.jsonl").write_text('"def f"\n{"prompt": "import os"}\n{"prompt": "two\\nlines"}')
     expected = [complete(capsys, trained, "--prompt", prompt)[0] for prompt in ("def f", "import os")]

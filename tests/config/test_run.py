@@ -14,7 +14,7 @@ import torch
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, stage_rank
+from titanlite.config.run import Degrees, Run, architecture, balanced_cuts
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
@@ -94,11 +94,6 @@ def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, A
 def test_stages_are_balanced_with_embedding_and_output(flavor: str, stages: int, blocks: list[int]):
     bounds = [0, *balanced_cuts(FLAVORS[flavor], 8192, stages), FLAVORS[flavor].n_layers]
     assert [b - a for a, b in pairwise(bounds)] == blocks
-
-
-def test_the_zero_bubble_v_gives_the_first_rank_both_ends():
-    assert [stage_rank(i, 8, 4, "ZBVZeroBubble") for i in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [stage_rank(i, 8, 4, "Interleaved1F1B") for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 PACKAGE = Path(schema.__file__).parents[1]

@@ -109,12 +109,9 @@ def migrated(text: str, version: tables.Version | None = None) -> tuple[Migratio
     return result, {f"{section}.{key}": value for section, table in content.items() for key, value in table.items()}
 
 
-def test_a_key_of_torchtitan_that_has_another_name_here_is_answered_with_that_name():
+def test_each_key_of_torchtitan_is_in_one_table_and_is_answered_with_its_name_here_which_exists():
     for theirs, ours in tables.EQUIVALENT.items():
         assert theirs in KEYS or ours in unknown(JobConfig, theirs).remedy, theirs
-
-
-def test_each_key_of_torchtitan_is_in_one_table_and_each_of_ours_exists():
     keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT]
     assert len(keys) == len({*keys})
     assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= KEYS.keys()

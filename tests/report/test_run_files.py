@@ -26,15 +26,8 @@ from titanlite.report.view import View
 
 
 def line(step: int, **changes: Any) -> str:
-    entry = {
-        "step": step,
-        "loss": 8.0 - step / 100,
-        "tps": 100.0,
-        "tps_per_device": 100.0,
-        "step_time": 0.1,
-        "time": time.time(),
-    }
-    return json.dumps(entry | changes) + "\n"
+    entry = {"step": step, "loss": 8.0 - step / 100, "tps": 100.0, "tps_per_device": 100.0, "step_time": 0.1}
+    return json.dumps(entry | {"time": time.time()} | changes) + "\n"
 
 
 def a_run(folder: Path, *events: tuple[str, int | None, str], steps: int = 100, **start: Any) -> Path:
@@ -88,10 +81,8 @@ def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path: Pat
 
 
 def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path: Path) -> None:
-    a_run(tmp_path)
-    old = time.time() - 3600
+    a_run(tmp_path, time=(old := time.time() - 3600))
     (tmp_path / "metrics.jsonl").write_text(line(10, time=old))
-    (tmp_path / "events.jsonl").write_text(json.dumps({"time": old, "event": "start", "step": 0, "text": "starts"}))
     assert seen(tmp_path)[0] == "stale"
     (tmp_path / "metrics.jsonl").write_text(line(10, time=old, step_time=3600.0))  # steps of an hour
     assert seen(tmp_path)[0] == "running"
