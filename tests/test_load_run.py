@@ -228,6 +228,7 @@ PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_para
 )
 def test_the_nearest_that_is_named_works(key: str, line: str, ranks: int, nearest: list[str]):
     report = check(*line.split(), ranks=ranks)
+    assert f"training.{key}" in report
     assert re.findall(r"\d+", report.partition("Nearest: ")[2]) == nearest, report
     assert [check(*line.split(), f"--training.{key}", value, ranks=ranks) for value in nearest] == [""] * len(nearest)
 

@@ -26,9 +26,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """What the presets name, in small, and a folder to start in."""
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
     raw, model = (tmp_path / "texts").read_bytes(), {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"}
-    files: dict[str, dict[str, bytes]] = dict.fromkeys(
-        ("models/openai-community/gpt2", "models/meta-llama/Llama-3.1-8B"), model
-    )
+    files = {"models/openai-community/gpt2": model, "models/meta-llama/Llama-3.1-8B": model}
     files[FINEWEB] = {f"sample/{size}BT/00{i}_00000.parquet": raw for size in (10, 100) for i in range(2)}
     files["datasets/me/mine"] = {"test.jsonl": b"no", "train.jsonl": b'{"text": "a"}\n', "train.csv": b"no"}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -42,13 +42,8 @@ MODEL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48,
 JOB = JobConfig.model_validate(
     {"job": {"dump_folder": "unused"}, "model": {**MODEL, "vocab_size": 4096}, "training": {"seq_len": 48}}
 )
-TEXTS = [
-    "def f(x):\n    return x + 1\n" * 20,
-    "import os  # <|end_of_text|><|begin_of_text|>",
-    "",
-    "größer 数 = 3\n" * 15,
-    "a = [1, 2]\n" * 40,
-]
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "import os  # <|end_of_text|><|begin_of_text|>", ""]
+TEXTS += ["größer 数 = 3\n" * 15, "a = [1, 2]\n" * 40]
 
 
 def random_model(seed: int, job: JobConfig = JOB) -> Llama:
