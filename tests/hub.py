@@ -58,12 +58,10 @@ class Answers(BaseHTTPRequestHandler):
         repo = api[1] if api else re.sub("^(?!datasets/)", "models/", file[1]) if file else ""
         if (files := self.server.files.get(repo)) is None:
             self.answer(404, X_Error_Code="RepoNotFound")
-        elif api and api[2]:
-            rows = [{"type": "file", "path": path, "size": len(files[path]), "oid": path} for path in files]
-            self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
         elif api:
+            rows = [{"type": "file", "path": path, "size": len(files[path]), "oid": path} for path in files]
             about = {"id": repo.partition("/")[2], "sha": REVISION, "siblings": [], "private": False, "tags": []}
-            self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
+            self.answer(200, json.dumps(rows if api[2] else about).encode(), Content_Type="application/json")
         elif repo in self.server.gated:
             self.answer(401, X_Error_Code="GatedRepo")
         elif file:

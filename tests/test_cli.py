@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titanlite import cli
+from titanlite import __version__, cli
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
 from titanlite.config.mistakes import table_within
 from titanlite.config.schema import KEYS, SECTIONS
@@ -27,9 +28,6 @@ def shown(capsys: Output, *words: str) -> str:
     return " ".join(re.sub(r"[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
 
 
-# ------------------------------------------------------------------------------------------------------- help
-
-
 def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[..., float]):
     ended = subprocess.run([*TITANLITE, "--help"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -37,17 +35,12 @@ def test_help_names_each_command_at_once_and_imports_none(cpu_seconds: Callable[
     # 0.04 s on an idle machine
     assert cpu_seconds(lambda: subprocess.run([*TITANLITE, "--help"], stdout=subprocess.DEVNULL)) < 0.1
     program = "import sys; from titanlite import cli; cli.main(['--help']); assert 'pydantic' not in sys.modules; "
-    program += "[cli.main([name, '--help']) for name in cli.COMMANDS]; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=True)
+    program += "assert not any(cli.main([name, '--help']) for name in cli.COMMANDS); assert 'torch' not in sys.modules"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.count("usage: titanlite") >= len(cli.COMMANDS)
 
 
-def test_each_command_explains_itself(capsys: Output):
-    assert all("usage: titanlite" in shown(capsys, name, "--help") for name in cli.COMMANDS)
-
-
-def test_the_help_of_train_lists_and_explains_every_key_and_shows_the_values_of_the_job_file(
-    tmp_path: Path, capsys: Output
-):
+def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_file(tmp_path: Path, capsys: Output):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 12345\n")
     text = shown(capsys, "train", "--job.config_file", str(tmp_path / "job.toml"), "--help", "all")
     listed = shown(capsys, "train", "--help")
@@ -69,19 +62,13 @@ def test_the_help_of_train_lists_and_explains_every_key_and_shows_the_values_of_
         (["help", "dataset.stages"], "dataset.stages.start_step INT The stage begins", "--dataset.path"),
         (["help", "check"], "--world-size {None}|INT Number of ranks", "--training.steps"),
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),
+        (["--version"], f"titanlite {__version__}, torch 2.", "usage"),
     ],
 )
-def test_help_explains_what_is_asked_for(words: list[str], there: str, not_there: str, capsys: Output):
+def test_what_is_asked_for_is_explained(words: list[str], there: str, not_there: str, capsys: Output):
     text = shown(capsys, *words)
     assert there in text
     assert not_there not in text
-
-
-def test_the_versions(capsys: Output):
-    assert re.fullmatch(r"titanlite \d\S+, torch 2\.\S+, Python 3\.\S+", shown(capsys, "--version"))
-
-
-# ------------------------------------------------------------------------------------------------------- ends
 
 
 @pytest.mark.parametrize(
@@ -95,9 +82,7 @@ def test_the_versions(capsys: Output):
         (ZeroDivisionError("why"), 1, "ZeroDivisionError: why\n"),
     ],
 )
-def test_an_error_is_its_message_and_its_exit_code(
-    error: BaseException, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
-):
+def test_an_error_is_its_message_and_its_exit_code(error, code: int, said: str, tmp_path: Path, monkeypatch, capfd):
     def command() -> None:
         raise error
 
@@ -127,14 +112,10 @@ def test_an_output_that_nobody_can_write_to_is_answered_without_a_traceback():
 def test_ctrl_c_is_silent_from_our_first_line_on(command: str, tmp_path: Path):
     """Before it, Python's own start can be interrupted, which ends with 1."""
     for wait in (0.03, 0.06, 0.1, 0.2, 0.8, 2.4):
-        process = subprocess.Popen(
-            [*TITANLITE, command, "--job.dump_folder", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        words = [*TITANLITE, command, "--job.dump_folder", str(tmp_path)]
+        options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "process_group": 0}
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+        process = subprocess.Popen(words, **options)
         time.sleep(wait)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
         _, err = process.communicate(timeout=120)

@@ -12,7 +12,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from test_package import copy_of_repository
 
 from titanlite.cli import COMMANDS
 from titanlite.config.schema import KEYS
-from titanlite.load_run import load_run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,56 +38,36 @@ def run(command: str, folder: Path, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
-def follow(name: str, folder: Path) -> str:
-    """Write the files of a tutorial and run its commands. Returns what they said."""
+TUTORIALS = {  # and what its commands say
+    "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
+    "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
+    "hugging_face": ["step-00000000", "from transformers import"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) -> None:
     block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'  # language, title and text
-    found = re.findall(block, (ROOT / "docs/tutorials" / name).read_text(), flags=re.DOTALL | re.MULTILINE)
-    (folder / "bin").mkdir()
+    found = re.findall(block, (ROOT / "docs/tutorials" / f"{name}.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "bin").mkdir()
     for program, words in (("titanlite", f"{sys.executable} -m titanlite"), ("python", sys.executable)):
-        (folder / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-        (folder / "bin" / program).chmod(0o755)
-    for _, title, text in found:
-        if title:
-            (folder / title).write_text(text if WHOLE else shorter(text))
+        (tmp_path / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (tmp_path / "bin" / program).chmod(0o755)
+    for title, text in ((title, text) for _, title, text in found if title):
+        short = re.sub(r"(?m)^steps = \d+", "steps = 4", re.sub(r"(?m)^(warmup_steps|freq) = \d+", r"\1 = 2", text))
+        (tmp_path / title).write_text(text if WHOLE else short)
     commands = "".join(text for language, _, text in found if language == "bash")
-    return run(commands, folder, PATH=f"{folder / 'bin'}:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
-
-
-def shorter(text: str) -> str:
-    """A job with fewer steps."""
-    numbers = {"steps": 4, "warmup_steps": 2, "freq": 2}
-    return re.sub(rf"^({'|'.join(numbers)}) = \d+", lambda key: f"{key[1]} = {numbers[key[1]]}", text, flags=re.M)
-
-
-@pytest.mark.slow
-def test_from_your_text_to_a_model_that_answers(tmp_path: Path) -> None:
-    said = follow("your_text.md", tmp_path)
-    assert "Question: How do I write 8 3 1 1?" in said
-    assert "bits/byte" in said
-    assert "report.html: " in said
-    assert (tmp_path / "my-model" / "config.json").exists()
-    if WHOLE:
-        assert "eight thousand three hundred eleven" in said.partition("perplexity")[2]
+    said = run(commands, tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
+    assert [words for words in TUTORIALS[name] if words not in said] == []
+    if name == "your_text":
+        assert (tmp_path / "my-model" / "config.json").exists()
+        assert "eight thousand three hundred eleven" in said.partition("perplexity")[2] or not WHOLE
 
 
 @pytest.mark.slow
-def test_two_machines(tmp_path: Path) -> None:
-    said = follow("two_machines.md", tmp_path)
-    assert "2 x cpu" in said
-    assert f"Resumed after step {20 if WHOLE else 4}" in said
-    assert "world_size: 2 -> 1" in said
-
-
-@pytest.mark.slow
-def test_continue_pretraining_a_hugging_face_model(tmp_path: Path) -> None:
-    said = follow("hugging_face.md", tmp_path)
-    assert "step-00000000" in said
-    assert "from transformers import" in said
-
-
-@pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A clone of the repository with a job and some text, and a hub that has what README gets."""
+def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> None:
+    """It gets a job, some text, and a hub that has what README asks for."""
     clone = copy_of_repository(tmp_path / "titanlite")
     (clone / "my_job.toml").write_text(README.partition("```toml\n")[2].partition("```")[0])
     (clone / "data").mkdir()
@@ -97,14 +75,6 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (clone / "data" / "a.jsonl").write_text("\n".join(texts))
     model = {"tokenizer.json": (ROOT / "assets/tokenizer/tokenizer.json").read_bytes()}
     data = {"data/train-0.parquet": b"text"}
-    with Hub({"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}) as hub:
-        for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, value)
-        yield clone
-
-
-@pytest.mark.slow
-def test_every_command_of_the_readme_works_in_a_fresh_clone(clone: Path) -> None:
     # Stamped for this folder, so that ./run_train.sh does not install anew; the package is found by PYTHONPATH.
     (clone / ".venv").mkdir()
     for entry in (ROOT / ".venv").iterdir():
@@ -115,20 +85,17 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(clone: Path) -> None
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     lines = [line.split("  #")[0].strip() for line in blocks.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line and not line.startswith("#")]
-    for command in commands:
-        if "tensorboard" in command:  # instead of serving: the curves that it finds
-            assert "1_loss/train" in run(f"{command} --inspect", clone, PYTHONPATH=str(clone))
-        elif "run_train.sh" in command and "--help" not in command:
-            assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, PYTHONPATH=str(clone)))
-        elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
-            said = run(command, clone, PYTHONPATH=str(clone))
-            assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
+    with Hub({"models/openai-community/gpt2": model, "datasets/roneneldan/TinyStories": data}) as hub:
+        keys = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(clone)}
+        for command in commands:
+            if "tensorboard" in command:  # instead of serving: the curves that it finds
+                assert "1_loss/train" in run(f"{command} --inspect", clone, **keys)
+            elif "run_train.sh" in command and "--help" not in command:
+                assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
+            elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
+                said = run(command, clone, **keys)
+                assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
     assert sum("run_train.sh" in command for command in commands) >= 2
-
-
-def test_the_job_file_of_the_readme_is_valid(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(clone)
-    assert load_run(["--job.config_file", "my_job.toml"], world_size=1).job.dataset.source == "jsonl"
 
 
 def test_no_page_installs_titanlite_from_where_it_is_not() -> None:

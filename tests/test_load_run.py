@@ -13,17 +13,15 @@ import tomlkit
 from titanlite.checkpoint.find import known_job
 from titanlite.checkpoint.step_folders import encode_manifest
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.load import JOB_FILES, PACKAGE, dump_config, load_job, resolve_path
-from titanlite.config.run import Run
+from titanlite.config.load import JOB_FILES, dump_config, load_job
 from titanlite.config.schema import SECTIONS, JobConfig, Model, Training
-from titanlite.load_run import check_run, layout_rules, load_run
+from titanlite.load_run import check_run, load_run
 
 
 @pytest.fixture(autouse=True)
-def in_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text("[training]\nsteps = 1000\n")
-    return tmp_path
 
 
 def load(text: str, *argv: str) -> JobConfig:
@@ -43,9 +41,6 @@ def check(*argv: str, ranks: int = 1) -> str:
 def value_of(job: JobConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(job, section), name)
-
-
-# ---------------------------------------------------------------------------------------------------- what is read
 
 
 @pytest.mark.parametrize(
@@ -101,12 +96,6 @@ def test_each_job_file_starts_with_its_command_and_holds_only_what_differs(file:
             assert value_of(JobConfig(), f"{section}.{key}") != value, f"{section}.{key} is the default"
 
 
-def test_a_path_is_seen_from_the_current_folder_or_else_from_titanlites_own(in_folder_with_a_job: Path):
-    assert resolve_path("assets/tokenizer") == PACKAGE / "assets/tokenizer"
-    assert resolve_path("job.toml").resolve() == in_folder_with_a_job / "job.toml"
-    assert resolve_path("/nowhere/x") == Path("/nowhere/x")
-
-
 def vocabulary(*argv: str) -> int:
     """Rows of the model's embedding, as the complete job has them."""
     run = load_run(["--job.config_file", "job.toml", *argv], 1)
@@ -123,9 +112,6 @@ def test_a_flavor_of_our_own_has_the_tokenizers_vocabulary_in_multiples_of_128(f
     assert vocabulary("--model.flavor", flavor, "--model.vocab_size", "5001") == 5001
     assert vocabulary("--model.flavor", "1b") == 128256
     assert "at least 2000" in check("--tokenizer.path", "odd.model", "--model.vocab_size", "1999")
-
-
-# -------------------------------------------------------------------------------------------- jobs of earlier versions
 
 
 def test_jobs_that_an_earlier_version_saved_are_read_without_what_is_gone(tmp_path: Path):
@@ -165,13 +151,9 @@ def test_a_resolved_job_which_names_every_default_is_as_good_as_its_original(tex
     assert load_run(["--job.config_file", "copy.toml"], 1).job == job  # with the name and the outputs of the original
 
 
-# ------------------------------------------------------------------------------------------------------------ reports
-
-
 def test_all_mistakes_of_file_command_line_and_rules_are_reported_together_with_their_places():
-    Path("job.toml").write_text(
-        "[training]\nseq_len = 9000\n[modle]\ndim = 1\n[model]\nn_heads = 3\n[optimizer]\nlrr = 1"
-    )
+    text = "[training]\nseq_len = 9000\n[modle]\ndim = 1\n[model]\nn_heads = 3\n[optimizer]\nlrr = 1"
+    Path("job.toml").write_text(text)
     report = check("--metrics.log_freq", "x", "--checkpoint.kep", "1", "--model.vocab_size", "100")
     assert report.startswith("7 mistakes")
     for name in ("training.seq_len", "[modle]", "model.n_heads", "optimizer.lrr"):
@@ -232,45 +214,28 @@ def test_what_is_allowed_is_not_reported_and_leaves_nothing(line: str):
     assert [path.name for path in Path().iterdir()] == ["job.toml"]
 
 
-def problems(sections: dict[str, Any], world: int) -> dict[str, str]:
-    return dict(layout_rules(Run(JobConfig.model_validate(sections), world)))
-
-
-PP2 = {"pipeline_parallel_degree": 2}
+PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule"
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "training", "world", "nearest"),
+    ("key", "line", "ranks", "nearest"),
     [
-        ("seq_len", {"context_parallel_degree": 2}, {"seq_len": 510}, 2, [508, 512]),
-        ("global_batch_size", PP2, {}, 2, [16]),
-        ("global_batch_size", {}, {"global_batch_size": 12}, 1, [8, 16]),
-        (
-            "global_batch_size",
-            PP2 | {"pipeline_parallel_schedule": "Interleaved1F1B"},
-            {"global_batch_size": 40},
-            2,
-            [32, 48],
-        ),
+        ("seq_len", "--parallelism.context_parallel_degree 2 --training.seq_len 510", 2, ["508", "512"]),
+        ("global_batch_size", f"{PIPELINE} 1F1B", 2, ["16"]),
+        ("global_batch_size", "--training.global_batch_size 12", 1, ["8", "16"]),
+        ("global_batch_size", f"{PIPELINE} Interleaved1F1B --training.global_batch_size 40", 2, ["32", "48"]),
     ],
 )
-def test_the_nearest_that_is_named_works(
-    name: str, layout: dict[str, Any], training: dict[str, Any], world: int, nearest: list[int]
-):
-    found = problems({"parallelism": layout, "training": training}, world)[f"training.{name}"]
-    assert [int(n) for n in re.findall(r"\d+", found.partition("Nearest: ")[2])] == nearest
-    for value in nearest:
-        changed = {"parallelism": layout, "training": training | {name: value}}
-        assert f"training.{name}" not in problems(changed, world)
+def test_the_nearest_that_is_named_works(key: str, line: str, ranks: int, nearest: list[str]):
+    report = check(*line.split(), ranks=ranks)
+    assert f"training.{key}" in report
+    assert re.findall(r"\d+", report.partition("Nearest: ")[2]) == nearest, report
+    assert [check(*line.split(), f"--training.{key}", value, ranks=ranks) for value in nearest] == [""] * len(nearest)
 
 
 def test_what_an_older_torch_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):
-    key = "parallelism.pipeline_parallel_schedule"
-    job = {
-        "parallelism": PP2 | {"pipeline_parallel_schedule": "ZBVZeroBubble"},
-        "training": {"global_batch_size": 32},
-        "activation_checkpoint": {"mode": "none"},
-    }
-    for torch, refused in (("2.11.0+cu130", [key]), ("2.13.0", [])):
+    line = f"{PIPELINE} ZBVZeroBubble --training.global_batch_size 32 --activation_checkpoint.mode none"
+    for torch, refused in (("2.11.0+cu130", True), ("2.13.0", False)):
         monkeypatch.setattr("titanlite.load_run.version", lambda _name, torch=torch: torch)
-        assert list(problems(job, 2)) == refused
+        report = check(*line.split(), ranks=2)
+        assert (bool(report), "parallelism.pipeline_parallel_schedule" in report) == (refused, refused)

@@ -26,9 +26,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """What the presets name, in small, and a folder to start in."""
     write_parquet(tmp_path / "texts", [path.read_text() for path in ROOT.glob("titanlite/**/*.py")])
     raw, model = (tmp_path / "texts").read_bytes(), {"tokenizer.json": TOKENIZER, "model.safetensors": b"no"}
-    files: dict[str, dict[str, bytes]] = dict.fromkeys(
-        ("models/openai-community/gpt2", "models/meta-llama/Llama-3.1-8B"), model
-    )
+    files = {"models/openai-community/gpt2": model, "models/meta-llama/Llama-3.1-8B": model}
     files[FINEWEB] = {f"sample/{size}BT/00{i}_00000.parquet": raw for size in (10, 100) for i in range(2)}
     files["datasets/me/mine"] = {"test.jsonl": b"no", "train.jsonl": b'{"text": "a"}\n', "train.csv": b"no"}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -140,14 +138,11 @@ def test_what_cannot_be_got_is_answered_with_what_to_do(hub: Hub, command: str, 
         ("debug_model.toml --model.vocab_size 65536", {"tokenizer gpt2"}),
     ],
 )
-def test_check_says_that_a_run_trains_on_a_toy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: set[str], capsys: Output
-):
+def test_check_says_that_a_run_trains_on_a_toy(tmp_path: Path, monkeypatch, words: str, told: set[str], capsys):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "train.jsonl", some_texts(100))
     if "shards" in words:
-        keys = ["--dataset.source", "jsonl", "--dataset.path", "train.jsonl"]
-        said(capsys, "prepare", "--out", "shards", *keys)
+        said(capsys, "prepare", "--out", "shards", "--dataset.source", "jsonl", "--dataset.path", "train.jsonl")
     answer = said(capsys, "check", "--job.config_file", *words.split(), "--training.global_batch_size", "8")
     found = re.findall(r"titanlite get (data|tokenizer \S+)", answer)
     assert (len(found), {*found}) == (len(told), told)

@@ -14,7 +14,7 @@ import torch
 from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, printable
 from titanlite.config.flavors import FLAVORS
-from titanlite.config.run import Degrees, Run, architecture, balanced_cuts, stage_rank
+from titanlite.config.run import Degrees, Run, architecture, balanced_cuts
 from titanlite.config.schema import JobConfig, Model
 from titanlite.model.llama import Llama
 
@@ -23,10 +23,8 @@ PARAMETERS = {  # those of all but the last two are published
     **{"llama2-7b": 6_738_415_616, "mistral-7b": 7_248_023_552, "mistral-nemo": 12_247_782_400},
     **{"smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384},
     **{"qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512},
-    **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976},
-    **{"qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360},
-    **{"olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344},
-    **{"smollm3-3b": 3_075_098_624},
+    **{"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360},
+    **{"olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344, "smollm3-3b": 3_075_098_624},
     **{"debugmodel": 6_229_248, "150m": 150_917_760},
 }
 ARCHITECTURE = {
@@ -36,10 +34,6 @@ ARCHITECTURE = {
     **{"head_dim": 24, "qkv_bias": True, "qk_norm": "head", "norm_placement": "after", "sliding_window": 7},
     **{"no_rope_interval": 3},
 }
-
-
-def run(ranks: int = 1, **sections: Any) -> Run:
-    return Run(JobConfig.model_validate(sections), ranks)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -57,6 +51,7 @@ def test_a_job_overrides_each_number_of_a_flavor():
 
 HSDP = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}}
 BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallelism": {"tensor_parallel_degree": 2}}
+SPLIT = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layers.5"]}}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +62,7 @@ BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallel
         (8, {"parallelism": {"tensor_parallel_degree": 2}}, {"global_batch_size": 32, "microbatches": 1}),
         (1, {}, {"stages": [range(6)]}),
         (2, {"parallelism": {"pipeline_parallel_degree": 2}}, {"stages": [range(3), range(3, 6)]}),
-        (
-            2,
-            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layers.5"]}},
-            {"stages": [range(5), range(5, 6)]},
-        ),
+        (2, SPLIT, {"stages": [range(5), range(5, 6)]}),
         (1, {"training": {"seed": 7}}, {"data_seed": 7, "validation_seed": 7}),
         (1, {"training": {"seed": 7}, "dataset": {"seed": 1}}, {"data_seed": 1, "validation_seed": 7}),
         (1, {"dataset": {"seed": 1}, "validation": {"holdout": 0.1}}, {"data_seed": 1, "validation_seed": 1}),
@@ -82,7 +73,7 @@ BATCH = {"training": {"local_batch_size": 3, "global_batch_size": 48}, "parallel
     ],
 )
 def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, Any], values: dict[str, Any]):
-    found = run(ranks, **sections)
+    found = Run(JobConfig.model_validate(sections), ranks)
     assert {name: getattr(found, name) for name in values} == values
 
 
@@ -97,11 +88,6 @@ def test_what_follows_from_a_job_and_its_ranks(ranks: int, sections: dict[str, A
 def test_stages_are_balanced_with_embedding_and_output(flavor: str, stages: int, blocks: list[int]):
     bounds = [0, *balanced_cuts(FLAVORS[flavor], 8192, stages), FLAVORS[flavor].n_layers]
     assert [b - a for a, b in pairwise(bounds)] == blocks
-
-
-def test_the_zero_bubble_v_gives_the_first_rank_both_ends():
-    assert [stage_rank(i, 8, 4, "ZBVZeroBubble") for i in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert [stage_rank(i, 8, 4, "Interleaved1F1B") for i in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 PACKAGE = Path(schema.__file__).parents[1]
@@ -128,13 +114,8 @@ def test_every_control_character_is_escaped_but_line_feed_and_tab():
     for character in map(chr, range(0x110000)):
         if unicodedata.category(character) in unsafe or unicodedata.bidirectional(character) in bidirectional:
             shown = printable(character)
-            assert shown == character if character in "\t\n" else shown.isascii() and shown.isprintable(), hex(
-                ord(character)
-            )
-    for text in (
-        "Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc",
-        r"C:\x1b",
-        once := printable("\x1b[2J\u202e"),
-    ):
+            plain = shown == character if character in "\t\n" else shown.isascii() and shown.isprintable()
+            assert plain, hex(ord(character))
+    assert str(CheckpointError("\x1b[2J\u202e")) == r"\x1b[2J\u202e"
+    for text in ("Zürich, 東京, שלום, \U0001f469\u200d\U0001f680, a\tb\nc", r"C:\x1b", r"\x1b[2J\u202e"):
         assert printable(text) == text
-    assert str(CheckpointError("\x1b[2J\u202e")) == once == r"\x1b[2J\u202e"

@@ -109,12 +109,9 @@ def migrated(text: str, version: tables.Version | None = None) -> tuple[Migratio
     return result, {f"{section}.{key}": value for section, table in content.items() for key, value in table.items()}
 
 
-def test_a_key_of_torchtitan_that_has_another_name_here_is_answered_with_that_name():
+def test_each_key_of_torchtitan_is_in_one_table_and_is_answered_with_its_name_here_which_exists():
     for theirs, ours in tables.EQUIVALENT.items():
         assert theirs in KEYS or ours in unknown(JobConfig, theirs).remedy, theirs
-
-
-def test_each_key_of_torchtitan_is_in_one_table_and_each_of_ours_exists():
     keys = [*tables.EQUIVALENT, *tables.CONVERTED, *tables.WITHOUT]
     assert len(keys) == len({*keys})
     assert {*tables.EQUIVALENT.values(), *tables.DEFAULTS} <= KEYS.keys()
@@ -148,33 +145,24 @@ def test_a_flavor_is_the_same_model(flavor: str, version: tables.Version):
 
 DEFAULTS = {"optimizer.lr": 8e-4, "checkpoint.enable": False, "lr_scheduler.warmup_steps": 200, "model.n_heads": 16}
 DEFAULTS |= {"activation_checkpoint.selective_ac_option": "2", "metrics.enable_tensorboard": False}
+LOADER = "training.dataloader = { num_workers = 4, prefetch_factor = 3 }"
 LONG_WARMUP = "training.steps = 5\nlr_scheduler.warmup_steps = 9\nlr_scheduler.total_steps = 1000"
 VALIDATED = {"validation.source": "c4", "validation.split": "validation", "validation.freq": 7}
 HF = "checkpoint.enable = true\ncheckpoint.initial_load_in_hf = true\nmodel.hf_assets_path = 'a'"
 PARTS = 'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
 STAGES = "parallelism.pipeline_parallel_degree = 2\nparallelism.data_parallel_shard_degree = 4"
-LAYOUT_BEFORE_01 = {
-    "parallelism.data_parallel_shard_degree": 2,
-    "parallelism.tensor_parallel_degree": 2,
-    "parallelism.enable_async_tensor_parallel": True,
-    "parallelism.pipeline_parallel_degree": 2,
-    "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-    "parallelism.pipeline_parallel_split_points": ["layers.40"],
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 16,
-    "float8.enable": True,
-    "float8.min_features": 0,
-    "lr_scheduler.warmup_steps": 200,
-}
+LAYOUT = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
+LAYOUT |= {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
+LAYOUT |= {"pipeline_parallel_split_points": ["layers.40"]}
+ALL_BEFORE_01 = {f"parallelism.{key}": value for key, value in LAYOUT.items()}
+ALL_BEFORE_01 |= {"training.local_batch_size": 2, "training.global_batch_size": 16, "lr_scheduler.warmup_steps": 200}
+ALL_BEFORE_01 |= {"float8.enable": True, "float8.min_features": 0}
 SMALL = "model.converters = ['float8']\nfloat8.filter_fqns = ['auto_filter_small_kn']"
 VALUES: list[tuple[str, dict[str, Any]]] = [  # keys of torchtitan's, and those of ours that they become
     ("", DEFAULTS),
     ("model.converters = ['float8']", {"float8.enable": True, "float8.min_features": 0}),
     ("[debug]\r\nseed = 5\r\ndeterministic = true", {"training.seed": 5, "training.deterministic": True}),
-    (
-        "training.dataloader = { num_workers = 4, prefetch_factor = 3 }",
-        {"dataset.num_workers": 4, "dataset.prefetch": 3},
-    ),
+    (LOADER, {"dataset.num_workers": 4, "dataset.prefetch": 3}),
     ("lr_scheduler.lr_min = 0.1", {"lr_scheduler.min_lr_factor": 0.1}),
     ("training.steps = 50", {"training.steps": 50, "lr_scheduler.warmup_steps": 50}),
     ("training.steps = 5\nlr_scheduler.warmup_steps = 9", {"lr_scheduler.warmup_steps": 5}),
@@ -189,7 +177,7 @@ VALUES: list[tuple[str, dict[str, Any]]] = [  # keys of torchtitan's, and those 
     (HF, {"checkpoint.initial_load_path": "a", "checkpoint.initial_load_in_hf": True}),
     (PARTS, {"parallelism.pipeline_parallel_split_points": ["layers.1"]}),
     (STAGES, {"training.local_batch_size": 1, "training.global_batch_size": 32}),
-    (BEFORE_01, LAYOUT_BEFORE_01),
+    (BEFORE_01, ALL_BEFORE_01),
 ]
 
 
@@ -217,42 +205,12 @@ def test_what_has_no_equivalent_is_named_with_the_reason(text: str, reason: str)
     assert any(reason in found for found in lost), lost
 
 
-REFUSED = [  # and the key or the value that is named
-    ("encoder.t5_encoder = 'x'", "encoder.t5_encoder"),
-    ('model.flavor = "13B"', 'model.flavor = "13B"'),
-    ("model.hf_assets_path = 5", "model.hf_assets_path"),
-    ("model.converters = 5", "5: a list of texts"),
-    ("training.seq_len = [5]", "training.seq_len = [5]"),
-    ('training.dataset = "mine"', "dataset_path"),
-    ("parallelism.module_fqns_per_model_part = [[1], [2]]", "parallelism.module_fqns_per_model_part"),
-    ("training.seed = 1\ndebug.seed = 2", "training.seed and debug.seed"),
-    ("[[training]]\nsteps = 1", "training"),
-    ("[" + ".".join(["training"] * 5000) + "]", "not valid TOML"),
-    ("validation.enable = true\nvalidation.freq = 'x'", 'validation.freq = "x"'),
-    ("optimizer.name = 'Adam'", "AdamW"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[text.replace("\n", " ")[:60] for text, _ in REFUSED])
-def test_what_is_no_llama_job_of_torchtitans_is_refused_in_words(text: str, words: str, capsys: pytest.CaptureFixture):
-    Path("old.toml").write_text(text)
-    assert cli.main(["migrate", "old.toml"]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.startswith("old.toml: ")
-    assert "Traceback" not in said
-
-
-def test_only_keys_of_the_old_file_are_said_to_be_renamed_and_each_of_them_is_in_the_report(capsys):
-    Path("old.toml").write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
-    assert cli.main(["migrate", "old.toml"]) == 0
-    report = capsys.readouterr().err
-    assert "training.dataset ->" not in report
-    assert "checkpoint.initial_load_path" in report
-
-
 def test_the_command_writes_a_whole_file_or_prints_it(capsys: pytest.CaptureFixture[str]):
     old, new = Path("old.toml"), Path("made/new.toml")
+    old.write_text("[training]\ndataset_path = 'data'\n[checkpoint]\ninitial_load_path = ''")
+    assert cli.main(["migrate", "old.toml"]) == 0
+    report = capsys.readouterr().err  # of each key of the old file, and of no other
+    assert ("training.dataset ->" in report, "checkpoint.initial_load_path" in report) == (False, True)
     old.write_text(OF_02)
     assert cli.main(["migrate", "old.toml", "--out", "made/new.toml"]) == 0
     assert tomli.loads(new.read_text()) == tomli.loads(EXPECTED)

@@ -124,12 +124,9 @@ def test_the_logits_are_torchtitans(kind, factor, steps, tmp_path):
 def test_weights_that_were_gathered_in_fp8_are_read_and_weights_keep_their_dtype(tmp_path):
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.float8_training_tensor import LinearMMConfig
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
-    wrapped = {
-        name: WeightWithDynamicFloat8CastTensor(w.bfloat16(), LinearMMConfig(), e4m3_dtype)
-        for name, w in weights().items()
-    }
+    wrapped = {name: Wrapped(w.bfloat16(), LinearMMConfig(), e4m3_dtype) for name, w in weights().items()}
     dcp_save(wrapped, checkpoint_id=str(tmp_path))
     found = torchtitan_weights(tmp_path, Model(**SIZES)).read("layers.1.feed_forward.w2.weight")
     assert type(found) is Tensor

@@ -23,9 +23,8 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J\u2
 
 def data_of(*folders: Path) -> dict[str, Any]:
     """The data of a page, as the browser reads it."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', make_page(folders), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', make_page(folders), re.DOTALL)
+    return json.loads(found)
 
 
 def test_a_page_has_all_that_a_run_has_written(tmp_path: Path) -> None:
@@ -183,9 +182,7 @@ def opened(file: Path, page: str) -> str:
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(
-    tmp_path: Path,
-) -> None:
+def test_in_a_browser_a_page_tells_draws_zooms_smooths_and_changes_its_axis_and_asks_for_nothing(tmp_path: Path):
     for name in ("a", "b"):
         a_run(tmp_path / name, ("failure", 250, EVIL), ("finish", 500, "Finished"), steps=600)
         clock = (line(step, tokens=step * 100, elapsed=step, time=1e9 + step) for step in range(1, 501))

@@ -26,15 +26,8 @@ from titanlite.report.view import View
 
 
 def line(step: int, **changes: Any) -> str:
-    entry = {
-        "step": step,
-        "loss": 8.0 - step / 100,
-        "tps": 100.0,
-        "tps_per_device": 100.0,
-        "step_time": 0.1,
-        "time": time.time(),
-    }
-    return json.dumps(entry | changes) + "\n"
+    entry = {"step": step, "loss": 8.0 - step / 100, "tps": 100.0, "tps_per_device": 100.0, "step_time": 0.1}
+    return json.dumps(entry | {"time": time.time()} | changes) + "\n"
 
 
 def a_run(folder: Path, *events: tuple[str, int | None, str], steps: int = 100, **start: Any) -> Path:
@@ -88,10 +81,8 @@ def test_a_run_that_was_killed_has_crashed_where_its_process_tells(tmp_path: Pat
 
 
 def test_a_run_of_another_machine_is_stale_after_a_time_without_a_word(tmp_path: Path) -> None:
-    a_run(tmp_path)
-    old = time.time() - 3600
+    a_run(tmp_path, time=(old := time.time() - 3600))
     (tmp_path / "metrics.jsonl").write_text(line(10, time=old))
-    (tmp_path / "events.jsonl").write_text(json.dumps({"time": old, "event": "start", "step": 0, "text": "starts"}))
     assert seen(tmp_path)[0] == "stale"
     (tmp_path / "metrics.jsonl").write_text(line(10, time=old, step_time=3600.0))  # steps of an hour
     assert seen(tmp_path)[0] == "running"
@@ -166,9 +157,9 @@ def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_li
             assert console.file.getvalue()[drawn:].count("\x1b[1A") == rows - 1  # pyright: ignore
 
 
-def test_a_sparkline_goes_from_the_first_to_the_last_value() -> None:
-    assert (sparkline([], 10), sparkline([3.0], 10), sparkline([8.0, 4.0, 1.0], 3)) == ("", "▄", "█▄▁")
-    assert sparkline([-float(i) for i in range(1001)], 8) == "█▇▆▅▄▃▂▁"
+def test_a_sparkline_of_nothing_of_one_value_and_of_many() -> None:
+    falling = [-float(i) for i in range(1001)]
+    assert [sparkline(values, 8) for values in ([], [3.0], falling)] == ["", "▄", "█▇▆▅▄▃▂▁"]
 
 
 @pytest.mark.slow
@@ -176,9 +167,8 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
     a_run(tmp_path)
     command = [sys.executable, "-u", "-m", "titanlite", "watch", str(tmp_path)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
-    watching = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    watching: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]
     for process in watching:
-        assert process.stdout is not None
         while "starts" not in process.stdout.readline():
             pass
     watching[0].send_signal(signal.SIGINT)
@@ -186,10 +176,8 @@ def test_watching_follows_a_run_to_its_end_and_ctrl_c_ends_the_watching_quietly(
     assert (watching[0].returncode, errors) == (130, "")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("[]\n" + line(60))
-    stdout = watching[1].stdout
-    assert stdout is not None
-    assert stdout.readline() == "step 60/100\n"
-    while stdout.readline() != "metrics.jsonl: 1 line cannot be read\n":
+    assert watching[1].stdout.readline() == "step 60/100\n"
+    while watching[1].stdout.readline() != "metrics.jsonl: 1 line cannot be read\n":
         pass
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "event": "finish", "step": 100, "text": "Finished"}) + "\n")

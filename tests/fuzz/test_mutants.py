@@ -1,24 +1,104 @@
-"""Damaged weights and tokenizers of others are refused in words, or give what their origin gives."""
+"""Damaged and hostile variants of good files, the same for the same number. Weights and tokenizers of others are
+refused in words, or give what their origin gives. Each job file is a valid job or a UserError. All within two seconds.
+"""
 
 import base64
+import copy
 import functools
 import itertools
 import json
 import os
+import random
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomlkit
 import torch
-from mutants import ALL, SAMPLE, ends_well, mutant
 from tokenizers import Tokenizer
 
 from titanlite.checkpoint.published import Weights, export_hf, hf_weights, load_hf_weights, meta_weights
+from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
+from titanlite.config.load import JOB_FILES, dump_config, load_job
 from titanlite.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from titanlite.data.tokenizer_files import tiktoken_to_json
+from titanlite.load_run import load_run
 from titanlite.model.formats import parameter_shapes
 from titanlite.model.llama import Llama
+
+SAMPLE = pytest.param(40, id="sample")
+ALL = pytest.param(1500, marks=pytest.mark.long, id="long")
+
+_DEEP: Any = []
+for _ in range(400):
+    _DEEP = [_DEEP]
+_VALUES = (
+    *(None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**40, 10**400, 0.5, 1e308, 1e-320, -0.0),
+    *(float("nan"), float("inf"), "", "x", "0", "\x1b[2J\u202e", "\ud800", "a" * 10**5, "../../etc/passwd"),
+    *("(a+)+$", "*", "(?<n", "llama3", "default", "Split", "BPE", [], {}, [[]], [None], {"": {}}, _DEEP),
+)  # fmt: skip
+
+
+def mutant(good: bytes, number: int, is_json: bool = False) -> bytes:
+    """`good` with one to three changes of its bytes, or of the values and keys of its JSON."""
+    rng = random.Random(number)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        try:
+            value = json.loads(good) if is_json and rng.random() < 0.7 else None
+        except (ValueError, RecursionError):
+            continue
+        good = _change_value(value, rng) if value and isinstance(value, dict) else _change_bytes(good, rng)
+    return good
+
+
+def _change_value(root: dict[str, Any], rng: random.Random) -> bytes:
+    """A value somewhere within `root` goes, gets another name, or is replaced, near the root or deep in it."""
+    table: Any = root
+    while True:
+        key: Any = rng.choice(list(table)) if isinstance(table, dict) else rng.randrange(len(table))
+        if not isinstance(table[key], dict | list) or not table[key] or rng.random() < 0.3:
+            break
+        table = table[key]
+    match rng.randrange(4):
+        case 0:
+            del table[key]
+        case 1 if isinstance(table, dict):
+            table[rng.choice(("x", "", key.upper(), f"{key}s", *root))] = table.pop(key)
+        case 2:
+            table[key] = copy.deepcopy(rng.choice([*root.values()]))
+        case _:
+            table[key] = rng.choice(_VALUES)
+    return json.dumps(root).encode()
+
+
+def _change_bytes(data: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(data) + 1)
+    end = start + rng.choice((1, 1, 4, 64))
+    junk = rng.choice((b"\0", b"-", b"9" * 20, b"{", b"]", b'"', b"\n", b"\xff", b"\x1b"))
+    middle = rng.choice((b"", data[start:end] * 2, rng.randbytes(end - start), junk))
+    return data[:start] + middle + data[end if rng.random() < 0.9 else len(data) :]
+
+
+def ends_well(number: int, act: Callable[[], object]) -> bool:
+    """Whether `act` ended without an error. Fails the test for any other error than a printable UserError, and for more
+    than two seconds of a processor (not of a clock, because other tests run beside this one)."""
+    before, refusal = time.process_time(), ""
+    try:
+        act()
+    except UserError as error:
+        refusal = str(error)
+    except BaseException as error:
+        error.add_note(f"mutant {number}")
+        raise
+    assert time.process_time() - before < 2.0, f"mutant {number} took {time.process_time() - before:.1f} s"
+    assert refusal.replace("\n", "x").isprintable(), f"mutant {number}: {refusal!r}"
+    assert len(refusal) < 10_000, f"mutant {number}: a message of {len(refusal)} characters"
+    return not refusal
+
 
 ARCH = Architecture(16, 2, 2, 1, 24, 40, 64, rope_scaling_factor=8.0, rope_original_max_seq_len=16)
 TOKENS = torch.arange(30)[None]
@@ -145,3 +225,32 @@ def test_names_never_lead_out_of_the_folder_and_pipes_do_not_wait(tmp_path, good
             (folder / file).rename(tmp_path / "moved")
             set_trap(folder / file)
             assert not ends_well(0, functools.partial(load, folder)), folder
+
+
+def toml_mutant(file: Path, number: int) -> bytes:
+    """The file with other bytes, or the whole job with other keys and values."""
+    if number % 2:
+        return mutant(file.read_bytes(), number)
+    job = load_job(["--job.config_file", str(file)]).model_dump(mode="json", exclude_none=True)
+    changed = mutant(json.dumps(job).encode(), number, is_json=True)
+    try:
+        return tomlkit.dumps(json.loads(changed)).encode("utf-8", "surrogatepass")
+    except (ValueError, RecursionError, AttributeError):  # no JSON any more, or no TOML
+        return changed
+
+
+@pytest.mark.parametrize("count", [SAMPLE, ALL])
+def test_a_mutant_is_a_job_or_a_users_error(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def check() -> None:
+        job = load_run(["--job.config_file", "mutant.toml"], 8).job
+        Path("copy.toml").write_text(dump_config(job), encoding="utf-8")
+        assert load_job(["--job.config_file", "copy.toml"]) == job
+
+    files, valid = sorted(JOB_FILES.glob("*.toml")), 0
+    for number in range(count):
+        Path("mutant.toml").write_bytes(toml_mutant(files[number % len(files)], number))  # stays if it fails
+        valid += ends_well(number, check)
+    assert 0 < valid < count  # mutants that all fail at the same place would prove little
