@@ -1,6 +1,6 @@
 """Ranks to which something happens, under titanlite's launcher: `mishap_run.py launch RANKS MISHAP ...` starts it.
 
-Each runs `mishap_run.py MISHAP ...`: a function of this module, or a mishap of training with the options that follow.
+Each runs `mishap_run.py MISHAP ...`: one of MISHAPS, or a mishap of training with the options that follow.
 hang_data: rank 1 never gets the batch of step 5; hang_nccl: the same, and NCCL's flight recorder has a collective that
 it did not join. hang_alone: rank 0, which is alone, waits for its batch until it dies. hang_save: rank 1 never writes
 its part of a checkpoint.
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,6 @@ def fails(error: Exception) -> None:
     raise RuntimeError("connection reset by peer")
 
 
-def guard_on_one() -> None:
-    fails(GuardError("loss is nan on one rank"))
-
-
-def crash() -> None:
-    fails(ValueError("the root cause"))
-
-
-def hang() -> None:
-    time.sleep(0 if late else 300)
-    fails(ValueError("the root cause"))
-
-
 def save() -> None:
     got = []
     ready(lambda number, frame: got.append(number))
@@ -73,21 +61,6 @@ def save() -> None:
     raise StoppedBySignal(f"saved after {len(got)} signal")
 
 
-def stuck() -> None:
-    ready(lambda number, frame: None)
-    time.sleep(300)
-
-
-def early() -> None:
-    ready()
-    time.sleep(300)
-
-
-def orphan() -> None:
-    ready(lambda number, frame: (Path(f"saved{RANK}").touch(), sys.exit()))
-    time.sleep(300)
-
-
 def hostile() -> None:
     (folder / "train.log").write_text("run.log")
     (folder / "0.hang.json").write_text(json.dumps([False, 0, "Rank 0 is LATE: x\x1b[2J"]))
@@ -95,6 +68,18 @@ def hostile() -> None:
         Path("again").touch()
         (folder / "1.json").write_text(json.dumps({"message": "a tensor\x1b[2J named\r\u202e", "time": 0.0}))
     os._exit(9 if late else 0)
+
+
+MISHAPS: dict[str, Callable[[], Any]] = {
+    "guard_on_one": lambda: fails(GuardError("loss is nan on one rank")),
+    "crash": lambda: fails(ValueError("the root cause")),
+    "hang": lambda: (time.sleep(0 if late else 300), fails(ValueError("the root cause"))),
+    "save": save,
+    "stuck": lambda: (ready(lambda number, frame: None), time.sleep(300)),
+    "early": lambda: (ready(), time.sleep(300)),
+    "orphan": lambda: (ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())), time.sleep(300)),
+    "hostile": hostile,
+}
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -146,4 +131,4 @@ if __name__ == "__main__":
     from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
     folder = Path(os.environ[ERROR_FOLDER])
-    sys.exit(run_quietly(globals().get(name) or (lambda: train(name, words))))
+    sys.exit(run_quietly(MISHAPS.get(name) or (lambda: train(name, words))))

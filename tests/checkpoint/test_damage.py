@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_step_folders import reseal
-from tiny_run import TinyRun, assert_equal, load_model_weights, names, weights
+from tiny_run import WAS_HERE, Malicious, TinyRun, assert_equal, load_model_weights, names, weights
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import step_folders
@@ -103,24 +103,9 @@ def test_rows_that_no_run_comes_to_are_not_resumed_from(tmp_path, place):
     assert resumed_step(tmp_path) == 2
 
 
-WAS_HERE = "/tmp/titanlite-was-here"
-
-
-class Malicious:
-    def __reduce__(self):
-        return os.system, (f"touch {WAS_HERE}",)
-
-
 class Nested:
     def __reduce__(self):
         return getattr, (torch.Size, "mro")
-
-
-def planted(value: Any):
-    def plant(metadata: Metadata) -> None:
-        metadata.planner_data = value
-
-    return plant
 
 
 def leave_the_folder(metadata: Metadata) -> None:
@@ -128,24 +113,23 @@ def leave_the_folder(metadata: Metadata) -> None:
         place.relative_path = f"../step-00000002/{place.relative_path}"
 
 
-def change_torch(metadata: Metadata) -> bytes:
-    """The instruction BUILD on a class would change it for the whole process."""
-    return b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x07planted\x88s\x86b."
-
-
-def hide_a_part(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()  # DCP would leave it as it was, and say nothing
+# The instruction BUILD on a class would change it for the whole process.
+CHANGE_TORCH = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x07planted\x88s\x86b."
 
 
 @pytest.mark.parametrize(
     ("alter", "found"),
     [
-        (planted(Malicious()), r"posix\.system, which has no place"),
-        (planted(Nested()), r"builtins\.getattr, which has no place"),
-        (planted({"a": torch.nn.Linear}), r"Linear, which has no place"),
+        (lambda index: vars(index).update(planner_data=Malicious()), r"posix\.system, which has no place"),
+        (lambda index: vars(index).update(planner_data=Nested()), r"builtins\.getattr, which has no place"),
+        (lambda index: vars(index).update(planner_data=torch.nn.Linear), r"Linear, which has no place"),
         (leave_the_folder, r"__0_0\.distcp is no file of this folder"),
-        (hide_a_part, r"model\.norm\.weight: its parts do not make the whole"),
-        (change_torch, ""),
+        # DCP would leave the weight as it was, and say nothing
+        (
+            lambda index: index.state_dict_metadata["model.norm.weight"].chunks.clear(),
+            r"norm\.weight: its parts do not",
+        ),
+        (lambda _: CHANGE_TORCH, ""),
     ],
 )
 def test_an_index_with_good_checksums_runs_nothing_and_leaves_the_folder_nowhere(two_saved, alter, found):
@@ -156,7 +140,7 @@ def test_an_index_with_good_checksums_runs_nothing_and_leaves_the_folder_nowhere
     for load in (lambda: load_model_weights(folder, Llama(run.model.arch)), TinyRun().manager(folder).load):
         with pytest.raises(CheckpointError, match=f"metadata cannot be read: .*{found}"):
             load()
-    assert not os.path.exists(WAS_HERE)
+    assert not WAS_HERE.exists()
     assert not hasattr(Metadata, "planted")
 
 
@@ -175,7 +159,7 @@ def test_a_file_of_tensors_with_good_checksums_runs_nothing(two_saved, content):
     with pytest.raises(CheckpointError, match="step-00000004 cannot be loaded") as caught:
         load_model_weights(folder, Llama(run.model.arch))
     assert "can still be loaded" not in str(caught.value)
-    assert not os.path.exists(WAS_HERE)
+    assert not WAS_HERE.exists()
 
 
 def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):

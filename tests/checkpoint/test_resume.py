@@ -22,20 +22,30 @@ NOTHING: tuple[list[str], list[str]] = [], []  # differs in the data
 HALF_WEIGHTS = {"training": {"dtype": "bfloat16"}, "optimizer": {"state_dtype": "float32", "stochastic_rounding": True}}
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("kind", [{}, TIED, RECOMPUTING, OFFLOADED, HALF])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind):
-    straight = TinyRun(**kind)
-    losses = straight.train(6)
-
-    first = TinyRun(**kind)
-    first.train(3)
-    first.manager(tmp_path).save(3, first.train_state(3))
-    second = TinyRun(seed=99, **kind)
-    assert second.manager(tmp_path).load() == {"step": 3, "tokens": 0, "cursor": {"row": 12}}
-    second.step = 3
-    assert_equal(second.everything(), first.everything())
-    assert second.train(3) == losses[3:]
-    assert_equal(second.everything(), straight.everything())
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, kind, mode):
+    straight, lines = TinyRun(**kind), []
+    manager, losses, states = straight.manager(tmp_path, lines=lines, async_mode=mode), [], []
+    for _ in range(3):  # the next steps change the live state while a save is under way
+        losses += straight.train(2)
+        states.append(straight.everything())
+        manager.save(straight.step, straight.train_state())
+    losses += straight.train(2)
+    manager.close()
+    assert manager.stats()["failed_saves"] == 0
+    assert sum("of which training waited" in line for line in lines) == 3 * (mode == "async")
+    for step in (6, 4, 2):
+        resumed = TinyRun(seed=99, **kind)
+        assert resumed.manager(tmp_path, load_step=step).load() == {
+            "step": step,
+            "tokens": 0,
+            "cursor": {"row": 4 * step},
+        }
+        resumed.step = step
+        assert_equal(resumed.everything(), states[step // 2 - 1])
+        assert resumed.train(8 - step) == losses[step:]
+        assert_equal(resumed.everything(), straight.everything())
 
 
 @pytest.mark.parametrize("kind", [HALF, ROUNDED, HALF_WEIGHTS])

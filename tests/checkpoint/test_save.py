@@ -127,22 +127,3 @@ def test_a_run_that_could_not_save_is_told_at_start(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(37, "No locks available")))
     assert step_folders.lock(tmp_path, 0, lines.append) is None
     assert "its file system has no locks: No locks available" in lines[0]
-
-
-def test_an_async_save_holds_the_state_of_its_own_step(tmp_path):
-    losses = TinyRun().train(8)
-    first, lines = TinyRun(), []
-    manager = first.manager(tmp_path, lines=lines, async_mode="async")
-    for _ in range(3):  # the next steps change the live state while a save is under way
-        first.train(2)
-        manager.save(first.step, first.train_state())
-    first.train(2)
-    manager.close()
-    assert manager.stats()["failed_saves"] == 0
-    assert sum("of which training waited" in line for line in lines) == 3
-    for step in (6, 4, 2):
-        resumed = TinyRun(seed=99)
-        assert resumed.manager(tmp_path).load() == resumed.train_state(step)
-        resumed.step = step
-        assert resumed.train(8 - step) == losses[step:]
-        shutil.rmtree(tmp_path / f"step-{step:08d}")

@@ -3,6 +3,7 @@
 It reads no data, writes no output folder and logs nothing, so that a test of checkpoints makes several within a second.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,14 @@ def weights(run: TinyRun) -> dict[str, torch.Tensor]:
 def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Load the weights of the newest good checkpoint at a path, and return what its manifest says."""
     return step_folders.read_manifest(use_newest(path, lambda step: load_checked_weights(step, model), log=log))["info"]
+
+
+WAS_HERE = Path("/tmp/titanlite-was-here")
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, (f"touch {WAS_HERE}",)
 
 
 def names(folder: Path) -> list[str]:
