@@ -6,6 +6,7 @@ it did not join. hang_alone: rank 0, which is alone, waits for its batch until i
 its part of a checkpoint.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from titanlite.runtime import process
 
@@ -27,9 +29,6 @@ def launch(count: int, *words: str) -> int:
     seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
     hint = "To go on: outputs/\x1b]0;mine\x07"
     return Ranks([__file__, *words], range(count), count, seconds, restarts, lambda: hint).run()
-
-
-# ------------------------------------------------------------------------------------------ without any training
 
 
 def ready(handler: Any = None) -> None:
@@ -82,25 +81,20 @@ MISHAPS: dict[str, Callable[[], Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- training
-
-
 def train(mishap: str, arguments: list[str]) -> None:
-    import torch
     from torch._C import _distributed_c10d
 
     from titanlite.checkpoint.dcp import CommittingWriter
     from titanlite.cli import train
     from titanlite.data.loader import Loader
 
-    next_global_batch, batches = Loader.next_global_batch, 0
+    next_global_batch, batches = Loader.next_global_batch, itertools.count(1)
 
     def late_batch(loader: Loader) -> Any:
-        nonlocal batches
-        batches += 1
-        if mishap in ("hang_data", "hang_nccl") and late and batches == 5:
+        fifth = next(batches) == 5
+        if mishap in ("hang_data", "hang_nccl") and late and fifth:
             time.sleep(1000)
-        if mishap == "hang_alone" and batches == 5:
+        if mishap == "hang_alone" and fifth:
             time.sleep(10)
             os._exit(9)
         return next_global_batch(loader)
@@ -110,15 +104,12 @@ def train(mishap: str, arguments: list[str]) -> None:
         entry = {"collective_seq_id": 6 if late else 7, "profiling_name": "nccl:all_reduce", "retired": late}
         return json.dumps({"entries": [{**entry, "time_created_ns": 2**62}]})
 
-    loaders: Any = Loader
-    writers: Any = CommittingWriter
-    recorder: Any = _distributed_c10d
-    loaders.next_global_batch = late_batch
+    patch.object(Loader, "next_global_batch", late_batch).start()
     if mishap == "hang_save" and late:
-        writers.write_data = lambda *_: time.sleep(1000)
+        patch.object(CommittingWriter, "write_data", lambda *_: time.sleep(1000)).start()
     if mishap == "hang_nccl":
-        recorder._dump_nccl_trace_json = nccl_table
-        torch.distributed.is_nccl_available = lambda: True
+        patch.object(_distributed_c10d, "_dump_nccl_trace_json", nccl_table, create=True).start()
+        patch("torch.distributed.is_nccl_available", lambda: True).start()
     train(arguments)
 
 

@@ -38,24 +38,14 @@ JOB: dict[str, dict[str, Any]] = {
 class Checkpoints:
     """The checkpoints of one run, saved and resumed as the trainer does it. `keys` are some of [checkpoint]."""
 
-    def __init__(
-        self,
-        folder: Path,
-        live: LiveState,
-        *,
-        lines: list[str] | None = None,
-        job: Any = None,
-        tokenizer: str = "fingerprint",
-        compare_data: Any = None,
-        **keys: Any,
-    ) -> None:
+    def __init__(self, folder, live, *, lines=None, job=None, tokenizer="fingerprint", compare_data=None, **keys):
         log = [].append if lines is None else lines.append
         self.folder = CheckpointFolder(schema.Checkpoint(**keys), folder, live, log, job)
         self.saver = Saver(self.folder)
         self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
         self.resumer = Resumer(self.folder, lambda fingerprint: fingerprint == tokenizer, compare_data)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Any:
         state = self.resumer.load()
         self.saver.loaded_step = state["step"] if state else None
         return state

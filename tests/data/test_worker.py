@@ -40,7 +40,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 1), (2, 2)])
-def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Path, size: int, number: int) -> None:
+def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path, size, number):
     dataset = dataset_of(tmp_path, some_texts(150))
     alone, ranks = Ranks(dataset, 1), Ranks(dataset.model_copy(update={"num_workers": number, "prefetch": 3}), size)
     for _ in range(6):
@@ -59,7 +59,7 @@ def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Pa
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGBUS])
-def test_a_killed_worker_is_reported(tmp_path: Path, end: signal.Signals) -> None:
+def test_a_killed_worker_is_reported(tmp_path, end):
     """The kernel sends SIGBUS to whoever reads a mapped file behind its new end."""
     killed = end == signal.SIGKILL
     loader = make_loader(dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 2 if killed else 1}))
@@ -95,7 +95,7 @@ loader.next_global_batch()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, number: signal.Signals) -> None:
+def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
     trainer = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
     )
@@ -109,7 +109,7 @@ def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, numb
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x80\x05\x95\xff", pickle.dumps(("data", "part"))])
-def test_a_worker_whose_trainer_is_killed_at_once_says_nothing(sent: bytes) -> None:
+def test_a_worker_whose_trainer_is_killed_at_once_says_nothing(sent):
     reader, pipe = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "titanlite.data.worker", "0"]
