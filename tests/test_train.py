@@ -58,8 +58,8 @@ def test_exact_resume(job_file, tmp_path):
 
     What it logged after its last save is trained, and logged, again: each file has it once. (Weights: test_kill.py.)
     """
-    options = ("--lr_scheduler.decay_ratio", "0", "--validation.freq", "5", "--validation.holdout", "0.02")
-    options = (*options, "--validation.sequences", "2", "--training.steps")
+    words = "--lr_scheduler.decay_ratio 0 --validation.freq 5 --validation.holdout 0.02 --validation.sequences 2"
+    options = (*words.split(), "--training.steps")
     resumed, reference = tmp_path / "killed", tmp_path / "reference"
     killed = start_ranks(job_file, resumed, *options, "200")
     killed.wait_for("step +7/")

@@ -122,16 +122,13 @@ def follow(trainer: loop.Trainer) -> dict[str, Any]:
     parameter = next(model.parameters())
     trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=str(parameter.grad.dtype)))  # pyright: ignore
     logged = [trainer.step() for _ in range(job.training.steps)]
+    seen |= {"parameter": str(parameter.dtype), "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype)}
     weights = all_weights(model)
     return {
         "initial": initial,
         "losses": [step.loss for step in logged if step is not None],
         "norms": [step.grad_norm for step in logged if step is not None],
-        "dtypes": {
-            "parameter": str(parameter.dtype),
-            "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype),
-            **seen,
-        },
+        "dtypes": seen,
         "final": weights_hash(weights),
         "weights": weights,
     }

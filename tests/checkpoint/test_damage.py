@@ -36,8 +36,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(two_saved, file):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    lines: list[str] = []
-    model = Llama(run.model.arch)
+    lines, model = [], Llama(run.model.arch)
     assert load_model_weights(folder, model, lines.append)["train_state"]["step"] == 2
     assert f"step-00000004 is damaged: {file}" in lines[0]
     with pytest.raises(CheckpointError, match=f"step-00000004 is damaged: {file}"):

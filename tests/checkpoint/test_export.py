@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli
@@ -41,7 +40,7 @@ def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int =
     published.export_hf(published.Weights(model.arch, {}, model.get_parameter), out, dtype, shard_bytes=shard_bytes)
 
 
-def assert_same_logits(ours: Llama, theirs: Any) -> None:
+def assert_same_logits(ours: Llama, theirs) -> None:
     tokens = torch.randint(ours.arch.vocab_size, (2, 60), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected, found = ours(tokens), theirs(tokens).logits

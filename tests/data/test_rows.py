@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def datasets(tmp_path_factory):
     (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
     plain = dataset_of(folder, some_texts(150))
 
-    def of(source: str, path: str, **keys: Any) -> Dataset:
+    def of(source, path, **keys):
         return Dataset.model_validate({"source": source, "path": str(folder / path), "num_workers": 0, **keys})
 
     mix = (
@@ -92,7 +91,7 @@ def datasets(tmp_path_factory):
     }
 
 
-def keys_of(name: str) -> dict[str, Any]:
+def keys_of(name):
     return {"holdout": 0.2 if name == "holdout" else 0.0, "seq_len": 512 if name == "text" else 32}
 
 

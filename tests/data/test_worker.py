@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def workers(parent: int | None = None) -> list[int]:
     return sorted(filter(is_worker, descendants(parent or os.getpid())))
 
 
-def wait_until(true: Callable[[], object]) -> None:
+def wait_until(true):
     deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
@@ -96,9 +95,8 @@ loader.next_global_batch()
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
-    )
+    command = [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     assert trainer.stdout and trainer.stdout.readline() == b"started\n"  # noqa: PT018
     wait_until(lambda: workers(trainer.pid))
     found = workers(trainer.pid)
