@@ -1,18 +1,21 @@
 """Ranks to which something happens, under titanlite's launcher: `mishap_run.py launch RANKS MISHAP ...` starts it.
 
-Each runs `mishap_run.py MISHAP ...`: a function of this module, or a mishap of training with the options that follow.
+Each runs `mishap_run.py MISHAP ...`: one of MISHAPS, or a mishap of training with the options that follow.
 hang_data: rank 1 never gets the batch of step 5; hang_nccl: the same, and NCCL's flight recorder has a collective that
 it did not join. hang_alone: rank 0, which is alone, waits for its batch until it dies. hang_save: rank 1 never writes
 its part of a checkpoint.
 """
 
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from titanlite.runtime import process
 
@@ -26,9 +29,6 @@ def launch(count: int, *words: str) -> int:
     seconds, restarts = float(os.environ.get("STOP_SECONDS", "60")), int(os.environ.get("MAX_RESTARTS", "0"))
     hint = "To go on: outputs/\x1b]0;mine\x07"
     return Ranks([__file__, *words], range(count), count, seconds, restarts, lambda: hint).run()
-
-
-# ------------------------------------------------------------------------------------------ without any training
 
 
 def ready(handler: Any = None) -> None:
@@ -51,19 +51,6 @@ def fails(error: Exception) -> None:
     raise RuntimeError("connection reset by peer")
 
 
-def guard_on_one() -> None:
-    fails(GuardError("loss is nan on one rank"))
-
-
-def crash() -> None:
-    fails(ValueError("the root cause"))
-
-
-def hang() -> None:
-    time.sleep(0 if late else 300)
-    fails(ValueError("the root cause"))
-
-
 def save() -> None:
     got = []
     ready(lambda number, frame: got.append(number))
@@ -71,21 +58,6 @@ def save() -> None:
         time.sleep(0.02)
     time.sleep(0.3 + RANK)  # ranks do not finish at the same time
     raise StoppedBySignal(f"saved after {len(got)} signal")
-
-
-def stuck() -> None:
-    ready(lambda number, frame: None)
-    time.sleep(300)
-
-
-def early() -> None:
-    ready()
-    time.sleep(300)
-
-
-def orphan() -> None:
-    ready(lambda number, frame: (Path(f"saved{RANK}").touch(), sys.exit()))
-    time.sleep(300)
 
 
 def hostile() -> None:
@@ -97,25 +69,32 @@ def hostile() -> None:
     os._exit(9 if late else 0)
 
 
-# ------------------------------------------------------------------------------------------------------- training
+MISHAPS: dict[str, Callable[[], Any]] = {
+    "guard_on_one": lambda: fails(GuardError("loss is nan on one rank")),
+    "crash": lambda: fails(ValueError("the root cause")),
+    "hang": lambda: (time.sleep(0 if late else 300), fails(ValueError("the root cause"))),
+    "save": save,
+    "stuck": lambda: (ready(lambda number, frame: None), time.sleep(300)),
+    "early": lambda: (ready(), time.sleep(300)),
+    "orphan": lambda: (ready(lambda *_: (Path(f"saved{RANK}").touch(), sys.exit())), time.sleep(300)),
+    "hostile": hostile,
+}
 
 
 def train(mishap: str, arguments: list[str]) -> None:
-    import torch
     from torch._C import _distributed_c10d
 
     from titanlite.checkpoint.dcp import CommittingWriter
     from titanlite.cli import train
     from titanlite.data.loader import Loader
 
-    next_global_batch, batches = Loader.next_global_batch, 0
+    next_global_batch, batches = Loader.next_global_batch, itertools.count(1)
 
     def late_batch(loader: Loader) -> Any:
-        nonlocal batches
-        batches += 1
-        if mishap in ("hang_data", "hang_nccl") and late and batches == 5:
+        fifth = next(batches) == 5
+        if mishap in ("hang_data", "hang_nccl") and late and fifth:
             time.sleep(1000)
-        if mishap == "hang_alone" and batches == 5:
+        if mishap == "hang_alone" and fifth:
             time.sleep(10)
             os._exit(9)
         return next_global_batch(loader)
@@ -125,15 +104,12 @@ def train(mishap: str, arguments: list[str]) -> None:
         entry = {"collective_seq_id": 6 if late else 7, "profiling_name": "nccl:all_reduce", "retired": late}
         return json.dumps({"entries": [{**entry, "time_created_ns": 2**62}]})
 
-    loaders: Any = Loader
-    writers: Any = CommittingWriter
-    recorder: Any = _distributed_c10d
-    loaders.next_global_batch = late_batch
+    patch.object(Loader, "next_global_batch", late_batch).start()
     if mishap == "hang_save" and late:
-        writers.write_data = lambda *_: time.sleep(1000)
+        patch.object(CommittingWriter, "write_data", lambda *_: time.sleep(1000)).start()
     if mishap == "hang_nccl":
-        recorder._dump_nccl_trace_json = nccl_table
-        torch.distributed.is_nccl_available = lambda: True
+        patch.object(_distributed_c10d, "_dump_nccl_trace_json", nccl_table, create=True).start()
+        patch("torch.distributed.is_nccl_available", lambda: True).start()
     train(arguments)
 
 
@@ -146,4 +122,4 @@ if __name__ == "__main__":
     from titanlite.config.errors import ERROR_FOLDER, GuardError, StoppedBySignal
 
     folder = Path(os.environ[ERROR_FOLDER])
-    sys.exit(run_quietly(globals().get(name) or (lambda: train(name, words))))
+    sys.exit(run_quietly(MISHAPS.get(name) or (lambda: train(name, words))))

@@ -27,15 +27,10 @@ from titanlite.parallel.forward_backward import Microbatch
 from titanlite.parallel.mesh import build_mesh
 from titanlite.train import loop
 
+SIZES = {"seq_len": 32, "local_batch_size": 2, "global_batch_size": 8, "steps": 8}
 TINY: dict[str, Any] = {
     "model": {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 96},
-    "training": {
-        "seq_len": 32,
-        "local_batch_size": 2,
-        "global_batch_size": 8,
-        "steps": 8,
-        "mixed_precision_param": "float32",
-    },
+    "training": {**SIZES, "mixed_precision_param": "float32"},
     "optimizer": {"lr": 2e-3},
     "activation_checkpoint": {"mode": "none"},
     "float8": {"min_features": 0},
@@ -44,18 +39,13 @@ TINY: dict[str, Any] = {
     "checkpoint": {"enable": False},
     "metrics": {"log_freq": 1, "enable_tensorboard": False},
 }
-GLOBAL_BATCH = TINY["training"]["global_batch_size"]
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, without the wrappers of FSDP and of torchao's FP8 all-gather."""
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return getattr(tensor, "_tensor", tensor).cpu().float()
+GLOBAL_BATCH = SIZES["global_batch_size"]
 
 
 def all_weights(model: nn.Module) -> dict[str, Tensor]:
     """Every weight of the whole model in fp32, in order of its name, on every rank."""
-    own = {name: full(p.detach()) for name, p in model.named_parameters()}
+    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+    own = {name: getattr(p, "_tensor", p).float() for name, p in whole.items()}  # without torchao's wrapper
     of_ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
     weights: dict[str, Tensor] = {}
@@ -132,16 +122,13 @@ def follow(trainer: loop.Trainer) -> dict[str, Any]:
     parameter = next(model.parameters())
     trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=str(parameter.grad.dtype)))  # pyright: ignore
     logged = [trainer.step() for _ in range(job.training.steps)]
+    seen |= {"parameter": str(parameter.dtype), "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype)}
     weights = all_weights(model)
     return {
         "initial": initial,
         "losses": [step.loss for step in logged if step is not None],
         "norms": [step.grad_norm for step in logged if step is not None],
-        "dtypes": {
-            "parameter": str(parameter.dtype),
-            "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype),
-            **seen,
-        },
+        "dtypes": seen,
         "final": weights_hash(weights),
         "weights": weights,
     }
@@ -162,16 +149,15 @@ def planted(mistake: str | None) -> AbstractContextManager[Any]:
         local = parameter.to_local()
         local.copy_(whole[tuple(slice(size) for size in local.shape)])
 
-    def averaged(module: FSDPModule, _factor: float) -> None:
-        set_factor(module, 2.0)
-
     set_factor = FSDPModule.set_gradient_divide_factor
     if mistake in (None, "doubled_data"):
         return nullcontext()
     return {
         "missing_reduction": patch.object(context.collectives, "all_gather_tensor_autograd", gather_without_gradient),
         "doubled_shard": patch("titanlite.parallel.init_weights.keep_shard", first_shard),
-        "averaged_gradients": patch.object(FSDPModule, "set_gradient_divide_factor", averaged),
+        "averaged_gradients": patch.object(
+            FSDPModule, "set_gradient_divide_factor", lambda self, _: set_factor(self, 2.0)
+        ),
         "local_softmax": patch("titanlite.optim.loss._reduced", lambda x, *_: x),
         "no spare copies": patch("titanlite.parallel.fsdp.spare_copies", lambda *_: None),  # computes the same
     }[mistake]

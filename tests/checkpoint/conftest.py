@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 from tiny_run import TinyRun
 
 
 @pytest.fixture
-def two_saved(tmp_path) -> tuple[Path, TinyRun]:
+def two_saved(tmp_path):
     """A run that saved at steps 2 and 4."""
     run = TinyRun()
     manager = run.manager(tmp_path)

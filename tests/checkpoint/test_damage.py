@@ -4,12 +4,13 @@ import os
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ranks import run_ranks
 from test_step_folders import reseal
-from tiny_run import TinyRun, assert_equal, load_model_weights, names, weights
+from tiny_run import WAS_HERE, Malicious, TinyRun, assert_equal, load_model_weights, names, weights
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlite.checkpoint import step_folders
@@ -25,7 +26,6 @@ def resumed_step(folder: Path, lines: list[str] | None = None) -> int:
     manager = TinyRun(seed=99).manager(folder, lines=lines)
     state = manager.load()
     manager.close()
-    assert state is not None
     return state["step"]
 
 
@@ -36,8 +36,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(two_saved, file):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    lines: list[str] = []
-    model = Llama(run.model.arch)
+    lines, model = [], Llama(run.model.arch)
     assert load_model_weights(folder, model, lines.append)["train_state"]["step"] == 2
     assert f"step-00000004 is damaged: {file}" in lines[0]
     with pytest.raises(CheckpointError, match=f"step-00000004 is damaged: {file}"):
@@ -69,15 +68,9 @@ def test_damage_that_one_rank_alone_reads_is_damage_for_all(tmp_path):
 
 def test_a_file_that_cannot_be_read_now_stops_the_run_and_renames_nothing(two_saved, monkeypatch):
     folder, _ = two_saved
-    before, opened = names(folder), os.open
-
-    def refuse(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if str(path).endswith("step-00000004/__0_0.distcp"):
-            raise OSError(116, "Stale file handle")
-        return opened(path, *arguments, **keywords)
-
+    before, opened, stale = names(folder), os.open, Mock(side_effect=OSError(116, "Stale file handle"))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "open", lambda path, *a: (stale if "4/__0_0" in str(path) else opened)(path, *a))
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read: .*Stale file handle"):
             TinyRun().manager(folder).load()
     assert names(folder) == before
@@ -103,24 +96,9 @@ def test_rows_that_no_run_comes_to_are_not_resumed_from(tmp_path, place):
     assert resumed_step(tmp_path) == 2
 
 
-WAS_HERE = "/tmp/titanlite-was-here"
-
-
-class Malicious:
-    def __reduce__(self):
-        return os.system, (f"touch {WAS_HERE}",)
-
-
 class Nested:
     def __reduce__(self):
         return getattr, (torch.Size, "mro")
-
-
-def planted(value: Any):
-    def plant(metadata: Metadata) -> None:
-        metadata.planner_data = value
-
-    return plant
 
 
 def leave_the_folder(metadata: Metadata) -> None:
@@ -128,24 +106,23 @@ def leave_the_folder(metadata: Metadata) -> None:
         place.relative_path = f"../step-00000002/{place.relative_path}"
 
 
-def change_torch(metadata: Metadata) -> bytes:
-    """The instruction BUILD on a class would change it for the whole process."""
-    return b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x07planted\x88s\x86b."
-
-
-def hide_a_part(metadata: Any) -> None:
-    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()  # DCP would leave it as it was, and say nothing
+# The instruction BUILD on a class would change it for the whole process.
+CHANGE_TORCH = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x07planted\x88s\x86b."
 
 
 @pytest.mark.parametrize(
     ("alter", "found"),
     [
-        (planted(Malicious()), r"posix\.system, which has no place"),
-        (planted(Nested()), r"builtins\.getattr, which has no place"),
-        (planted({"a": torch.nn.Linear}), r"Linear, which has no place"),
+        (lambda index: vars(index).update(planner_data=Malicious()), r"posix\.system, which has no place"),
+        (lambda index: vars(index).update(planner_data=Nested()), r"builtins\.getattr, which has no place"),
+        (lambda index: vars(index).update(planner_data=torch.nn.Linear), r"Linear, which has no place"),
         (leave_the_folder, r"__0_0\.distcp is no file of this folder"),
-        (hide_a_part, r"model\.norm\.weight: its parts do not make the whole"),
-        (change_torch, ""),
+        # DCP would leave the weight as it was, and say nothing
+        (
+            lambda index: index.state_dict_metadata["model.norm.weight"].chunks.clear(),
+            r"norm\.weight: its parts do not",
+        ),
+        (lambda _: CHANGE_TORCH, ""),
     ],
 )
 def test_an_index_with_good_checksums_runs_nothing_and_leaves_the_folder_nowhere(two_saved, alter, found):
@@ -156,7 +133,7 @@ def test_an_index_with_good_checksums_runs_nothing_and_leaves_the_folder_nowhere
     for load in (lambda: load_model_weights(folder, Llama(run.model.arch)), TinyRun().manager(folder).load):
         with pytest.raises(CheckpointError, match=f"metadata cannot be read: .*{found}"):
             load()
-    assert not os.path.exists(WAS_HERE)
+    assert not WAS_HERE.exists()
     assert not hasattr(Metadata, "planted")
 
 
@@ -175,15 +152,14 @@ def test_a_file_of_tensors_with_good_checksums_runs_nothing(two_saved, content):
     with pytest.raises(CheckpointError, match="step-00000004 cannot be loaded") as caught:
         load_model_weights(folder, Llama(run.model.arch))
     assert "can still be loaded" not in str(caught.value)
-    assert not os.path.exists(WAS_HERE)
+    assert not WAS_HERE.exists()
 
 
 def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
     run = TinyRun()
     model: Any = run.model
-    with torch.no_grad():
-        model.layers["1"].attention.wq.weight[3, 5] = float("nan")
-        model.norm.weight[0] = float("inf")
+    model.layers["1"].attention.wq.weight.data[3, 5] = float("nan")
+    model.norm.weight.data[0] = float("inf")
     run.manager(tmp_path / "old").save(1, run.train_state(1))
     for load in (
         TinyRun().manager(tmp_path / "old").load,

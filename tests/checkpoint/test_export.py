@@ -6,21 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli
 import torch
-from tiny_run import TinyRun, assert_equal, load_model_weights, weights
+from tiny_run import WAS_HERE, Malicious, TinyRun, assert_equal, load_model_weights, weights
 
-from titanlite.checkpoint.published import (
-    Weights,
-    checkpoint_weights,
-    export_hf,
-    hf_weights,
-    import_weights,
-    load_hf_weights,
-)
+from titanlite.checkpoint import published
 from titanlite.cli import main
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.flavors import Architecture
@@ -44,19 +36,11 @@ def build(arch: Architecture, seed: int = 1) -> Llama:
     return model
 
 
-WAS_HERE = "/tmp/titanlite-was-here"
-
-
-class Malicious:
-    def __reduce__(self):
-        return os.system, (f"touch {WAS_HERE}",)
-
-
 def write_hf(out: Path, model: Llama, dtype: str = "float32", shard_bytes: int = 10**9) -> None:
-    export_hf(Weights(model.arch, {}, model.get_parameter), out, dtype, shard_bytes=shard_bytes)
+    published.export_hf(published.Weights(model.arch, {}, model.get_parameter), out, dtype, shard_bytes=shard_bytes)
 
 
-def assert_same_logits(ours: Llama, theirs: Any) -> None:
+def assert_same_logits(ours: Llama, theirs) -> None:
     tokens = torch.randint(ours.arch.vocab_size, (2, 60), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected, found = ours(tokens), theirs(tokens).logits
@@ -77,7 +61,7 @@ def test_transformers_computes_what_was_exported_and_it_is_imported_unchanged(tm
     assert_same_logits(model, LlamaForCausalLM.from_pretrained(origin, dtype=torch.float32))
     (origin / "tokenizer.json").touch()
     assert main(["import", "--hf", str(origin), "--out", str(out)]) == 0
-    found = checkpoint_weights(out / "step-00000000")
+    found = published.checkpoint_weights(out / "step-00000000")
     assert_equal({name: found.read(name) for name in stored}, stored)
     tables = tomli.loads(capsys.readouterr().out.split("\n\n", 1)[1])  # what a job needs, whatever the folder's name
     assert Architecture(**tables["model"]) == found.arch == SHAPES[shape]
@@ -160,21 +144,21 @@ def test_metas_files_with_other_contents_are_refused(tmp_path, name, value, said
     answer = capsys.readouterr().err
     assert said in answer
     assert "weights_only" not in answer  # torch's advice how to run the code in it
-    assert not os.path.exists(WAS_HERE)
+    assert not WAS_HERE.exists()
 
 
 def test_a_run_starts_from_a_folder_or_from_what_was_imported_and_resumes_from_neither(tmp_path, one_rank):
     run = TinyRun()
     model = build(run.model.arch)
     write_hf(tmp_path / "hf", model, "bfloat16")
-    import_weights(tmp_path / "ckpt", hf_weights(tmp_path / "hf"), "test")
+    published.import_weights(tmp_path / "ckpt", published.hf_weights(tmp_path / "hf"), "test")
     with pytest.raises(CheckpointError, match="initial_load_path"):
         run.manager(tmp_path / "ckpt").load()
-    load_hf_weights(tmp_path / "hf", run.model)  # each rank its slices
+    published.load_hf_weights(tmp_path / "hf", run.model)  # each rank its slices
     assert_equal(weights(run), {name: value.bfloat16().float() for name, value in model.state_dict().items()})
     other = Llama(dataclasses.replace(run.model.arch, rope_theta=1.0))
     with pytest.raises(UserError, match=f"rope_theta: {run.model.arch.rope_theta} there, 1.0 in this job"):
-        load_hf_weights(tmp_path / "hf", other)
+        published.load_hf_weights(tmp_path / "hf", other)
 
 
 def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
@@ -189,8 +173,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, capsys):
     shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     assert f"{shard.name} cannot be read" in answer(tmp_path / "hf", tmp_path / "out")
-    with torch.no_grad():
-        model.get_parameter("layers.1.feed_forward.w2.weight")[3, 5] = float("nan")
+    model.get_parameter("layers.1.feed_forward.w2.weight").data[3, 5] = float("nan")
     write_hf(tmp_path / "nan", model)
     assert "layers.1.feed_forward.w2.weight" in answer(tmp_path / "nan", tmp_path / "out")
     assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")

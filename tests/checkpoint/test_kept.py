@@ -103,18 +103,11 @@ def test_the_files_alone_say_which_one_is_the_best(tmp_path):
     assert best_of(tmp_path) == "step-00000002"
 
 
-VALIDATED = """
-[validation]
-freq = 2
-holdout = 0.05
-sequences = 4
-"""
-
-
 @pytest.mark.slow
 def test_a_run_that_gets_worse_keeps_its_best_step_over_a_restart(tmp_path: Path) -> None:
     keys = 'interval = 5\nkeep_best = true\nkeep_latest_k = 1\nasync_mode = "async"'
-    (tmp_path / "job.toml").write_text(SMALL.replace("interval = 5", keys) + VALIDATED)
+    validation = "[validation]\nfreq = 2\nholdout = 0.05\nsequences = 4\n"
+    (tmp_path / "job.toml").write_text(SMALL.replace("interval = 5", keys) + validation)
     words = ["train", "--job.config_file", tmp_path / "job.toml", "--job.dump_folder", tmp_path / "out"]
     batch = ["--training.local_batch_size", 1, "--training.global_batch_size", 2]
     for steps, rate in ((7, 0.01), (12, 1.0)):

@@ -116,12 +116,9 @@ def test_verify_lists_all_of_a_folder_and_what_is_no_checkpoint(tmp_path, capsys
     good, bad = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 200)
     size = sum(file.stat().st_size for file in good.iterdir())
     assert main(["verify", str(good), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "folder": str(good),
-        "checkpoints": [{"name": good.name, "step": 100, "bytes": size, "state": "good", "damage": []}],
-        "unfinished": [],
-        "set_aside": [],
-    }
+    row = {"name": good.name, "step": 100, "bytes": size, "state": "good", "damage": []}
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"folder": str(good), "checkpoints": [row], "unfinished": [], "set_aside": []}
     (bad / "b.bin").write_bytes(b"m0re")
     (tmp_path / ".tmp-step-00000300-x").mkdir()
     set_aside = [step_folders.set_aside(write_checkpoint(tmp_path, 7)).name for _ in range(2)]

@@ -3,6 +3,7 @@
 It reads no data, writes no output folder and logs nothing, so that a test of checkpoints makes several within a second.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,24 +38,14 @@ JOB: dict[str, dict[str, Any]] = {
 class Checkpoints:
     """The checkpoints of one run, saved and resumed as the trainer does it. `keys` are some of [checkpoint]."""
 
-    def __init__(
-        self,
-        folder: Path,
-        live: LiveState,
-        *,
-        lines: list[str] | None = None,
-        job: Any = None,
-        tokenizer: str = "fingerprint",
-        compare_data: Any = None,
-        **keys: Any,
-    ) -> None:
+    def __init__(self, folder, live, *, lines=None, job=None, tokenizer="fingerprint", compare_data=None, **keys):
         log = [].append if lines is None else lines.append
         self.folder = CheckpointFolder(schema.Checkpoint(**keys), folder, live, log, job)
         self.saver = Saver(self.folder)
         self.save, self.holds, self.stats = self.saver.save, self.saver.holds, self.saver.stats
         self.resumer = Resumer(self.folder, lambda fingerprint: fingerprint == tokenizer, compare_data)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Any:
         state = self.resumer.load()
         self.saver.loaded_step = state["step"] if state else None
         return state
@@ -115,6 +106,14 @@ def weights(run: TinyRun) -> dict[str, torch.Tensor]:
 def load_model_weights(path: Path, model: Llama, log: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Load the weights of the newest good checkpoint at a path, and return what its manifest says."""
     return step_folders.read_manifest(use_newest(path, lambda step: load_checked_weights(step, model), log=log))["info"]
+
+
+WAS_HERE = Path("/tmp/titanlite-was-here")
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, (f"touch {WAS_HERE}",)
 
 
 def names(folder: Path) -> list[str]:

@@ -29,16 +29,10 @@ def some_texts(count, seed=0, words=90, mark=""):
     return [f"<{mark}{i}> " + "word " * int(generator.integers(0, words)) for i in range(count)]
 
 
-def write_jsonl(path, texts, opener=open):
-    with opener(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+def write_jsonl(path, texts):
+    with pyarrow.output_stream(str(path)) as file:  # compressed as its suffix says
+        file.write("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode())
     return path
-
-
-def write_zst(path, texts):
-    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as stream:
-        stream.write(raw)
 
 
 def write_parquet(path, texts, **columns):

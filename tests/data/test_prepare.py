@@ -1,6 +1,5 @@
 """Prepared shards: the same bytes by any route, the same rows as the text, and damage is refused by name."""
 
-import gzip
 import json
 import shutil
 import signal
@@ -60,7 +59,7 @@ module.prepare(Run(JobConfig.model_validate_json(sys.argv[1])), Path(sys.argv[2]
 @pytest.mark.slow
 def test_threads_and_kills_change_no_byte(tmp_path, monkeypatch):
     for i in range(3):  # parts that end within a shard
-        write_jsonl(tmp_path / f"{i}.gz", TEXTS[i::3], gzip.open)
+        write_jsonl(tmp_path / f"{i}.gz", TEXTS[i::3])
     text = Dataset(source="jsonl", path=str(tmp_path / "*.gz"))
     job = run_of(text).job.model_dump_json(exclude_none=True)
 
@@ -101,7 +100,7 @@ def test_rows_from_shards_equal_rows_from_the_text(dataset, shards, tmp_path, ca
 
 def test_a_mix_goes_to_a_folder_for_each_source(tmp_path):
     first = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", TEXTS[:100])), weight=0.3)
-    second = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "b.jsonl.gz", TEXTS[:200], gzip.open)))
+    second = DataSource(source="jsonl", path=str(write_jsonl(tmp_path / "b.jsonl.gz", TEXTS[:200])))
     folders = prepare(run_of(Dataset(sources=(first, second))), tmp_path / "out", 2)
     assert folders == [tmp_path / "out" / "0-jsonl", tmp_path / "out" / "1-jsonl"]
     ready = [DataSource(source="shards", path=str(f), weight=w) for f, w in zip(folders, (0.3, 1.0), strict=True)]
@@ -144,7 +143,6 @@ def test_a_complete_folder_is_left_alone_and_another_one_refused(dataset, shards
         ("shard-00000.bin", lambda raw: raw[:70_000] + b"\xff" + raw[70_001:], r"shard-00000\.bin .* block 1"),
         ("shard-00000.idx", lambda raw: b"\xff" + raw[1:], r"shard-00000\.idx is altered"),
         ("shard-00000.hash", lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), r"shard-00000\.hash is altered"),
-        ("manifest.json", lambda raw: raw[1:], r"manifest\.json: .*damaged"),
         ("manifest.json", lambda raw: raw.replace(b"uint16", b"float64"), r"manifest\.json: .*dtype"),
         ("manifest.json", lambda raw: raw.replace(b"shard-0", b"../../etc/"), r"manifest\.json: .*name"),
         ("manifest.json", lambda raw: raw.replace(b'"format": 2', b'"format": 3'), r"manifest\.json: .*format"),

@@ -1,28 +1,12 @@
 """Invariants 2 and 4: row k of global batch s is the same on any layout, after any restart, and in each version."""
 
-import gzip
 import hashlib
 import itertools
 import json
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from data_helpers import (
-    TOKENIZER,
-    TOKENIZER_PATH,
-    Ranks,
-    dataset_of,
-    hide_bad_records,
-    make_loader,
-    some_texts,
-    write_hub,
-    write_jsonl,
-    write_parquet,
-    write_zst,
-)
+from data_helpers import TOKENIZER, Ranks, dataset_of, hide_bad_records, make_loader, some_texts, write_hub, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -60,17 +44,17 @@ CHANGING = ("gz", "zst", "mix", "windows", "parquet")  # their fingerprints hold
 
 
 @pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+def datasets(tmp_path_factory):
     """Those of DIGESTS."""
     import datasets
 
     folder = tmp_path_factory.mktemp("data")
     for i in range(5):
-        write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5], gzip.open)
-        write_zst(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
-    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20), gzip.open)  # more than one window
-    write_parquet(folder / "a.parquet", TEXTS[:100])
-    write_parquet(folder / "b.parquet", TEXTS[100:])
+        write_jsonl(folder / f"a{i}.jsonl.gz", TEXTS[i::5])
+        write_jsonl(folder / f"a{i}.jsonl.zst", TEXTS[i::5])
+    write_jsonl(folder / "large.jsonl.gz", some_texts(1500, words=20))  # more than one window
+    for name, part in (("a", TEXTS[:100]), ("b", TEXTS[100:])):
+        datasets.Dataset.from_dict({"text": part}).to_parquet(folder / f"{name}.parquet", batch_size=20)
     write_hub(folder / "hub", TEXTS)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "arrow")
     hide_bad_records(folder / "bad.jsonl", TEXTS, count=5)
@@ -79,7 +63,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     (folder / "d.txt").write_text("small\n", encoding="utf-8-sig")
     plain = dataset_of(folder, some_texts(150))
 
-    def of(source: str, path: str, **keys: Any) -> Dataset:
+    def of(source, path, **keys):
         return Dataset.model_validate({"source": source, "path": str(folder / path), "num_workers": 0, **keys})
 
     mix = (
@@ -107,17 +91,14 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     }
 
 
-def keys_of(name: str) -> dict[str, Any]:
+def keys_of(name):
     return {"holdout": 0.2 if name == "holdout" else 0.0, "seq_len": 512 if name == "text" else 32}
 
 
-References = dict[str, tuple[list[torch.Tensor], list[dict[str, Any]]]]
-
-
 @pytest.fixture(scope="module")
-def references(datasets: dict[str, Dataset]) -> References:
+def references(datasets):
     """Rows and states on one rank."""
-    found: References = {}
+    found = {}
     for name, dataset in datasets.items():
         ranks = Ranks(dataset, 1, **keys_of(name))
         found[name] = [], []
@@ -128,7 +109,7 @@ def references(datasets: dict[str, Dataset]) -> References:
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_rows_and_states_never_change_between_versions(references: References, name: str) -> None:
+def test_rows_and_states_never_change_between_versions(references, name):
     digest = hashlib.sha256()
     for rows, state in zip(*references[name], strict=True):
         places = [state["schedule"], state["seed"], state["packing"], [s["streams"] for s in state["sources"]]]
@@ -139,9 +120,7 @@ def test_rows_and_states_never_change_between_versions(references: References, n
 
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 1), (8, 3), (24, 6)])
 @pytest.mark.parametrize("name", DIGESTS)
-def test_rows_and_states_depend_on_no_layout_and_no_restart(
-    datasets: dict[str, Dataset], references: References, name: str, sizes: tuple[int, int]
-) -> None:
+def test_rows_and_states_depend_on_no_layout_and_no_restart(datasets, references, name, sizes):
     batches, states = references[name]
     ranks = Ranks(datasets[name], sizes[0], local=24 // sizes[0] if sizes[0] < 8 else 1, **keys_of(name))
     for step in range(STEPS):
@@ -154,19 +133,11 @@ def test_rows_and_states_depend_on_no_layout_and_no_restart(
     assert len(json.dumps(states[-1])) < 8000
 
 
-def test_another_global_batch_size_goes_on_with_the_same_rows(
-    datasets: dict[str, Dataset], references: References
-) -> None:
+def test_another_global_batch_size_goes_on_with_the_same_rows(datasets, references):
     batches, states = references["concat"]
     ranks = Ranks(datasets["concat"], 2, global_batch=8).load(states[3])
     assert torch.equal(torch.cat([ranks.batch() for _ in range(6)]), torch.cat(batches[4:6]))
-
-
-def test_the_seed_changes_the_order(datasets: dict[str, Dataset]) -> None:
-    assert not torch.equal(*(Ranks(datasets["concat"], 1, seed=seed).batch() for seed in (1, 2)))
-
-
-# ------------------------------------------------------------------------------------------------- what the rows hold
+    assert not torch.equal(Ranks(datasets["concat"], 1, seed=8).batch(), batches[0])  # nor with another seed
 
 
 def stream_of(dataset: Dataset, seq_len: int = 32) -> list[tuple[list[int], list[int]]]:
@@ -180,9 +151,7 @@ def stream_of(dataset: Dataset, seq_len: int = 32) -> list[tuple[list[int], list
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=7, max_size=40), seq_len=st.integers(1, 20), epochs=st.integers(1, 2)
 )
-def test_concat_predicts_each_token_exactly_once(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, epochs: int
-) -> None:
+def test_concat_predicts_each_token_exactly_once(tmp_path_factory, sizes, seq_len, epochs):
     texts = [f"{i}" + " a" * size for i, size in enumerate(sizes)]
     dataset = dataset_of(tmp_path_factory.mktemp("concat"), texts, max_epochs=epochs)
     rows = stream_of(dataset, seq_len)
@@ -199,9 +168,7 @@ def test_concat_predicts_each_token_exactly_once(
 
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(0, 60), min_size=7, max_size=40), seq_len=st.integers(4, 20))
-def test_best_fit_cuts_only_documents_longer_than_a_row(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int
-) -> None:
+def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path_factory, sizes, seq_len):
     texts, folder = [f"{i}" + " a" * size for i, size in enumerate(sizes)], tmp_path_factory.mktemp("best_fit")
     dataset = dataset_of(folder, texts, max_epochs=1, packing="best_fit", document_mask=True)
     lengths = [len(TOKENIZER.encode(text)) + 2 for text in texts]
@@ -215,7 +182,7 @@ def test_best_fit_cuts_only_documents_longer_than_a_row(
     assert {text for text, length in zip(texts, lengths, strict=True) if length <= seq_len} <= whole
 
 
-def test_best_fit_wastes_little(tmp_path: Path) -> None:
+def test_best_fit_wastes_little(tmp_path):
     """Documents of 3 to 180 tokens in rows of 512: over 97 % of the positions are trained on."""
     loader = make_loader(dataset_of(tmp_path, some_texts(900, words=180), packing="best_fit"), seq_len=512)
     for _ in range(8):
@@ -224,7 +191,7 @@ def test_best_fit_wastes_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_the_loss_of_packed_rows_is_that_of_their_documents_one_by_one(tmp_path: Path, packing: str) -> None:
+def test_the_loss_of_packed_rows_is_that_of_their_documents_one_by_one(tmp_path, packing):
     """From the loader through the model; equal up to the order of summation in float32."""
     model = Llama(Architecture(64, 2, 2, 1, 96, vocab_size=4096))
     model.init_weights()
@@ -246,7 +213,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_one_by_one(tmp_path:
 
 
 @pytest.mark.parametrize(("count", "holdout"), [(1, 0.0), (3, 0.0), (40, 0.5), (200, 0.5)])
-def test_few_documents_give_no_row_twice_in_a_batch(tmp_path: Path, count: int, holdout: float) -> None:
+def test_few_documents_give_no_row_twice_in_a_batch(tmp_path, count, holdout):
     texts = [" ".join(map(str, range(1000 * i, 1000 * i + 800))) for i in range(count)]
     ranks = Ranks(dataset_of(tmp_path, texts), 1, global_batch=64, holdout=holdout)
     for _ in range(3 if count == 1 else 10):
@@ -254,7 +221,7 @@ def test_few_documents_give_no_row_twice_in_a_batch(tmp_path: Path, count: int, 
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_capped_epochs_end_at_one_step_on_all_ranks(datasets: dict[str, Dataset], epochs: int) -> None:
+def test_capped_epochs_end_at_one_step_on_all_ranks(datasets, epochs):
     dataset, seen = datasets["concat"].model_copy(update={"max_epochs": epochs}), []
     for size in (1, 2, 3):
         ranks, batches = Ranks(dataset, size, global_batch=6), []
@@ -267,22 +234,14 @@ def test_capped_epochs_end_at_one_step_on_all_ranks(datasets: dict[str, Dataset]
         assert ranks.state()["schedule"]["step"] == len(batches)
         seen.append(torch.cat(batches))
     assert all(torch.equal(rows, seen[0]) for rows in seen)
-    text = TOKENIZER.decode(seen[0][:, 0].flatten().tolist())
-    counts = Counter(int(part.split(">")[0]) for part in text.split("<|begin_of_text|><")[1:] if ">" in part)
-    assert 0 <= epochs * 150 - sum(counts.values()) <= 5 * 32 / 4  # at most an incomplete global batch is left over
-    assert set(counts.values()) <= {epochs, epochs - 1}
 
-
-# --------------------------------------------------------------------------------------------------------------- mixes
 
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.integers(1, 1000).map(lambda n: n / 100)), min_size=2, max_size=5)
 
 
 @settings(max_examples=20, deadline=None)
 @given(weights=WEIGHTS.filter(any), batch=st.integers(1, 7))
-def test_each_share_of_a_mix_is_within_one_row_of_its_weight_at_all_times(
-    tmp_path_factory: pytest.TempPathFactory, weights: list[float], batch: int
-) -> None:
+def test_each_share_of_a_mix_is_within_one_row_of_its_weight_at_all_times(tmp_path_factory, weights, batch):
     path = write_jsonl(tmp_path_factory.mktemp("mix") / "a.jsonl", some_texts(30))
     sources = tuple(DataSource(source="jsonl", path=str(path), weight=weight) for weight in weights)
     loader, rows = make_loader(Dataset(sources=sources, num_workers=0), global_batch_size=batch), 0
@@ -293,7 +252,7 @@ def test_each_share_of_a_mix_is_within_one_row_of_its_weight_at_all_times(
         assert all(abs(count - w / sum(weights) * rows) < 1 for count, w in zip(counts, weights, strict=True))
 
 
-def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(tmp_path: Path) -> None:
+def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(tmp_path):
     paths = [str(write_jsonl(tmp_path / f"{m}.jsonl", some_texts(90, mark=m))) for m in "ab"]
     sources = tuple(DataSource(source="jsonl", path=path) for path in paths)
     stages = (DataStage(start_step=4, weights=(0.0, 1.0)), DataStage(start_step=2, weights=(1.0, 3.0)))
@@ -311,16 +270,11 @@ def test_stages_change_the_weights_at_their_step_and_rows_hold_one_source_each(t
             Ranks(Dataset(sources=sources, stages=stages, num_workers=0), 1, global_batch=8)
 
 
-# -------------------------------------------------------------------------------------------------------------- states
-
-
-def test_what_changed_since_the_checkpoint_is_said(
-    datasets: dict[str, Dataset], references: References, tmp_path: Path
-) -> None:
+def test_what_changed_since_the_checkpoint_is_said(datasets, references, tmp_path):
     dataset, state, few = datasets["concat"], references["concat"][1][0], tmp_path / "few"
     few.mkdir()
-    (tmp_path / "tokenizer.model").write_bytes(b"".join(TOKENIZER_PATH.read_bytes().splitlines(keepends=True)[:-1]))
-    less, same = load_tokenizer(tmp_path / "tokenizer.model"), load_tokenizer(TOKENIZER_PATH.with_suffix(".json"))
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(TOKENIZER.path.read_bytes().splitlines(keepends=True)[:-1]))
+    less, same = load_tokenizer(tmp_path / "tokenizer.model"), load_tokenizer(TOKENIZER.path.with_suffix(".json"))
     Ranks(dataset, 1, tokenizer=same).load(state)
     capped = dataset.model_copy(update={"max_epochs": 1})
     mix = Dataset(sources=tuple(DataSource(source="jsonl", path=dataset.path) for _ in range(2)), num_workers=0)
@@ -342,7 +296,7 @@ def test_what_changed_since_the_checkpoint_is_said(
     assert "<new" in TOKENIZER.decode(Ranks(other, 1).load(state).batch()[:, 0].flatten().tolist())
 
 
-def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_tokens_and_epochs_of_each_source_are_those_of_all_ranks(tmp_path):
     paths = [str(write_jsonl(tmp_path / f"{count}.jsonl", some_texts(count))) for count in (40, 150, 150)]
     weights = zip(paths, (1.0, 3.0, 0.0), strict=True)
     sources = tuple(DataSource(source="jsonl", path=path, weight=weight) for path, weight in weights)

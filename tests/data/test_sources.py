@@ -1,6 +1,7 @@
 """Each source gives the texts that are there, and what cannot be read is named: file, place, and what to do."""
 
 import gzip
+import itertools
 import json
 import sysconfig
 from typing import Any
@@ -8,12 +9,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from data_helpers import dataset_of, make_loader, some_texts, write_hub, write_jsonl, write_parquet, write_zst
+from data_helpers import dataset_of, make_loader, make_validation, some_texts, write_hub, write_jsonl, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import Dataset
+from titanlite.config.schema import Dataset, Validation
 from titanlite.data.sources.base import BadRecord
 from titanlite.data.sources.files import find_files, open_source
 
@@ -53,8 +54,8 @@ def test_lines_are_found_whatever_lies_between_them(tmp_path_factory, lines, las
 def test_what_holds_the_same_texts_gives_the_same_documents(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     write_jsonl(tmp_path / "b.jsonl", TEXTS[20:])
-    write_jsonl(tmp_path / "a.gz", TEXTS, gzip.open)
-    write_zst(tmp_path / "a.zst", TEXTS)
+    write_jsonl(tmp_path / "a.gz", TEXTS)
+    write_jsonl(tmp_path / "a.zst", TEXTS)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"held": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "dict")
@@ -125,7 +126,7 @@ def damaged(tmp_path_factory):
     """Files of which none can be a source."""
     folder = tmp_path_factory.mktemp("damaged")
     noise = [str(np.random.default_rng(i).bytes(99)) for i in range(500)]
-    raw = write_jsonl(folder / "a.gz", noise, gzip.open).read_bytes()
+    raw = write_jsonl(folder / "a.gz", noise).read_bytes()
     (folder / "short.gz").write_bytes(raw[:-2000])
     (folder / "middle.gz").write_bytes(raw[:9000] + b"\xff" * 99 + raw[9099:])
     (folder / "end.gz").write_bytes(raw[:-8] + b"checksum")
@@ -139,14 +140,11 @@ def damaged(tmp_path_factory):
     return folder
 
 
-NO_BODY = "no field 'body' .* there are: 'id', 'text'"
-
-
 @pytest.mark.parametrize(
     ("source", "path", "keys", "message"),
     [
         *(("jsonl", name, {}, f"{name}.*again") for name in ("short.gz", "middle.gz", "end.gz", "no.zst")),
-        ("parquet", "a.parquet", {"text_column": "body"}, f"a.parquet.* {NO_BODY}"),
+        ("parquet", "a.parquet", {"text_column": "body"}, "a.parquet.* no field 'body' .* there are: 'id', 'text'"),
         *(("parquet", name, {}, name) for name in ("empty.txt", "foot.parquet", "group.parquet")),
         ("text", ".", {}, "matches no file"),
         ("text", "empty.txt", {}, "empty.txt is empty"),
@@ -167,10 +165,9 @@ def test_what_cannot_be_read_is_an_error_that_names_it(damaged, monkeypatch, sou
 def test_the_fingerprint_follows_contents_and_column(tmp_path):
     found = set()
     for words in (["one", "two"], ["one", "twO"]):
-        for name, opener in (("a.jsonl", open), ("a.gz", gzip.open)):
-            path = str(write_jsonl(tmp_path / name, words, opener))
-            for column in ("text", "id"):
-                found.add(open_source(Dataset(source="jsonl", path=path, text_column=column)).fingerprint)
+        for name, column in itertools.product(("a.jsonl", "a.gz"), ("text", "id")):
+            path = str(write_jsonl(tmp_path / name, words))
+            found.add(open_source(Dataset(source="jsonl", path=path, text_column=column)).fingerprint)
     assert len(found) == 8
 
 
@@ -183,3 +180,5 @@ def test_the_first_look_ends_a_run_over_what_it_finds(tmp_path):
         with pytest.raises(UserError, match=message):
             make_loader(dataset_of(tmp_path, found))
     make_loader(dataset_of(tmp_path, [""] * 50 + ["word " * 40]))
+    with pytest.raises(UserError, match=r"the held-out documents of jsonl .* have 0 tokens together"):
+        make_validation(Validation(holdout=0.0001), dataset_of(tmp_path, TEXTS))

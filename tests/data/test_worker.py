@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def workers(parent: int | None = None) -> list[int]:
     return sorted(filter(is_worker, descendants(parent or os.getpid())))
 
 
-def wait_until(true: Callable[[], object]) -> None:
+def wait_until(true):
     deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
@@ -40,7 +39,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 1), (2, 2)])
-def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Path, size: int, number: int) -> None:
+def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path, size, number):
     dataset = dataset_of(tmp_path, some_texts(150))
     alone, ranks = Ranks(dataset, 1), Ranks(dataset.model_copy(update={"num_workers": number, "prefetch": 3}), size)
     for _ in range(6):
@@ -59,7 +58,7 @@ def test_workers_change_no_row_and_no_state_and_end_with_the_loader(tmp_path: Pa
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGBUS])
-def test_a_killed_worker_is_reported(tmp_path: Path, end: signal.Signals) -> None:
+def test_a_killed_worker_is_reported(tmp_path, end):
     """The kernel sends SIGBUS to whoever reads a mapped file behind its new end."""
     killed = end == signal.SIGKILL
     loader = make_loader(dataset_of(tmp_path, some_texts(100)).model_copy(update={"num_workers": 2 if killed else 1}))
@@ -95,10 +94,9 @@ loader.next_global_batch()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, number: signal.Signals) -> None:
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
-    )
+def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path, number):
+    command = [sys.executable, "-c", BUSY, str(ROOT / "tests/data"), str(tmp_path)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     assert trainer.stdout and trainer.stdout.readline() == b"started\n"  # noqa: PT018
     wait_until(lambda: workers(trainer.pid))
     found = workers(trainer.pid)
@@ -109,7 +107,7 @@ def test_workers_end_with_their_trainer_even_in_a_busy_loop(tmp_path: Path, numb
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x80\x05\x95\xff", pickle.dumps(("data", "part"))])
-def test_a_worker_whose_trainer_is_killed_at_once_says_nothing(sent: bytes) -> None:
+def test_a_worker_whose_trainer_is_killed_at_once_says_nothing(sent):
     reader, pipe = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "titanlite.data.worker", "0"]
