@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks, small_trainer
 from small_runs import logged
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from train_variants import full
 
 from titanlite.hooks.hook import Hook, Request, StepResult, Training
 
@@ -52,10 +52,6 @@ class Average(Hook):
         self.steps = state["steps"]
 
 
-def tensors(named: Any) -> list[Tensor]:
-    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in named]
-
-
 def follow(folder: str) -> list[tuple[str, int | None]]:
     """The calls of a hook, each with its step."""
     hook = Mock(spec=Hook, wraps=Asking())
@@ -93,7 +89,7 @@ def average(folder: str, *steps: int) -> list[Tensor]:
         hook = Average()
         with small_trainer(folder, hook, "--lr_scheduler.decay_ratio", "0", "--training.steps", str(until)) as trainer:
             trainer.train()
-    return [torch.tensor(hook.steps), *tensors(hook.tensors().values())]
+    return [torch.tensor(hook.steps), *map(full, hook.tensors().values())]
 
 
 def test_what_a_hook_keeps_is_in_the_checkpoint_and_goes_on_bitwise(tmp_path: Path) -> None:

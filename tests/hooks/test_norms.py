@@ -7,10 +7,9 @@ import pytest
 import torch
 from ranks import run_ranks, small_trainer, start_small
 from small_runs import logged
-from torch.distributed.tensor import DTensor
+from train_variants import full
 
 from titanlite.hooks.hook import Hook
-from titanlite.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -58,19 +57,15 @@ def measured_and_real(folder: str, *words: str) -> list[tuple[dict[str, float], 
         names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
         groups = [name.split(".", 2)[-1] if name.startswith("layers.") else name for name in names]
         for _ in range(3):
-            before, entry, after = whole(trainer), trainer.step(), whole(trainer)
+            before = [full(parameter.detach()).clone() for parameter in trainer.model.parameters()]
+            entry, after = trainer.step(), map(full, trainer.model.parameters())
             assert entry is not None
             squares = {group: torch.zeros(2, dtype=torch.float64) for group in GROUPS}
             for group, a, b in zip(groups, after, before, strict=True):
-                squares[group] += torch.stack([(a - b).double().square().sum(), a.double().square().sum()])
+                squares[group] += torch.stack([x.detach().double().square().sum() for x in (a - b, a)])
             real = {group: (change / size).sqrt().item() for group, (change, size) in squares.items()}
             found.append((entry.update_ratios, real))
     return found
-
-
-def whole(trainer: Trainer) -> list[torch.Tensor]:
-    full = (p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
-    return [weight.detach().clone() for weight in full]
 
 
 @pytest.mark.parametrize("own_adamw", [False, True])
