@@ -50,32 +50,23 @@ class Row(NamedTuple):
 
 def layout(pp: int = 1, replicate: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1F1B") -> dict[str, Any]:
     """Overrides that lay out the ranks; what is left shards."""
-    return {
-        "parallelism": {
-            "pipeline_parallel_degree": pp,
-            "data_parallel_replicate_degree": replicate,
-            "context_parallel_degree": cp,
-            "tensor_parallel_degree": tp,
-            "pipeline_parallel_schedule": schedule,
-        }
-    }
+    degrees = {"pipeline": pp, "context": cp, "tensor": tp}
+    keys = {f"{name}_parallel_degree": degree for name, degree in degrees.items()}
+    keys |= {"data_parallel_replicate_degree": replicate, "pipeline_parallel_schedule": schedule}
+    return {"parallelism": keys}
 
 
 def local(rows: int) -> dict[str, Any]:
     return {"training": {"local_batch_size": rows}}
 
 
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and overrides
     "fsdp2": (2, merge(layout(), local(4))),
     "replicate2": (2, merge(layout(replicate=2), local(4))),
     "tp2": (2, layout(tp=2)),
     "cp2": (2, layout(cp=2)),
-    "pp2 1F1B": (2, merge(layout(pp=2), local(1))),
-    "pp2 GPipe": (2, merge(layout(pp=2, schedule="GPipe"), local(1))),
-    "pp2 Interleaved1F1B": (2, merge(layout(pp=2, schedule="Interleaved1F1B"), local(1))),
-    "pp2 LoopedBFS": (2, merge(layout(pp=2, schedule="LoopedBFS"), local(1))),
-    "pp2 InterleavedZeroBubble": (2, merge(layout(pp=2, schedule="InterleavedZeroBubble"), local(1))),
-    "pp2 ZBVZeroBubble": (2, merge(layout(pp=2, schedule="ZBVZeroBubble"), local(1))),
+    **{f"pp2 {schedule}": (2, merge(layout(pp=2, schedule=schedule), local(1))) for schedule in SCHEDULES},
     "fsdp4": (4, merge(layout(), local(2))),
     "hsdp 2x2": (4, merge(layout(replicate=2), local(2))),
     "tp4": (4, layout(tp=4)),
@@ -118,12 +109,10 @@ SCHEDULING: dict[str, dict[str, Any]] = {  # when and where something is compute
 }
 ALL_GATHER = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 COMPILED = {"enable": True, "components": ["model"]}
+BF16_WEIGHTS = {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
 PRECISION: dict[str, tuple[dict[str, Any], Numbers]] = {
     "bf16": ({"training": {"mixed_precision_param": "bfloat16"}}, BF16),
-    "bf16 weights, stochastic rounding": (
-        {"training": {"dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}},
-        ROUNDED,
-    ),
+    "bf16 weights, stochastic rounding": (BF16_WEIGHTS, ROUNDED),
     "float8 tensorwise": ({"float8": {"enable": True}}, FP8),
     "float8 all-gather": ({"float8": {"enable": True} | ALL_GATHER}, FP8),
     "float8 rowwise": ({"float8": {"enable": True, "recipe_name": "rowwise"}}, FP8),
@@ -140,17 +129,11 @@ FEATURES: dict[str, tuple[dict[str, Any], str, Numbers]] = {
     "compile, AC full": ({"compile": COMPILED, **SCHEDULING["AC full"]}, "one process", EXACT),
     "compile, AC op": ({"compile": COMPILED, **SCHEDULING["AC op"]}, "one process", EXACT),
     "compile, float8 tensorwise": ({"compile": COMPILED, "float8": {"enable": True}}, "float8 tensorwise", FP8),
-    "compile, float8 all-gather, AC full": (
-        {"compile": COMPILED, "float8": {"enable": True} | ALL_GATHER, **SCHEDULING["AC full"]},
-        "float8 all-gather",
-        FP8,
-    ),
-    "compile, float8 all-gather, AC op": (
-        {"compile": COMPILED, "float8": {"enable": True} | ALL_GATHER, **SCHEDULING["AC op"]},
-        "float8 all-gather",
-        FP8,
-    ),
 }
+for mode in ("AC full", "AC op"):
+    overrides, tolerance = PRECISION["float8 all-gather"]
+    overrides = {"compile": COMPILED, **overrides, **SCHEDULING[mode]}
+    FEATURES[f"compile, float8 all-gather, {mode}"] = overrides, "float8 all-gather", tolerance
 COMBINED = ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "fsdp2 x tp2", "hsdp 2x2")
 COMBINED = tuple(name for name in COMBINED if name in LAYOUTS)
 REFUSED = {  # by titanlite.load_run
@@ -186,15 +169,14 @@ def all_rows() -> list[Row]:
     rows += [Row(name, ranks, overrides) for name, (ranks, overrides) in LAYOUTS.items()]
     fsdp2 = LAYOUTS["fsdp2"][1]
     rows += [Row(f"fsdp2, {name}", 2, merge(fsdp2, over)) for name, over in SCHEDULING.items() if name not in FEATURES]
-    for name in ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2"):
-        ranks, overrides = LAYOUTS[name]
-        rows.append(Row(f"{name}, documents", ranks, merge(overrides, DOCUMENTS), "documents"))
-    for name in ("fsdp2", "tp2", "cp2", "fsdp2 x tp2"):
-        ranks, overrides = LAYOUTS[name]
-        rows.append(Row(f"{name}, tied", ranks, merge(overrides, TIED), "tied"))
-    for name in ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2"):
-        (ranks, overrides), large = LAYOUTS[name], "vocabulary of 32,000"
-        rows.append(Row(f"{name}, {large}", ranks, merge(overrides, LARGE), large, LARGE_SUMS))
+    for like, tolerance, names in (
+        ("documents", EXACT, ("tp2", "cp2", "pp2 1F1B", "pp2 x cp2", "cp2 x tp2", "pp2 x cp2 x tp2")),
+        ("tied", EXACT, ("fsdp2", "fsdp4", "tp2", "cp2", "fsdp2 x tp2")),
+        ("vocabulary of 32,000", LARGE_SUMS, ("fsdp2", "tp2", "fsdp4", "pp2 x fsdp2")),
+    ):
+        for name in names:
+            ranks, overrides = LAYOUTS[name]
+            rows.append(Row(f"{name}, {like}", ranks, merge(overrides, alone[like]), like, tolerance))
     for family, switches in SWITCHES.items():
         for more, extra, tolerance in (
             ("", {}, EXACT),
@@ -202,12 +184,12 @@ def all_rows() -> list[Row]:
             (", float8", PRECISION["float8 tensorwise"][0], FP8),
         )[: 2 if "norm_placement" in switches["model"] else 3]:
             # Norms of outputs magnify what FP8 rounds: scales of two ranks' rows alone change a gradient's norm by 10%.
-            over, alone = merge(switches, extra), f"{family}{more}"
-            rows.insert(1, Row(alone, 1, merge(one, over), alone))
+            over, like = merge(switches, extra), f"{family}{more}"
+            rows.insert(1, Row(like, 1, merge(one, over), like))
             layouts = {name: LAYOUTS[name] for name in ("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 x cp2 x tp2")}
-            rows += [Row(f"{n}, {alone}", r, merge(o, over), alone, tolerance) for n, (r, o) in layouts.items()]
+            rows += [Row(f"{n}, {like}", r, merge(o, over), like, tolerance) for n, (r, o) in layouts.items()]
             compiled = merge(LAYOUTS["tp2"][1], over, {"compile": COMPILED}, SCHEDULING["AC op"])
-            rows.append(Row(f"tp2, {alone}, compile, AC op", 2, compiled, alone, tolerance))
+            rows.append(Row(f"tp2, {like}, compile, AC op", 2, compiled, like, tolerance))
     rows += [combined(a, b) for a in COMBINED for b in FEATURES if (a, b) not in REFUSED]
     rows += [combined(name, "compile") for name in ("pp2 x tp2", "cp2 x tp2", "pp2 x fsdp2 x tp2")]
     rows.append(combined("pp2 x tp2", "compile, float8 all-gather, AC op"))

@@ -23,9 +23,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from small_runs import SMALL
 
 from titanlite.runtime.process import STORE, leave
+
+if TYPE_CHECKING:
+    from titanlite.hooks.hook import Hook
+    from titanlite.train.loop import Trainer
 
 PRELOADED = [
     *("titanlite.cli", "titanlite.train.loop", "titanlite.load_run", "pytest"),
@@ -141,13 +147,6 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
     return world.results()
 
 
-def run_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` in a process of its own, without a process group; what it returns."""
-    world = World(1, _alone, function, args)
-    world.ends_with(0)
-    return world.results()[0]
-
-
 def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
     """`titanlite WORDS`, as the launcher runs it on each rank; `before` is called first in each of them."""
     return World(ranks, _command, list(map(str, words)), before)
@@ -156,6 +155,28 @@ def start_titanlite(*words: object, ranks: int = 1, before: Callable[[], None] |
 def titanlite(*words: object, ranks: int = 1, code: int = 0) -> str:
     """Run `titanlite WORDS` on each rank, until all have ended with `code`; what they said."""
     return start_titanlite(*words, ranks=ranks).ends_with(code)
+
+
+def start_small(out: Path, *words: object, ranks: int = 1, before: Callable[[], None] | None = None) -> World:
+    """`titanlite train` of the small job, whose output folder is `out`."""
+    job = out.with_suffix(".toml")
+    job.write_text(SMALL)
+    words = ("train", "--job.config_file", job, "--job.dump_folder", out, *words)
+    return start_titanlite(*words, ranks=ranks, before=before)
+
+
+def small_trainer(folder: str, hook: Hook, *words: str) -> Trainer:
+    """That job's trainer with a hook more, on the rank that calls; its output folder is `out`."""
+    import torch
+
+    from titanlite.load_run import load_run
+    from titanlite.train.loop import Trainer
+
+    job = Path(folder, f"{os.environ['RANK']}.toml")
+    job.parent.mkdir(exist_ok=True)
+    job.write_text(SMALL)
+    words = ("--job.config_file", str(job), "--job.dump_folder", f"{folder}/out", *words)
+    return Trainer(load_run(words, int(os.environ["WORLD_SIZE"])), torch.device("cpu"), [hook])
 
 
 def free_port() -> int:
@@ -203,10 +224,6 @@ def _run(environment: dict[str, str], folder: str, body: Callable[..., Any], arg
     except BaseException:
         traceback.print_exc()
     leave(code)
-
-
-def _alone(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:
-    return function(*args)
 
 
 def _in_a_group(function: Callable[..., Any], args: Sequence[Any], store: Path) -> Any:

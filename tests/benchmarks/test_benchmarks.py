@@ -1,4 +1,4 @@
-"""Each benchmark runs from beginning to end at tiny sizes, and the page of figures is what the figures say."""
+"""Each benchmark runs from beginning to end at tiny sizes, and the pages of figures are what the figures say."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import performance_page  # noqa: E402  # pyright: ignore[reportMissingImports]
+import planner  # noqa: E402  # pyright: ignore[reportMissingImports]
 import runs  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
@@ -102,3 +103,19 @@ def test_torchtitan_trains_the_same_model_on_a_cpu(ranks: int, tmp_path: Path):
     ours, theirs = (run(work, text, tmp_path) for run in (runs.run_titanlite, runs.run_torchtitan))
     assert theirs.loss == pytest.approx(ours.loss, rel=0.1)  # as above
     assert min(theirs.peak_rss, theirs.tokens_per_second, theirs.first_step) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small, fp32", "small, FSDP"])
+def test_the_plan_of_memory_is_within_five_percent_of_what_malloc_hands_out(name: str):
+    result = planner.compare(name)
+    assert result.error_but_for_kept == pytest.approx(0, abs=0.05)  # oneDNN's scratch is kept
+    assert "commit " in result.about
+
+
+def test_the_page_has_each_case_and_the_largest_error():
+    known = [planner.Result(name, 1, 97, 100, 0, about="2 cores, commit 123") for name in planner.CASES]
+    text = planner.page([planner.Result("small", 1, 105, 100, 0), *known[1:]])
+    assert "The largest error is 5.00%, the median 3.00%; but" in text
+    assert text.count("| -3.00% | 0.00 |") == len(planner.CASES) - 1
+    assert "commit 123" in text

@@ -11,12 +11,8 @@ from titanlite.load_run import layout_rules
 SAMPLE = (
     *("fsdp2", "tp2", "cp2", "pp2 1F1B", "pp2 ZBVZeroBubble", "cp2, documents", "tp2, tied"),
     "fsdp4, vocabulary of 32,000",
-    *(
-        "fsdp2, accumulation 4, each reduced",
-        "fsdp2, float8 all-gather",
-        "fsdp2, bf16",
-        "tp2, float8 tensorwise",
-    ),
+    *("hsdp 2x2", "fsdp2, accumulation 4", "fsdp2, tied", "fsdp4, tied"),
+    *("fsdp2, accumulation 4, each reduced", "fsdp2, float8 all-gather", "fsdp2, bf16", "tp2, float8 tensorwise"),
     "pp2 1F1B, bf16 weights, stochastic rounding",
     *("fsdp2 x tp2", "pp2 x fsdp2", "tp2, compile, AC full"),
     *("fsdp2, switches", "cp2, switches, documents", "pp2 1F1B, switches, documents", "tp2, switches, float8"),

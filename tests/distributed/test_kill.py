@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import World, descendants, start_titanlite
-from small_runs import SMALL, losses
+from ranks import World, descendants, start_small
+from small_runs import losses
 
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.dcp import CommittingWriter
@@ -109,13 +109,10 @@ class Run:
         self.folder = folder
         self.ranks = ranks
         self.seconds = 0.0  # that `finish` took
-        job = folder.with_suffix(".toml")
-        job.write_text(SMALL)
-        names = ["--job.config_file", str(job), "--job.dump_folder", str(folder)]
-        self.options = [*names, *OPTIONS.split(), "--checkpoint.async_mode", mode]
+        self.options = [*OPTIONS.split(), "--checkpoint.async_mode", mode]
 
     def start(self, point: str = "") -> World:
-        return start_titanlite("train", *self.options, ranks=self.ranks, before=functools.partial(arm, point))
+        return start_small(self.folder, *self.options, ranks=self.ranks, before=functools.partial(arm, point))
 
     def finish(self, point: str = "") -> str:
         started = time.monotonic()

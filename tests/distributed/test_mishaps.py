@@ -14,16 +14,6 @@ OPTIONS = "--dataset.num_workers 0 --comm.train_timeout_seconds 8 --comm.init_ti
 OPTIONS += "--checkpoint.timeout_seconds 6"
 
 
-def words(folder: Path, name: str) -> list[str]:
-    (folder / "job.toml").write_text(SMALL)
-    return ["--job.config_file", f"{folder}/job.toml", "--job.dump_folder", f"{folder}/{name}", *OPTIONS.split()]
-
-
-def launch(folder: Path, mishap: str, ranks: int = 2) -> "subprocess.Popen[str]":
-    command = [sys.executable, WORKER, "launch", str(ranks), mishap, *words(folder, mishap)]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 # Of each mishap: what is said about the late rank, and in what the other one waits for it.
 HANGS = {
     "hang_data": (["Rank 1 (", "step 5, is LATE", "gloo:", "loop.py", "late_batch"], "gloo:all_gather"),
@@ -35,7 +25,14 @@ HANGS = {
 
 def test_a_hang_ends_in_a_report_that_names_the_late_rank(tmp_path: Path) -> None:
     """Runs that hang take no processor, so they do it at the same time."""
-    launchers = {mishap: launch(tmp_path, mishap, ranks=1 if mishap == "hang_alone" else 2) for mishap in HANGS}
+    (tmp_path / "job.toml").write_text(SMALL)
+    launchers = {}
+    for mishap in HANGS:
+        words = ["launch", "1" if mishap == "hang_alone" else "2", mishap, "--job.config_file", "job.toml"]
+        words += ["--job.dump_folder", mishap, *OPTIONS.split()]
+        launchers[mishap] = subprocess.Popen(
+            [sys.executable, WORKER, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
     for mishap, launcher in launchers.items():
         said = launcher.communicate(timeout=180)[1]
         assert launcher.returncode not in (0, 2, 3, 4, 75), said

@@ -5,21 +5,18 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, titanlite
-from small_runs import SMALL, logged
+from ranks import run_ranks, small_trainer, start_small, titanlite
+from small_runs import logged
 from torch import Tensor
 
 from titanlite.checkpoint.live_tensors import LiveState, local
 from titanlite.config.errors import GuardError
 from titanlite.hooks.hook import Hook, StepResult, Training
-from titanlite.load_run import load_run
-from titanlite.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 FLOAT8 = "--float8.enable --float8.emulate --float8.min-features 0 --float8.enable-fsdp-float8-all-gather"
@@ -61,22 +58,13 @@ class Fault(Hook):
         self.unchanged[step] = all(torch.equal(old[name], now[name]) for name in now)
 
 
-def job(folder: str, *words: str) -> Any:
-    path = Path(folder, f"{dist.get_rank()}.toml")
-    path.write_text(SMALL)
-    options = ["--job.config_file", str(path), "--job.dump_folder", f"{folder}/out", "--metrics.log_freq", "3", *words]
-    return load_run(options, dist.get_world_size())
-
-
 def skipping(folder: str) -> dict[str, dict[int, bool]]:
     """Layout -> step -> whether it has left weights and optimizer bit for bit as they were."""
     found = {}
     for name, words in LAYOUTS.items():
-        Path(folder, name).mkdir(exist_ok=True)
         fault = Fault({1: math.nan, 3: math.inf, 4: -math.inf})
-        with Trainer(
-            job(f"{folder}/{name}", *words.split(), "--training.steps", "5"), torch.device("cpu"), [fault]
-        ) as trainer:
+        words += " --training.steps 5 --metrics.log_freq 3"
+        with small_trainer(f"{folder}/{name}", fault, *words.split()) as trainer:
             trainer.train()
         found[name] = fault.unchanged
     return found
@@ -100,9 +88,8 @@ def stopped(folder: str) -> list[str]:
     errors = []
     for until in ("4", "6"):
         words = ["--guards.max_skipped", "1", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
-        with Trainer(
-            job(folder, *words, "--training.steps", until), torch.device("cpu"), [Fault({4: math.nan, 5: math.nan})]
-        ) as trainer:
+        fault = Fault({4: math.nan, 5: math.nan})
+        with small_trainer(folder, fault, *words, "--training.steps", until) as trainer:
             try:
                 trainer.train()
             except GuardError as error:
@@ -114,11 +101,10 @@ def spiking(folder: str) -> dict[str, dict[int, bool]]:
     """What is done after each step -> whether a step has changed nothing; each run is resumed before its spike."""
     found = {}
     for policy in ("warn", "skip"):
-        Path(folder, policy).mkdir(exist_ok=True)
         words = f"--guards.on_spike {policy} --guards.spike_history 5 --lr_scheduler.decay_ratio 0 --training.steps"
         for until in ("6", "8"):
             fault = Fault({7: 1e6})
-            with Trainer(job(f"{folder}/{policy}", *words.split(), until), torch.device("cpu"), [fault]) as trainer:
+            with small_trainer(f"{folder}/{policy}", fault, *words.split(), until) as trainer:
                 trainer.train()
         found[policy] = fault.unchanged
     return found
@@ -149,11 +135,10 @@ class FlippedBit(Hook):
 def corrupted(folder: str) -> list[str]:
     errors = []
     for name in ("parallelism.data_parallel_replicate_degree 4", "parallelism.tensor_parallel_degree 2"):
-        Path(folder, name[-1]).mkdir(exist_ok=True)
         words = f"--{name} --model.n_kv_heads 2 --guards.compare_every 2 --checkpoint.interval 2 --training.steps 6"
         words += " --training.local_batch_size 1"
-        run = job(f"{folder}/{name[-1]}", *words.split())
-        with pytest.raises(GuardError) as caught, Trainer(run, torch.device("cpu"), [FlippedBit()]) as trainer:
+        trainer = small_trainer(f"{folder}/{name[-1]}", FlippedBit(), *words.split())
+        with pytest.raises(GuardError) as caught, trainer:
             trainer.train()
         errors.append(str(caught.value))
     return errors
@@ -180,10 +165,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_a_resume(tmp_pa
 
 @pytest.mark.parametrize("lr", [2e-3, 1e30])  # with the second, the weights after step 1 give no number
 def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(tmp_path: Path, lr: float) -> None:
-    out, job_file = tmp_path / "out", tmp_path / "job.toml"
-    job_file.write_text(SMALL)
+    out = tmp_path / "out"
     words = f"--training.steps 4 --checkpoint.interval 2 --optimizer.lr {lr} --training.max_norm 0".split()
-    titanlite("train", "--job.config_file", job_file, "--job.dump_folder", out, *words, ranks=2)
+    start_small(out, *words, ranks=2).ends_with(0)
     files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     assert logged(out)[4]["skipped_steps"] == (0 if lr < 1 else 3)
     for step in (1, 4):
@@ -208,7 +192,7 @@ class LateData(Hook):
 
 
 def wait_for_late_data(folder: str) -> None:
-    with Trainer(job(folder), torch.device("cpu"), [LateData()]) as trainer:
+    with small_trainer(folder, LateData(), "--metrics.log_freq", "3") as trainer:
         trainer.train()
 
 

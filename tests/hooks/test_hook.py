@@ -7,14 +7,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from small_runs import SMALL, logged
+from ranks import run_ranks, small_trainer
+from small_runs import logged
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from train_variants import full
 
 from titanlite.hooks.hook import Hook, Request, StepResult, Training
-from titanlite.load_run import load_run
-from titanlite.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -54,23 +52,12 @@ class Average(Hook):
         self.steps = state["steps"]
 
 
-def make(folder: str, hook: Hook, *words: str) -> Trainer:
-    job = Path(folder, f"{dist.get_rank()}.toml")
-    job.write_text(SMALL)
-    words = ("--job.config_file", str(job), "--job.dump_folder", f"{folder}/out", *words)
-    return Trainer(load_run(words, dist.get_world_size()), torch.device("cpu"), [hook])
-
-
-def tensors(named: Any) -> list[Tensor]:
-    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in named]
-
-
 def follow(folder: str) -> list[tuple[str, int | None]]:
     """The calls of a hook, each with its step."""
     hook = Mock(spec=Hook, wraps=Asking())
     words = ["--training.steps", "4", "--checkpoint.interval", "2", "--metrics.log_freq", "2", "--validation.freq", "9"]
     words += ["--validation.holdout", "0.1", "--validation.sequences", "2"]
-    with make(folder, hook, *words) as trainer:
+    with small_trainer(folder, hook, *words) as trainer:
         trainer.train()
     calls = [(name, args[0] if args and isinstance(args[0], int) else None) for name, args, _ in hook.mock_calls]
     return [call for call in calls if call[0] not in ("wants", "stopping", "numbers", "state_dict", "tensors")]
@@ -100,9 +87,9 @@ def average(folder: str, *steps: int) -> list[Tensor]:
     hook = Average()
     for until in steps:
         hook = Average()
-        with make(folder, hook, "--lr_scheduler.decay_ratio", "0", "--training.steps", str(until)) as trainer:
+        with small_trainer(folder, hook, "--lr_scheduler.decay_ratio", "0", "--training.steps", str(until)) as trainer:
             trainer.train()
-    return [torch.tensor(hook.steps), *tensors(hook.tensors().values())]
+    return [torch.tensor(hook.steps), *map(full, hook.tensors().values())]
 
 
 def test_what_a_hook_keeps_is_in_the_checkpoint_and_goes_on_bitwise(tmp_path: Path) -> None:

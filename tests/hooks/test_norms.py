@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_process, titanlite
-from small_runs import SMALL, logged
-from torch.distributed.tensor import DTensor
+from ranks import run_ranks, small_trainer, start_small
+from small_runs import logged
+from train_variants import full
 
-from titanlite.config.load import load_job
-from titanlite.train.loop import Trainer
+from titanlite.hooks.hook import Hook
 
 pytestmark = pytest.mark.slow
 
@@ -22,19 +21,12 @@ GROUPS = {
 }
 
 
-@pytest.fixture
-def job_file(tmp_path: Path) -> str:
-    (tmp_path / "small.toml").write_text(SMALL)
-    return str(tmp_path / "small.toml")
-
-
-def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str, tmp_path: Path) -> None:
+def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path: Path) -> None:
     both = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")
     runs = {"off": (1, ()), "one": (1, ALL_ON), "both": (4, (*ALL_ON, *both))}
-    words = ("train", "--job.config_file", job_file, "--training.steps", "4", "--checkpoint.no-enable")
-    words = (*words, "--model.n_kv_heads", "2", "--job.dump_folder")  # as many as there are tensor ranks
+    words = ("--training.steps", "4", "--checkpoint.no-enable", "--model.n_kv_heads", "2")  # one a tensor rank
     for name, (ranks, options) in runs.items():
-        titanlite(*words, tmp_path / name, *options, ranks=ranks)
+        start_small(tmp_path / name, *words, *options, ranks=ranks).ends_with(0)
     off, one, spread = (logged(tmp_path / name) for name in runs)
     for step, entry in one.items():
         for key in ("loss", "loss_max", "grad_norm", "clipped", "tokens"):
@@ -58,34 +50,29 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(job_file: str
         assert norm / math.sqrt(2) * 0.999 <= last.max <= norm * 1.001
 
 
-def measured_and_real(words: list[str]) -> list[tuple[dict[str, float], dict[str, float]]]:
+def measured_and_real(folder: str, *words: str) -> list[tuple[dict[str, float], dict[str, float]]]:
     """The update ratios of some steps as they are logged, and from the weights before and after each step."""
     found = []
-    with Trainer(load_job(words)) as trainer:
+    with small_trainer(folder, Hook(), *words) as trainer:
         names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
         groups = [name.split(".", 2)[-1] if name.startswith("layers.") else name for name in names]
         for _ in range(3):
-            before, entry, after = whole(trainer), trainer.step(), whole(trainer)
+            before = [full(parameter.detach()).clone() for parameter in trainer.model.parameters()]
+            entry, after = trainer.step(), map(full, trainer.model.parameters())
             assert entry is not None
             squares = {group: torch.zeros(2, dtype=torch.float64) for group in GROUPS}
             for group, a, b in zip(groups, after, before, strict=True):
-                squares[group] += torch.stack([(a - b).double().square().sum(), a.double().square().sum()])
+                squares[group] += torch.stack([x.detach().double().square().sum() for x in (a - b, a)])
             real = {group: (change / size).sqrt().item() for group, (change, size) in squares.items()}
             found.append((entry.update_ratios, real))
     return found
 
 
-def whole(trainer: Trainer) -> list[torch.Tensor]:
-    full = (p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
-    return [weight.detach().clone() for weight in full]
-
-
 @pytest.mark.parametrize("own_adamw", [False, True])
-def test_the_update_is_what_the_weights_have_changed_by(job_file: str, tmp_path: Path, own_adamw: bool) -> None:
-    words = ["--job.config_file", job_file, "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.no-enable"]
-    words += ["--optimizer.weight_decay", "0", "--metrics.details", "updates"]
+def test_the_update_is_what_the_weights_have_changed_by(tmp_path: Path, own_adamw: bool) -> None:
+    words = ["--checkpoint.no-enable", "--optimizer.weight_decay", "0", "--metrics.details", "updates"]
     words += ["--optimizer.state_dtype", "bfloat16"] if own_adamw else []
-    for logged_ratios, real in run_process(measured_and_real, words):
+    for logged_ratios, real in run_ranks(1, measured_and_real, str(tmp_path), *words)[0]:
         # The change of an fp32 weight is rounded: to 6e-8 of the weight, beside changes of 1e-3. Moments in bfloat16
         # are rounded after the update was made of them: to 2**-9.
         assert logged_ratios == pytest.approx(real, rel=5e-3 if own_adamw else 1e-3)

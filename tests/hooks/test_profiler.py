@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import start_titanlite
-from small_runs import SMALL, logged
+from ranks import start_small, start_titanlite
+from small_runs import logged
 
 from titanlite.config.schema import Profiling
 from titanlite.hooks.profiler import Profiler
@@ -21,12 +21,6 @@ ALL = [
     *("--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq", "6"),
     *("--profiling.profiler_warmup", "2", "--profiling.profiler_active", "2", "--profiling.profiler_ranks", "0", "1"),
 ]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> list[str]:
-    (tmp_path / "small.toml").write_text(SMALL)
-    return ["--job.config_file", str(tmp_path / "small.toml")]
 
 
 def fill_disk_once() -> None:
@@ -40,11 +34,10 @@ def fill_disk_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(job: list[str], tmp_path: Path) -> None:
+def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(tmp_path: Path) -> None:
     """Its disk is full at the first trace, which ends no run."""
-    start_titanlite("train", *job, "--job.dump_folder", tmp_path / "plain", ranks=2).ends_with(0)
-    words = ["train", *job, "--job.dump_folder", tmp_path / "profiled", *ALL]
-    said = start_titanlite(*words, ranks=2, before=fill_disk_once).ends_with(0)
+    start_small(tmp_path / "plain", ranks=2).ends_with(0)
+    said = start_small(tmp_path / "profiled", *ALL, ranks=2, before=fill_disk_once).ends_with(0)
     assert said.count("No space left on device") == 2
     assert "aten::mm" in said
     plain, profiled = logged(tmp_path / "plain"), logged(tmp_path / "profiled")
@@ -60,7 +53,7 @@ def test_a_run_has_the_traces_of_its_schedule_and_the_numbers_of_a_run_without(j
     assert {"data", "forward", "loss", "backward", "clipping", "optimizer", "[memory]"} <= {*ranges}
     events = [json.loads(line) for line in (tmp_path / "profiled" / "events.jsonl").open()]
     assert [event["step"] for event in events if event["event"] == "profile"] == [12]
-    start_titanlite(*words, "--checkpoint.load_step", "5", ranks=2).ends_with(0)
+    start_small(tmp_path / "profiled", *ALL, "--checkpoint.load_step", "5", ranks=2).ends_with(0)
     assert len([*folder.glob("step-00000012-rank-0-*")]) == 2  # an earlier profile of the step is kept
     assert not [*folder.glob("step-00000006-*")]  # its cycle began before this start
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import start_titanlite
-from small_runs import SMALL
+from ranks import start_small
 
 from titanlite.hooks.records import describe_code
 
@@ -22,13 +21,12 @@ def start_event(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "text.jsonl").write_text((json.dumps({"text": "some words to learn from. " * 20}) + "\n") * 40)
-    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", out, "--dataset.source"]
-    words += ["jsonl", "--dataset.path", tmp_path / "text.jsonl", "--dataset.on_change", "warn", "--training.steps"]
+    words = [out, "--dataset.source", "jsonl", "--dataset.path", tmp_path / "text.jsonl"]
+    words += ["--dataset.on_change", "warn", "--training.steps"]
 
     def starts(*options: object) -> str:
-        return start_titanlite(*words, *options).ends_with(0)
+        return start_small(*words, *options).ends_with(0)
 
     assert "Training starts anew\n" in starts(2)
     assert "changed" not in start_event(out)
@@ -57,7 +55,7 @@ def test_a_start_says_what_has_changed_since_the_one_before(tmp_path: Path) -> N
     (out / "environment.json").write_text('{"python": "of version 0.1"}')
     assert "Training starts after step 3\n" in starts(3)
     (out / "tb").write_text("in the way")
-    said = start_titanlite(*words, 3, "--metrics.enable_tensorboard").ends_with(2)
+    said = start_small(*words, 3, "--metrics.enable_tensorboard").ends_with(2)
     assert f"{out}/tb" in said
     assert "Traceback" not in said
 

@@ -1,6 +1,8 @@
-"""A config.json is read as transformers reads it: the same logits, or a refusal that names the key."""
+"""A config.json is read as transformers reads it: the same logits and gradients, or a refusal that names the key."""
 
 import json
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from titanlite.checkpoint.published import hf_weights, load_hf_weights
 from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
-from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config
+from titanlite.model.formats import MetaParams, architecture_from_hf, architecture_from_meta, hf_config, hf_name
 from titanlite.model.llama import Llama
 
 BASE = {"model_type": "llama", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80}
@@ -24,6 +26,7 @@ OLMO2 = SIZES | {"model_type": "olmo2", "attention_bias": False}
 SMOLLM3 = SIZES | {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 2}
 SMOLLM3 |= {"pad_token_id": None}
 QWEN2 = SIZES | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+BLENDED = {"rope_scaling": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 7.0}, "tie_word_embeddings": True}
 SAME = [
     {},  # the defaults
     {"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "swish", "rms_norm_eps": 0.5, "rope_theta": 100},
@@ -38,45 +41,64 @@ SAME = [
     {"tie_word_embeddings": True, "torch_dtype": "float32", "dtype": "float32", "pad_token_id": 3},
     {"pretraining_tp": 4, "initializer_range": 0.5, "use_cache": False, "temperature": 3.0, "eos_token_id": [1, 2]},
     {"head_dim": 16},
-    *(
-        MISTRAL,
-        MISTRAL | {"head_dim": 16, "sliding_window": 9},
-        QWEN2,
-        QWEN2 | {"layer_types": ["full_attention"] * 2},
-        QWEN3,
-        OLMO2,
-        SMOLLM3,
-    ),
+    {"hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 59},
+    BLENDED,
+    *(MISTRAL, MISTRAL | {"head_dim": 16, "sliding_window": 9}, QWEN3, OLMO2, SMOLLM3),
+    *(QWEN2, QWEN2 | {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}),
 ]
 
 
 def write(folder, raw):
-    """A random model of transformers with `raw` as its config.json."""
+    """A random model of transformers with `raw` as its config.json. Its weights are large enough that attention is far
+    from uniform and norms far from one, so that a mistake shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(raw))))
     with torch.no_grad():
-        for parameter in model.parameters():  # large, so that a wrong angle shows in the logits
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+        for x in model.parameters():
+            x.copy_(torch.randn_like(x) / math.sqrt(x.shape[-1]) * 1.5 + float(x.ndim == 1))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("changes", SAME)
-def test_logits_are_those_of_transformers(tmp_path, changes):
-    from transformers import AutoModelForCausalLM
+def assert_close(found, expected):
+    """Within 2e-5 of the largest value: what fp32 leaves of sums taken in another order."""
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+FAR = [changes for changes in SAME if changes is not BLENDED]  # whose angles, off by an ulp, are off by 1e-3 there
+
+
+@pytest.mark.parametrize(("changes", "first"), [*((c, 0) for c in SAME), *((c, 90_000) for c in FAR)])
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, changes, first):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     write(tmp_path, BASE | changes)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     arch = hf_weights(tmp_path).arch
     ours = Llama(arch)
     load_hf_weights(tmp_path, ours)
-    tokens = torch.randint(97, (2, 200), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours(tokens)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()  # fp32 sums in another order
-    assert architecture_from_hf(hf_config(arch, "float32")) == arch
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(4, 97, (2, 200), generator=generator)  # a token for padding, 3, would have no gradient
+    positions = torch.arange(first, first + 200)
+    found, expected = ours(tokens, positions if first else None), theirs(tokens, position_ids=positions[None]).logits
+    assert_close(found, expected)
+    weight = torch.randn(found.shape, generator=generator)
+    for logits in (found, expected):
+        (logits * weight).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert gradients.keys() == {hf_name(arch, name) for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, gradients[hf_name(arch, name)])
+
+    exported: dict[str, Any] = hf_config(arch, "float32")
+    assert architecture_from_hf(exported) == arch
+    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**exported), attn_implementation="eager")
+    assert type(twin).__name__ == exported["architectures"][0]
+    twin.load_state_dict(theirs.state_dict())
+    assert_close(twin(tokens, position_ids=positions[None]).logits, expected)
 
 
 @pytest.mark.parametrize("family", [{}, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3])

@@ -1,20 +1,17 @@
-"""The model against an independent one (transformers), and its own promises: masks and initial weights."""
+"""What the model promises: masks and initial weights. test_formats.py compares it with transformers."""
 
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from titanlite.config.flavors import Architecture
 from titanlite.model.attention import attention, document_mask, flex_document_mask
-from titanlite.model.formats import hf_config, hf_name
 from titanlite.model.llama import INIT_STD, Llama
 
 BASE = Architecture(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=101, rope_theta=10000.0)
-SCALED = {"rope_scaling_factor": 8.0, "rope_original_max_seq_len": 64, "rope_theta": 500000.0}
 
 
 def random_model(arch, dtype=torch.float32):
@@ -29,21 +26,6 @@ def random_model(arch, dtype=torch.float32):
     return model
 
 
-def hugging_face_twin(model):
-    """transformers' model of the same family with the weights of `model`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config: dict[str, Any] = hf_config(model.arch, "float32")
-    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
-    assert type(twin).__name__ == config["architectures"][0]
-    weights = {hf_name(model.arch, name): parameter.detach().clone() for name, parameter in model.named_parameters()}
-    missing, unexpected = twin.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if model.arch.tied_embeddings else [])
-    twin.tie_weights()
-    return twin
-
-
 def random_tokens(arch, batch, length):
     return torch.randint(arch.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
@@ -51,48 +33,6 @@ def random_tokens(arch, batch, length):
 def relative_error(ours, theirs):
     """Largest difference as a share of the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
-CASES = {
-    "plain": (BASE, 2, 17, None),
-    "tied": (dataclasses.replace(BASE, tied_embeddings=True), 2, 17, None),
-    "odd shapes": (Architecture(42, 3, 3, 1, 59, vocab_size=53, norm_eps=1e-6, rope_theta=1000.0), 3, 13, None),
-    "scaled, beyond the original context, other factors": (
-        dataclasses.replace(BASE, tied_embeddings=True, **SCALED, rope_low_freq_factor=0.5, rope_high_freq_factor=7.0),
-        *(1, 150, None),
-    ),
-    "scaled, far positions": (dataclasses.replace(BASE, **SCALED), 2, 11, 90_000),
-    "wide heads": (dataclasses.replace(BASE, head_dim=24), 2, 17, None),
-    "qwen3": (dataclasses.replace(BASE, head_dim=24, qk_norm="head"), 2, 17, None),
-    "olmo2": (dataclasses.replace(BASE, qk_norm="projection", norm_placement="after"), 2, 17, None),
-    "mistral": (dataclasses.replace(BASE, sliding_window=5), 2, 17, None),
-    "mistral, far positions": (dataclasses.replace(BASE, sliding_window=5), 2, 11, 90_000),
-    "smollm3": (dataclasses.replace(BASE, no_rope_interval=2), 2, 17, None),
-    "qwen2": (dataclasses.replace(BASE, qkv_bias=True, tied_embeddings=True), 2, 17, None),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_equal_transformers(case):
-    """Within 1e-5 of the largest value: what fp32 leaves of sums taken in another order."""
-    arch, batch, length, first_position = CASES[case]
-    model = random_model(arch)
-    twin = hugging_face_twin(model)
-    tokens = random_tokens(arch, batch, length)
-    positions = None if first_position is None else torch.arange(first_position, first_position + length)
-
-    ours = model(tokens, positions)
-    theirs = twin(tokens, position_ids=None if positions is None else positions[None]).logits
-    assert ours.shape == (batch, length, arch.vocab_size)
-    assert relative_error(ours, theirs) < 1e-5
-
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
-    (ours * weight).sum().backward()
-    (theirs * weight).sum().backward()
-    twin_gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    errors = {n: relative_error(p.grad, twin_gradients[hf_name(arch, n)]) for n, p in model.named_parameters()}
-    assert len(errors) == len(twin_gradients)
-    assert max(errors.values()) < 1e-5, errors
 
 
 def test_packed_documents_with_mask_and_positions_equal_each_alone():

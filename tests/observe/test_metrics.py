@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import start_titanlite
-from small_runs import SMALL, logged
+from ranks import start_small
+from small_runs import logged
 
 pytestmark = pytest.mark.slow
 
@@ -20,21 +20,16 @@ KEYS = [
 PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
 
 
-def job(tmp_path: Path) -> list[str]:
-    (tmp_path / "small.toml").write_text(SMALL)
-    return ["train", "--job.config_file", str(tmp_path / "small.toml"), "--job.dump_folder", str(tmp_path / "out")]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two starts have left. The first was killed at step 9, as far as its files can tell, after a save at 5."""
     tmp_path = tmp_path_factory.mktemp("metrics")
-    words = [*job(tmp_path), "--metrics.enable_tensorboard", "--validation.freq", "4", "--validation.holdout", "0.1"]
+    words = [tmp_path / "out", "--metrics.enable_tensorboard", "--validation.freq", "4", "--validation.holdout", "0.1"]
     words += ["--validation.sequences", "2", "--lr_scheduler.decay_ratio", "0", "--training.max_norm", "0.6"]
     words += ["--metrics.details", "gradients", "--training.steps"]
-    start_titanlite(*words, "9").ends_with(0)
+    start_small(*words, "9").ends_with(0)
     (tmp_path / "out" / "checkpoint" / "step-00000009").rename(tmp_path / "gone")
-    start_titanlite(*words, "12").ends_with(0)
+    start_small(*words, "12").ends_with(0)
     return tmp_path / "out"
 
 
@@ -91,8 +86,8 @@ def test_tensorboard_has_the_same_numbers_in_groups(folder: Path) -> None:
 
 
 def test_non_finite_numbers_are_valid_json_and_the_guard_comes_after_the_line(tmp_path: Path) -> None:
-    words = [*job(tmp_path), "--optimizer.lr", "1e30", "--training.max_norm", "0", "--validation.freq", "1"]
-    said = start_titanlite(*words, "--validation.holdout", "0.1", "--validation.sequences", "2").ends_with(3)
+    words = [tmp_path / "out", "--optimizer.lr", "1e30", "--training.max_norm", "0", "--validation.freq", "1"]
+    said = start_small(*words, "--validation.holdout", "0.1", "--validation.sequences", "2").ends_with(3)
     for name in ("validation.jsonl", "metrics.jsonl"):
         lines = (tmp_path / "out" / name).read_text().splitlines()
         line = [json.loads(text, parse_constant=pytest.fail) for text in lines][-1]
@@ -107,8 +102,8 @@ def fill_disk() -> None:
 
 
 def test_a_full_disk_costs_metrics_and_not_the_run(tmp_path: Path) -> None:
-    words = [*job(tmp_path), "--metrics.enable_tensorboard", "--training.steps", "60", "--checkpoint.no-enable"]
-    said = start_titanlite(*words, before=fill_disk).ends_with(0)
+    words = [tmp_path / "out", "--metrics.enable_tensorboard", "--training.steps", "60", "--checkpoint.no-enable"]
+    said = start_small(*words, before=fill_disk).ends_with(0)
     for writer in ("JsonLines", "TensorBoard"):
         assert said.count(f"Training goes on, but {writer} cannot write: [Errno 27] File too large") == 1
     assert "Finished after step 60." in said

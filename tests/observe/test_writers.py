@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import start_titanlite
-from small_runs import SMALL, losses
+from ranks import start_small
+from small_runs import losses
 
 from titanlite.config.errors import UserError
 from titanlite.load_run import load_run
@@ -31,30 +31,20 @@ def own_package(tmp_path: Path) -> str:
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0")
     (described / "entry_points.txt").write_text(ENTRY_POINTS)
     (folder / "loss_table.py").write_text(OWN_WRITER)
-    (tmp_path / "small.toml").write_text(SMALL)
     return str(folder)
-
-
-def install(folder: str) -> None:
-    sys.path.insert(0, folder)
 
 
 @pytest.mark.slow
 def test_a_writer_of_an_installed_package_needs_no_change_elsewhere(own_package: str, tmp_path: Path):
-    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", tmp_path / "out"]
-    words += ["--training.steps", 3, "--checkpoint.no-enable", "--metrics.writers", "loss_table"]
-    start_titanlite(*words, before=functools.partial(install, own_package)).ends_with(0)
+    words = ["--training.steps", 3, "--checkpoint.no-enable", "--metrics.writers", "loss_table"]
+    start_small(tmp_path / "out", *words, before=functools.partial(sys.path.insert, 0, own_package)).ends_with(0)
     table = [line.split(",") for line in (tmp_path / "out" / "loss.csv").read_text().splitlines()]
     assert {int(step): float(loss) for step, loss in table} == losses(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("named", "problem"),
-    [
-        ("los_table", "loss_table, plain"),
-        ("plain", "titanlite.observe.writers.Writer"),
-        ("uninstalled", "missing_module"),
-    ],
+    [("los_table", "loss_table, plain"), ("plain", "observe.writers.Writer"), ("uninstalled", "missing_module")],
 )
 def test_a_writer_that_cannot_be_used_is_refused_before_the_start(
     own_package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, problem: str
@@ -74,9 +64,8 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(tmp_path: Path, mo
 def test_wandb_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "small.toml").write_text(SMALL)
-    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", tmp_path / "out"]
-    start_titanlite(*words, "--metrics.enable_wandb", "--training.steps", 3, "--checkpoint.no-enable").ends_with(0)
+    words = ["--metrics.enable_wandb", "--training.steps", 3, "--checkpoint.no-enable"]
+    start_small(tmp_path / "out", *words).ends_with(0)
     (sent,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"1_loss/train" in sent.read_bytes()
     for loss in losses(tmp_path / "out").values():
@@ -90,8 +79,6 @@ def without_key() -> None:
 @pytest.mark.slow
 def test_wandb_without_a_key_is_a_mistake_of_the_user(tmp_path: Path):
     pytest.importorskip("wandb")
-    (tmp_path / "small.toml").write_text(SMALL)
-    words = ["train", "--job.config_file", tmp_path / "small.toml", "--job.dump_folder", tmp_path / "out"]
-    said = start_titanlite(*words, "--metrics.enable_wandb", before=without_key).ends_with(2)
+    said = start_small(tmp_path / "out", "--metrics.enable_wandb", before=without_key).ends_with(2)
     assert "metrics.enable_wandb" in said
     assert "WANDB_MODE=offline" in said

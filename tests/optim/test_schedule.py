@@ -34,10 +34,7 @@ def test_the_rate_of_each_step_is_torchtitans(keys: dict[str, Any], shares: list
     assert rates(10, **keys) == pytest.approx([PEAK * share for share in shares], abs=1e-6)
 
 
-def test_a_run_can_be_the_beginning_of_a_longer_schedule():
+def test_a_run_can_be_the_beginning_of_a_longer_schedule_and_warmup_left_out_fits_the_run():
     assert rates(3, total_steps=10, warmup_steps=4) == rates(10, warmup_steps=4)[:3]
-
-
-def test_warmup_left_out_fits_the_run():
     for total, warmup in ((10000, 200), (100, 10), (5, 0)):
         assert rates(total) == rates(total, warmup_steps=warmup)

@@ -35,13 +35,9 @@ def test_fp8_halves_what_travels_of_the_blocks() -> None:
 def test_each_microbatch_gathers_but_the_output_matrix_and_reduces_if_asked() -> None:
     """The embedding is gathered in the forward passes only, because its gradient needs the tokens alone."""
     rows = {"global_batch_size": 12}
-    whole = 4 * (EMBEDDING + NORM + 3 * (EMBEDDING + 2 * BLOCKS))
-    assert traffic(training=rows) == (whole, 1 + 3 * (1 + 2 * 3), 2 + 3)
-    assert traffic(training=rows, parallelism={"fsdp_reduce": "microbatch"}) == (
-        whole,
-        1 + 3 * (1 + 2 * 3),
-        3 * (2 + 3),
-    )
+    gathered = 4 * (EMBEDDING + NORM + 3 * (EMBEDDING + 2 * BLOCKS)), 1 + 3 * (1 + 2 * 3)
+    assert traffic(training=rows) == (*gathered, 2 + 3)
+    assert traffic(training=rows, parallelism={"fsdp_reduce": "microbatch"}) == (*gathered, 3 * (2 + 3))
 
 
 def test_small_blocks_share_a_group() -> None:

@@ -13,17 +13,9 @@ from titanlite.observe.flops import num_params
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD = {  # ranks that the file's first lines speak of
-    "debug_model": 1,
-    "fineweb_debugmodel": 1,
-    "fineweb_150m": 1,
-    "fineweb_1b": 8,
-    "fineweb_8b": 64,
-    "llama_1b": 1,
-    "llama_3b": 4,
-    "llama_8b": 8,
-    "llama_8b_float8": 8,
-    "llama_70b": 64,
-    "llama_405b": 512,
+    **dict.fromkeys(("debug_model", "fineweb_debugmodel", "fineweb_150m", "llama_1b"), 1),
+    **{"fineweb_1b": 8, "fineweb_8b": 64, "llama_3b": 4, "llama_8b": 8, "llama_8b_float8": 8},
+    **{"llama_70b": 64, "llama_405b": 512},
 }
 
 
