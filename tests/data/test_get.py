@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from data.data_helpers import ROOT, some_texts, write_jsonl, write_parquet
+from data_helpers import ROOT, some_texts, write_jsonl, write_parquet
 from hub import Hub
 
 from titanlite import cli
