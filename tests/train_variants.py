@@ -97,7 +97,9 @@ def train(job: JobConfig, documents: bool, mistake: str | None) -> dict[str, Any
     begins = range(0, len(mine["labels"]), local)
     microbatches = [Microbatch(**{name: rows[i : i + local] for name, rows in mine.items()}) for i in begins]
     share = GlobalBatch(microbatches, int((mine["labels"] != IGNORE_INDEX).sum()))
-    loader = Mock(describe=str, sources=[Mock(num_tokens=10**12, describe=str)], stats=dict, next_global_batch=lambda: share)
+    loader = Mock(
+        describe=str, sources=[Mock(num_tokens=10**12, describe=str)], stats=dict, next_global_batch=lambda: share
+    )
     with ExitStack() as stack:
         stack.enter_context(planted(mistake))
         stack.enter_context(patch.object(loop, "build_mesh", lambda *_: mesh))

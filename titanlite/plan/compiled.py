@@ -113,7 +113,7 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
     no_states = patch(
         "torch._functorch.partitioners.functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)
     )
-    # The first call makes the graphs, which keep its tensors: neither a counter nor a recomputation around it sees them.
+    # The first call makes the graphs, which keep its tensors: no counter and no recomputation around it sees them.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with no_states, unseen, _disable_current_modes(), mode:
         graph(*(_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors))
