@@ -313,7 +313,7 @@ def compare_on_ghost(name: str) -> Result:
     return Result(name, ranks, plan.peak, allocated, 0, with_lost, reserved, about())
 
 
-class _Alone(dist.Store):
+class _Alone(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     """A store in which every rank has done its part."""
 
     def set(self, key: str, value: Any) -> None:
