@@ -7,9 +7,10 @@ import pytest
 import torch
 from ranks import run_ranks, small_trainer, start_small
 from small_runs import logged
-from train_variants import full
+from torch.distributed.tensor import DTensor
 
 from titanlite.hooks.hook import Hook
+from titanlite.train.loop import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,11 @@ def test_all_layouts_measure_the_same_and_training_does_not_notice(tmp_path: Pat
         assert norm / math.sqrt(2) * 0.999 <= last.max <= norm * 1.001
 
 
+def whole(trainer: Trainer) -> list[torch.Tensor]:
+    full = (p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
+    return [weight.detach().clone() for weight in full]
+
+
 def measured_and_real(folder: str, *words: str) -> list[tuple[dict[str, float], dict[str, float]]]:
     """The update ratios of some steps as they are logged, and from the weights before and after each step."""
     found = []
@@ -57,12 +63,11 @@ def measured_and_real(folder: str, *words: str) -> list[tuple[dict[str, float], 
         names = [name.removesuffix(".weight") for name, _ in trainer.model.named_parameters()]
         groups = [name.split(".", 2)[-1] if name.startswith("layers.") else name for name in names]
         for _ in range(3):
-            before = [full(parameter.detach()).clone() for parameter in trainer.model.parameters()]
-            entry, after = trainer.step(), map(full, trainer.model.parameters())
+            before, entry, after = whole(trainer), trainer.step(), whole(trainer)
             assert entry is not None
             squares = {group: torch.zeros(2, dtype=torch.float64) for group in GROUPS}
             for group, a, b in zip(groups, after, before, strict=True):
-                squares[group] += torch.stack([x.detach().double().square().sum() for x in (a - b, a)])
+                squares[group] += torch.stack([x.double().square().sum() for x in (a - b, a)])
             real = {group: (change / size).sqrt().item() for group, (change, size) in squares.items()}
             found.append((entry.update_ratios, real))
     return found

@@ -34,10 +34,14 @@ def own_package(tmp_path: Path) -> str:
     return str(folder)
 
 
+def install(folder: str) -> None:
+    sys.path.insert(0, folder)
+
+
 @pytest.mark.slow
 def test_a_writer_of_an_installed_package_needs_no_change_elsewhere(own_package: str, tmp_path: Path):
     words = ["--training.steps", 3, "--checkpoint.no-enable", "--metrics.writers", "loss_table"]
-    start_small(tmp_path / "out", *words, before=functools.partial(sys.path.insert, 0, own_package)).ends_with(0)
+    start_small(tmp_path / "out", *words, before=functools.partial(install, own_package)).ends_with(0)
     table = [line.split(",") for line in (tmp_path / "out" / "loss.csv").read_text().splitlines()]
     assert {int(step): float(loss) for step, loss in table} == losses(tmp_path / "out")
 
