@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 MOST_PACKAGE_LINES = 10_586
-MOST_TEST_LINES = 10_997
+MOST_TEST_LINES = 10_993
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

@@ -37,9 +37,6 @@ def executable(file: Path, text: str) -> None:
     file.chmod(file.stat().st_mode | stat.S_IEXEC)
 
 
-# ------------------------------------------------------------------------------------------------ before the start
-
-
 def test_a_wrong_job_is_refused_at_once_without_torch_or_a_folder(tmp_path: Path, cpu_seconds: Callable[..., float]):
     (tmp_path / "wrong.toml").write_text('[training]\nsteps = "abc"\n[modle]\ndim = 3\n')
 
@@ -64,9 +61,6 @@ def test_more_processes_than_visible_gpus_are_refused(monkeypatch: pytest.Monkey
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert cli.main(["launch", "--training.steps", "0"]) == 2
         assert (f"this machine has {gpus}." in capsys.readouterr().err) == (gpus > 0)
-
-
-# ------------------------------------------------------------------------------------------------ the end
 
 
 @pytest.fixture
@@ -159,9 +153,6 @@ def test_hangs_crashes_and_restarts_are_events_and_cannot_command_a_terminal(
     assert all(re.match(r"\[\d{4}-|    ", line) for line in log.splitlines())  # an event, or more of the last one
 
 
-# ------------------------------------------------------------------------------------------------ the first moments
-
-
 BUSY = """
 import os
 from titanlite.runtime.process import serve_parent
@@ -214,9 +205,6 @@ def test_the_sample_for_slurm_trains_on_the_data_that_it_is_given_and_on_no_othe
     said = subprocess.check_output([*script, "t.json", "--training.seed", "1"], env={**os.environ, **slurm}, text=True)
     keys = "--dataset.source shards --dataset.path a b --tokenizer.path t.json --training.seed 1"
     assert said == f"first --job.config_file job.toml {keys}\n"
-
-
-# ------------------------------------------------------------------------------------------------ the installation
 
 
 PYTHON_OF_VENV = """#!/bin/bash
