@@ -206,8 +206,10 @@ def _schedules(run: Run, origins: Mapping[str, str]) -> Problems:
     total = schedule.total_steps or steps
     if total < steps:
         yield "lr_scheduler.total_steps", f"must be at least training.steps = {steps}: no rate is known after it."
-    # --training.steps alone asks for the first steps of the run, with the rates of the file.
-    is_look = origins.get("training.steps") == COMMAND_LINE != origins.get("lr_scheduler.warmup_steps")
+    # --training.steps alone asks for the first steps of the run, with the rates of the file. The run's own config.toml,
+    # which names another file, has both.
+    origin, warmup = (origins.get(key, "default") for key in ("training.steps", "lr_scheduler.warmup_steps"))
+    is_look = origin == COMMAND_LINE != warmup or origin not in (COMMAND_LINE, "default", run.job.job.config_file)
     if (schedule.warmup_steps or 0) > total and not is_look:
         yield "lr_scheduler.warmup_steps", f"must be at most training.steps = {steps}: the peak rate is never reached."
 
