@@ -8,7 +8,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-MOST_PACKAGE_LINES = 10_587
+MOST_PACKAGE_LINES = 10_592
 MOST_TEST_LINES = 10_993
 
 ROOT = Path(__file__).resolve().parents[1]

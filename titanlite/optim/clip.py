@@ -59,9 +59,7 @@ def clip_grad_norm_(
         own = [square for square, its in zip(squares.unbind(), copies, strict=True) if its == number]
         total[0] += torch.stack(own).sum() / number
     if loss is not None:
-        if (
-            loss.is_cuda and not total.is_cuda
-        ):  # offloaded gradients were waited for, and so can be the loss before them
+        if loss.is_cuda and not total.is_cuda:  # offloaded gradients were waited for, so the loss is there, too
             loss, arrived = loss.to(total.device, non_blocking=True), torch.cuda.Event()
             arrived.record()
             arrived.synchronize()
@@ -78,14 +76,15 @@ def sum_of_squares(shards: list[Tensor]) -> Tensor:
     """The sum of squares of each shard, in float64."""
     if shards[0].is_cuda:  # a GPU sums as a tree of threads, each of which adds a few dozen elements
         return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32)).double().square()  # pyright: ignore
-    return torch.stack([_norms(shard.flatten()).double().square().sum() for shard in shards])
-
-
-def _norms(flat: Tensor) -> Tensor:
-    """Norms in fp32 of the parts of a shard. The parts are large enough that summing them in float64 costs nothing."""
-    whole_rows = len(flat) // ROW * ROW
-    parts = flat[:whole_rows].view(-1, ROW), flat[whole_rows:].view(1, -1)
-    return torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+    # Norms in fp32 of parts that are large enough that summing them in float64 costs nothing; of all shards at once,
+    # because each operator costs a small model as much as its work.
+    parts, sizes = list[Tensor](), list[int]()
+    for flat in (shard.flatten() for shard in shards):
+        whole_rows = len(flat) // ROW * ROW
+        parts += [flat[:whole_rows].view(-1, ROW), flat[whole_rows:].view(1, -1)]
+        sizes.append(whole_rows // ROW + 1)
+    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+    return torch.stack([squares.sum() for squares in norms.double().square().split(sizes)])
 
 
 def _scale(shards: list[Tensor], norm: Tensor, max_norm: float) -> None:

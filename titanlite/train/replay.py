@@ -30,11 +30,9 @@ class Earlier(Hook):
 
     def load(self) -> None:
         training, run = self._training, self._training.run
-        live, job = (
-            LiveState(training.model, training.optimizer, training.hook_tensors),
-            run.job.model_dump(mode="json"),
-        )
-        folder = CheckpointFolder(run.job.checkpoint, run.checkpoint_folder, live, training.log, job, changes=False)
+        live, job = LiveState(training.model, training.optimizer, training.hook_tensors), run.job
+        saved = job.model_dump(mode="json")
+        folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, saved, changes=False)
         training.opened.callback(folder.ranks.close)
         resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
         if (state := resumer.load_before(self._step)) is not None:
@@ -59,9 +57,7 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
     if step > run.job.training.steps:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
     metrics = run.job.metrics.model_copy(update={"log_freq": 1})
-    patient = run.job.guards.model_copy(
-        update={"max_skipped": step}
-    )  # the step that has ended the run can be seen, too
+    patient = run.job.guards.model_copy(update={"max_skipped": step})  # for the step that has ended the run
     run = Run(run.job.model_copy(update={"metrics": metrics, "guards": patient}), run.world_size)
     found: list[LoggedStep] = []
     with _Replayed(run, hooks=[Earlier(step), *guards()], standard=False) as trainer:
