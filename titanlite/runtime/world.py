@@ -19,7 +19,6 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, rendezvous  # pyright: ignore
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
@@ -112,6 +111,8 @@ def process_group(job: JobConfig) -> Iterator[torch.device]:
 def _forget_meshes(device: torch.device) -> None:
     """Let DTensor forget the meshes of a world that has ended. Those of a later world compare equal to them, although
     their process groups have other names. Each thread remembers its own, and on a GPU the backward pass has one."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # 0.4 s, for which the data would wait
+
     _clear_sharding_prop_cache()
     if device.type == "cuda":
         x = torch.zeros((), device=device, requires_grad=True)
