@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from from_torchtitan.test_migrate import OF_02
 from hub import Hub
 from ranks import free_port
 from test_package import copy_of_repository
@@ -38,6 +39,29 @@ def run(command: str, folder: Path, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """The blocks of a page: language, title and text."""
+    block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'
+    return re.findall(block, (ROOT / "docs" / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def samples(page: str) -> list[str]:
+    """The output that a page shows: its blocks without a language."""
+    return [text for language, _, text in blocks(page) if not language]
+
+
+def absent(sample: str, said: str) -> list[str]:
+    """Lines of a sample that were not said. Numbers, and bars that are drawn, may be others."""
+    masks = {r"\d[\d,.:]*": "0", "[▁-█]+": "█"}
+
+    def masked(text: str) -> list[str]:
+        for pattern, by in masks.items():
+            text = re.sub(pattern, by, text)
+        return [" ".join(line.split()) for line in text.splitlines() if line.strip() not in ("", "...")]
+
+    return [line for line in masked(sample) if line not in masked(said)]
+
+
 TUTORIALS = {  # and what its commands say
     "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
     "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
@@ -48,8 +72,7 @@ TUTORIALS = {  # and what its commands say
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) -> None:
-    block = r'^```(\w*)(?: title="(.*?)")?\n(.*?)^```$'  # language, title and text
-    found = re.findall(block, (ROOT / "docs/tutorials" / f"{name}.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = blocks(page := f"tutorials/{name}.md")
     (tmp_path / "bin").mkdir()
     for program, words in (("titanlite", f"{sys.executable} -m titanlite"), ("python", sys.executable)):
         (tmp_path / "bin" / program).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
@@ -60,6 +83,10 @@ def test_the_files_and_commands_of_a_tutorial_work(name: str, tmp_path: Path) ->
     commands = "".join(text for language, _, text in found if language == "bash")
     said = run(commands, tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
     assert [words for words in TUTORIALS[name] if words not in said] == []
+    learned = [] if WHOLE else ["Answer: eight thousand three hundred eleven."]
+    assert [line for sample in samples(page) for line in absent(sample, said)] == learned[: len(samples(page))]
+    if name == "two_machines":
+        assert absent(samples("reports.md")[1], said) == []
     if name == "your_text":
         assert (tmp_path / "my-model" / "config.json").exists()
         assert "eight thousand three hundred eleven" in said.partition("perplexity")[2] or not WHOLE
@@ -94,8 +121,27 @@ def test_every_command_of_the_readme_works_in_a_fresh_clone(tmp_path: Path) -> N
                 assert re.search(r"step +4/4|Nothing to do", run(command + SHORT, clone, **keys))
             elif command != "./run_tests.sh" and not command.startswith(("git clone", "cd ")):
                 said = run(command, clone, **keys)
+                assert "watch" not in command or absent(samples("reports.md")[0], said) == []
                 assert all(prompt in said for prompt in re.findall(r"--prompt '([^']*)'", command))
     assert sum("run_train.sh" in command for command in commands) >= 2
+
+
+def test_a_plan_is_as_its_page_shows_it(tmp_path: Path) -> None:
+    """To a tenth, because other versions of torch run other kernels."""
+    page = (ROOT / "docs/planning.md").read_text()
+    said = run(f"{shlex.quote(sys.executable)} -m {page.partition('```bash')[2].partition('```')[0].strip()}", tmp_path)
+    shown = samples("planning.md")[0]
+    assert absent(shown, said) == []
+    tables = [[line.rstrip() for line in text.splitlines() if re.search(r"\d\.\d", line)] for text in (shown, said)]
+    for numbers in zip(*tables, strict=False):  # warnings of libraries come last
+        found, expected = [[float(each) for each in re.findall(r"\d+\.\d+", line)] for line in numbers]
+        assert found == pytest.approx(expected, rel=0.1, abs=0.02), numbers
+
+
+def test_a_migration_is_as_its_page_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "llama3_8b.toml").write_text(OF_02)
+    said = run(f"{shlex.quote(sys.executable)} -m titanlite migrate llama3_8b.toml --out my_8b.toml", tmp_path)
+    assert absent(samples("from_torchtitan.md")[0], said) == []
 
 
 def test_no_page_installs_titanlite_from_where_it_is_not() -> None:
