@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titanlite.config.errors import UserError
     from titanlite.config.flavors import FLAVORS, Architecture
     from titanlite.config.load import load_job
+    from titanlite.config.registry import load_plugins, register
     from titanlite.config.schema import JobConfig
     from titanlite.data.loader import Loader
     from titanlite.data.tokenizer import load_tokenizer
@@ -37,12 +38,12 @@ __version__ = "0.2.0"
 __all__ = [
     "FLAVORS", "Architecture", "Completion", "JobConfig", "Llama", "LoadedCheckpoint", "Loader", "StepProfile",
     "TextScore", "Trainer", "UserError", "evaluate_text", "generate", "generate_many", "load_checkpoint", "load_job",
-    "load_tokenizer", "profile_steps",
+    "load_plugins", "load_tokenizer", "profile_steps", "register",
 ]  # fmt: skip
 # What has the names: modules without torch first, each of which does without those after it.
 _HOMES = (
-    "config.errors", "config.flavors", "config.schema", "config.load", "data.tokenizer", "model.llama", "data.loader",
-    "completion", "score", "hooks.profiler", "train.loop", "train.profile_steps",
+    "config.errors", "config.flavors", "config.registry", "config.schema", "config.load", "data.tokenizer",
+    "model.llama", "data.loader", "completion", "score", "hooks.profiler", "train.loop", "train.profile_steps",
 )  # fmt: skip
 
 set_up_torch()

@@ -20,6 +20,7 @@ from titanlite.checkpoint.find import job_of, use_newest
 from titanlite.checkpoint.resume import check_tokenizer, load_checked_weights
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.options import Generation
+from titanlite.config.registry import resolved
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -61,9 +62,9 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
     def load(step_folder: Path) -> LoadedCheckpoint:
         job = job_of(step_folder)
         run = Run(job)
-        tokenizer = load_tokenizer(run.tokenizer_path)
+        tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         with torch.device("meta"):
-            model = Llama(run.arch)
+            model: Llama = resolved(run.arch.model)(run.arch)
         if device.type == "cuda":
             model.to(getattr(torch, job.training.mixed_precision_param))
         model.to_empty(device=device)

@@ -27,19 +27,18 @@ from titanlite.data.hub import remedy
 from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
-from titanlite.observe.writers import load_writer
 
 Problems = Iterator[tuple[str, str]]
 """A key, such as "training.steps" or "dataset.sources.0.weight", and what is wrong with its value."""
 
 
-def load_run(argv: Sequence[str], world_size: int) -> Run:
-    """The run of a command line, checked by the schema and by all rules.
+def load_run(argv: Sequence[str], world_size: int, trusted: bool = True) -> Run:
+    """The run of a command line, checked by the schema and by all rules. For `trusted` see `load_job`.
 
     Raises:
         UserError: anything wrong, all mistakes in one message.
     """
-    return _checked(read_job(argv), world_size)
+    return _checked(read_job(argv, trusted), world_size)
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:
@@ -52,12 +51,12 @@ def check_run(job: JobConfig, world_size: int) -> Run:
     return _checked(Draft(JobConfig.model_validate(job), (), {}, "JobConfig"), world_size)
 
 
-def load_dataset(argv: Sequence[str]) -> Dataset:
-    """The data of a command line, checked without a tokenizer. Raises UserError as `load_run`."""
+def load_data_job(argv: Sequence[str]) -> JobConfig:
+    """The job of a command line of which the data alone is used and checked. Raises UserError as `load_run`."""
     draft = read_job(argv)
     if found := [*draft.mistakes, *(mistake_of(Run(draft.job), *each) for each in _dataset(Run(draft.job)))]:
         raise WrongJob(found, draft.file, draft.origins)
-    return draft.job.dataset
+    return draft.job
 
 
 def _checked(draft: Draft, world_size: int) -> Run:
@@ -65,7 +64,7 @@ def _checked(draft: Draft, world_size: int) -> Run:
     job, origins, rules = draft.job, draft.origins, []
     problems: list[tuple[str, str]] = []
     try:
-        tokenizer = load_tokenizer(Run(job).tokenizer_path)
+        tokenizer = load_tokenizer(Run(job).tokenizer_path, job)
         if job.model.vocab_size is None and job.model.flavor in FITTED_TO_TOKENIZER:
             rows = -(-tokenizer.vocab_size // 128) * 128  # suits matmuls, and tensor parallelism can divide it
             job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": rows})})
@@ -337,7 +336,7 @@ def _sources(section: str, dataset: Dataset | Validation) -> Problems:
 
 
 def _files(run: Run) -> Problems:
-    """Outputs, the writers of numbers, and initial weights."""
+    """Outputs and initial weights."""
     folder, checkpoint, metrics = run.dump_folder.absolute(), run.job.checkpoint, run.job.metrics
     saves = Path(os.path.normpath(folder / checkpoint.folder))
     if problem := not_writable(folder):
@@ -351,8 +350,3 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
-    for name in metrics.writers:
-        try:
-            load_writer(name)
-        except UserError as error:
-            yield "metrics.writers", f"{error} CONTRIBUTING.md says how one is made."

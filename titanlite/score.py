@@ -100,7 +100,7 @@ def evaluate_text(
     except UserError as error:
         raise UserError(str(error).replace("dataset.path =", "--data")) from None
     run = _run_for(saved, options, window, parallelism or Parallelism())
-    texts = TextWindows(sources, load_tokenizer(run.tokenizer_path), window, stride)
+    texts = TextWindows(sources, load_tokenizer(run.tokenizer_path, run.job), window, stride)
     folder, total = _sum_of_losses(run, Path(checkpoint), texts, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: there is no text to score.")
@@ -136,7 +136,8 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
         "dtype": dtype,
         "num_threads": saved.training.num_threads,
     }
-    job = saved.model_dump(include={"job", "model", "tokenizer", "comm"})
+    own = {saved.model.architecture, saved.tokenizer.name or ""}  # tables of plugins
+    job = saved.model_dump(include={"job", "model", "tokenizer", "comm", *own})
     job |= {"parallelism": parallelism, "training": training, "activation_checkpoint": {"mode": "none"}}
     run = Run(JobConfig.model_validate(job), world_size())
     if problems := list(layout_rules(run)):

@@ -139,7 +139,7 @@ def test_an_exported_tokenizer_reads_hostile_text_as_training_does(tmp_path, pat
     out.mkdir()
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "split_special_tokens": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    write_tokenizer(Path(source), out, 64)
+    write_tokenizer(load_tokenizer(source), out, 64)
     theirs = AutoTokenizer.from_pretrained(out)
     for text in ["a<|end_of_text|> b", "<|begin_of_text|><|eot_id|>\n", "plain", "Zürich 日本語 \r\n\n 12345"]:
         assert theirs(text, add_special_tokens=False)["input_ids"] == load_tokenizer(path).encode(text)

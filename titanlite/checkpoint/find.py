@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from titanlite.checkpoint import step_folders
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.load import load_job
+from titanlite.config.registry import require_plugins
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 
@@ -117,7 +118,7 @@ def known_job(path: Path) -> JobConfig:
     """`job_of` the newest of `checkpoints_at(path)` whose manifest can be read. No other file is looked at.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or its job needs a plugin that was not loaded.
         CheckpointError: no checkpoint is there, or none that says which model it has.
     """
     return use_newest(path, job_of, check=lambda step_folder: None)
@@ -127,16 +128,18 @@ def job_of(step_folder: Path) -> JobConfig:
     """The job that trained a checkpoint: from its manifest, else from the config.toml of its run.
 
     Raises:
+        UserError: it needs a plugin that was not loaded.
         Damage: the manifest is no good.
         CheckpointError: it cannot be read, or the job is in neither, as with imported weights.
     """
     job, config = step_folders.read_manifest(step_folder)["info"]["job"], step_folder.parents[1] / "config.toml"
     if job is None and config.is_file():
-        return load_job(["--job.config_file", str(config)])
+        return load_job(["--job.config_file", str(config)], trusted=False)
     if job is None:
         problem = f"{step_folder} does not say which model and tokenizer it has: it was imported. Start a run from it"
         raise CheckpointError(f"{problem} (checkpoint.initial_load_path), or write its job file to {config}.")
     read, mistakes = JobConfig.read(job)
+    require_plugins(read.job.plugins, step_folder)
     # Without keys and choices of earlier versions the job is the same.
     if found := [each.found for each in mistakes if each.kind not in ("gone", "literal_error")]:
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {'; '.join(found)}")

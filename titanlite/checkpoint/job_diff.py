@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlite.config.mistakes import short
+from titanlite.config.schema import SECTIONS
 
 HARMLESS, CURVE, REFUSED = "harmless", "changes the curve", "refused"
 REMEDY = (
@@ -19,7 +20,7 @@ REMEDY = (
 )
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings", "head_dim")
-_SHAPE += ("qkv_bias", "qk_norm")
+_SHAPE += ("qkv_bias", "qk_norm", "architecture")
 _HARMLESS = {
     *("job", "validation", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "profiling"),
     *("samples", "comm", "training.enable_cpu_offload", "training.deterministic", "training.num_threads"),
@@ -27,7 +28,7 @@ _HARMLESS = {
     *("dataset.prefetch", "dataset.on_change"),
 }
 """Sections and keys."""
-_CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading")  # exceptions from harmless sections
+_CURVE_KEYS = ("validation.holdout", "checkpoint.exclude_from_loading", "job.hooks")  # in harmless sections
 _LOADER_KEYS = {  # where the data lies and how it is ordered: the loader compares what follows from them
     *("dataset.source", "dataset.path", "dataset.config", "dataset.split", "dataset.text_column", "dataset.sources"),
     *("dataset.seed", "dataset.packing", "training.seq_len", "validation.holdout"),
@@ -45,7 +46,7 @@ def compare_jobs(
 
     Args:
         before, now: `JobConfig.model_dump(mode="json")`, with the architecture for [model]. Keys that only one has (of
-            another version) are skipped, and so is the tokenizer's path, because its ids are compared.
+            another version) are skipped, and so are the keys of the tokenizer, because its ids are compared.
         data: what the loader says of the place in the data; None if the data starts afresh. The loader decides about
             the keys that say where the data lies and how it is ordered.
 
@@ -56,7 +57,7 @@ def compare_jobs(
     old, new = flat(before), flat(now)
     other_data = REFUSED if new["dataset.on_change"] == "error" else CURVE
     changes = []
-    for name in old.keys() & new.keys() - {"tokenizer.path"}:
+    for name in old.keys() & new.keys() - {"tokenizer.path", "tokenizer.name"}:
         if old[name] != new[name] and (verdict := _verdict(name, old, new, data, other_data)):
             changes.append((verdict, f"{name}: {short(str(old[name]))} -> {short(str(new[name]))}"))
     for verdict, lines in zip((REFUSED, other_data), data or (), strict=False):
@@ -92,4 +93,6 @@ def _verdict(
     if name == "training.local_batch_size" and old.get("training.global_batch_size", -1) != -1:
         # A global batch size that is written out fixes what a step sees; another one has a line of its own.
         return HARMLESS
-    return HARMLESS if {name, section} & _HARMLESS and name not in _CURVE_KEYS else CURVE
+    if {name, section} & _HARMLESS and name not in _CURVE_KEYS:
+        return HARMLESS
+    return SECTIONS[section].on_resume if section in SECTIONS else CURVE

@@ -34,6 +34,7 @@ from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import short
+from titanlite.config.registry import ARCHITECTURES
 from titanlite.model import formats
 from titanlite.model.formats import HF_EMBEDDING, HF_OUTPUT, hf_name, parameter_shapes
 from titanlite.model.llama import Llama
@@ -92,7 +93,10 @@ def checkpoint_weights(path: Path) -> Weights:
     arch = step_folders.read_manifest(path)["info"]["architecture"]
     if arch is None:
         raise CheckpointError(f"{path} does not say of which architecture its weights are")
-    return dcp_weights(SafeReader(path), Architecture(**arch), "model.")
+    kind = arch.get("architecture", "llama")
+    if kind not in [*ARCHITECTURES]:
+        raise UserError(f"{path} holds a model of the architecture {kind}, which a plugin has to bring.")
+    return dcp_weights(SafeReader(path), ARCHITECTURES[kind](**arch), "model.")
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:

@@ -27,5 +27,5 @@ def main(argv: Sequence[str]) -> None:
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
-    if note := toy_note(run, load_tokenizer(run.tokenizer_path)):
+    if note := toy_note(run, load_tokenizer(run.tokenizer_path, run.job)):
         print(printable(f"\n{note}"))

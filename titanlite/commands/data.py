@@ -13,7 +13,7 @@ from titanlite.config.errors import UserError, printable
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
-from titanlite.load_run import load_dataset, load_run
+from titanlite.load_run import load_data_job, load_run
 
 
 class Prepare(Options):
@@ -64,7 +64,7 @@ def show_step(run: Run, step: int, row: int | None) -> str:
 
     if step > run.job.training.steps:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
-    data, lines = training_data(run, load_tokenizer(run.tokenizer_path)), list[str]()
+    data, lines = training_data(run, load_tokenizer(run.tokenizer_path, run.job)), list[str]()
     if row is not None and row >= run.global_batch_size:
         raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
     for _ in range(step - 1):
@@ -108,7 +108,8 @@ def tokenizer(argv: Sequence[str]) -> None:
     options, words = parse_beside_job(Train, argv[1:] if argv[:1] == ["train"] else argv, "tokenizer train")
     from titanlite.data.tokenizer_files import train_tokenizer
 
-    made = train_tokenizer(load_dataset(words), options.out, options.vocab_size, options.max_bytes)
+    job = load_data_job(words)
+    made = train_tokenizer(job.dataset, options.out, options.vocab_size, options.max_bytes, job)
     read = f"{made.documents:,} documents ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
     wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
     print(printable(f"{wrote}\nA job that uses it needs\n\n{tokenizer_tables(made.json, options.vocab_size)}"))

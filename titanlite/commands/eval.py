@@ -12,7 +12,7 @@ from pydantic import Field
 from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
-from titanlite.config.options import OptionPath, Scoring, parse_beside_job
+from titanlite.config.options import CheckpointOptions, OptionPath, Scoring, parse_beside_job
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
@@ -20,7 +20,7 @@ LAYOUT_KEYS = (
 )
 
 
-class Eval(Scoring):
+class Eval(Scoring, CheckpointOptions):
     """Score a checkpoint on texts: perplexity, and bits per byte. Start several ranks with NGPU=N or with torchrun."""
 
     checkpoint: OptionPath

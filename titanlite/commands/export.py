@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import CheckpointOptions, OptionPath, parse
 from titanlite.config.run import Run
 from titanlite.runtime.logging import note
 
 
-class Export(Options):
+class Export(CheckpointOptions):
     """Write a checkpoint as a Hugging Face model, which transformers loads without titanlite."""
 
     checkpoint: OptionPath
@@ -58,16 +58,18 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
     """
     from titanlite.checkpoint.find import job_of, use_newest
     from titanlite.checkpoint.published import checkpoint_weights, export_hf
+    from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer
 
     def use(step_folder: Path) -> Path:
         try:
-            path = tokenizer or Run(job_of(step_folder)).tokenizer_path
+            run = Run(job_of(step_folder)) if tokenizer is None else None
         except CheckpointError as unknown:
             raise UserError(f"{unknown} Or name the tokenizer: --tokenizer FILE.") from None
+        words = load_tokenizer(run.tokenizer_path, run.job) if run else load_tokenizer(cast(Path, tokenizer))
         source = checkpoint_weights(step_folder)
         make_folder(out.parent)
-        export_hf(source, out, dtype, lambda folder: write_tokenizer(path, folder, source.arch.max_seq_len))
+        export_hf(source, out, dtype, lambda folder: write_tokenizer(words, folder, source.arch.max_seq_len))
         return step_folder
 
     return use_newest(checkpoint, use, log=note)

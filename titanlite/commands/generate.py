@@ -14,13 +14,13 @@ import tyro
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
-from titanlite.config.options import Generation, OptionPath, parse
+from titanlite.config.options import CheckpointOptions, Generation, OptionPath, parse
 from titanlite.runtime.logging import note
 
 MOST_BYTES = 1 << 28  # of a file of prompts
 
 
-class Generate(Generation):
+class Generate(Generation, CheckpointOptions):
     """Let a checkpoint complete texts. Prompts and completions go to standard output, all else to standard error."""
 
     checkpoint: OptionPath

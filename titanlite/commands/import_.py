@@ -18,14 +18,14 @@ from titanlite.config.files import make_folder
 from titanlite.config.flavors import Architecture
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
-from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.config.options import CheckpointOptions, OptionPath, parse_beside_job
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 _GONE = "flavor torchtitan_version n_heads rope_theta rope_scaling_factor norm_eps max_seq_len".split()  # noqa: SIM905
 _KEYS = "With --torchtitan, a job says which model it is: --job.config_file FILE, or keys such as --model.flavor 8b."
 
 
-class Import(Options):
+class Import(CheckpointOptions):
     """Make a checkpoint from published weights."""
 
     dropped: ClassVar = {name: (None, _KEYS) for name in _GONE}

@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{config} does not exist. Name the output folder of a run.")
     if (code := start_ranks("replay", argv)) is not None:
         return code
-    run = load_run(["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words], world_size())
+    words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
+    run = load_run(words, world_size(), trusted=False)
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines()) if metrics.is_file() else ()
     logged = next((line for line in lines if line["step"] == options.step), None)
 

@@ -6,7 +6,7 @@ Invariant: no torch here, so that a job file can be checked in a fraction of a s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 SWITCHES = ("qkv_bias", "qk_norm", "norm_placement", "sliding_window", "no_rope_interval")
 """Fields in which other families of models differ from Llama."""
@@ -17,7 +17,19 @@ class Architecture:
     """Every number that defines a model; the fields are explained in `titanlite.config.schema.Model`.
 
     The number of heads must divide dim if head_dim is 0, which stands for dim / n_heads.
+
+    A model of a plugin has a subclass, whose further fields are the keys of its own table. It names what the model is
+    made of, and corrects the counts below, from which follow plans, MFU and the checks of memory.
+
+    Attributes:
+        model: place of the module, a class on `Llama`.
+        tensor_parallel: place of the function that gives the plan of its blocks: see `parallel.tensor.block_plan`.
+        families: place of the models of transformers that compute the same: see `model.formats.FAMILIES`.
     """
+
+    model: ClassVar[str] = "titanlite.model.llama:Llama"
+    tensor_parallel: ClassVar[str] = "titanlite.parallel.tensor:block_plan"
+    families: ClassVar[str] = "titanlite.model.formats:FAMILIES"
 
     dim: int
     n_layers: int
@@ -39,6 +51,7 @@ class Architecture:
     norm_placement: Literal["before", "after"] = "before"
     sliding_window: int = 0
     no_rope_interval: int = 0
+    architecture: str = "llama"
 
     def __post_init__(self) -> None:
         if not self.head_dim:  # what does not divide becomes an odd width, which is refused

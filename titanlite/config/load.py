@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 from titanlite.config.errors import UserError
 from titanlite.config.files import read_file
 from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown, table_within, types_in, unknown, wrapped
+from titanlite.config.registry import Registry, load_plugins, require_plugins
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to
 DEFAULT_JOB_FILE = "debug_model.toml"
 MOST_BYTES = 1 << 22  # of a job file; one with a mix of 10,000 sources has 1 MB
 CONFIG_FILE = "job.config_file"
+PLUGINS = "job.plugins"
 HELP = "--help"
 
 
@@ -48,23 +50,32 @@ class Draft(NamedTuple):
     file: str
 
 
-def load_job(argv: Sequence[str]) -> JobConfig:
+def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
     """The job of a command line such as `["--job.config_file", "llama_8b.toml", "--training.steps", "100"]`.
 
+    Args:
+        trusted: the job file is its owner's, so the plugins that it names are imported. Those on the command line are
+            in any case.
+
     Raises:
-        UserError: anything wrong, all mistakes in one message.
+        UserError: anything wrong, all mistakes in one message; or a plugin that is missing.
     """
-    draft = read_job([str(word) for word in argv])  # a program may give numbers
+    draft = read_job([str(word) for word in argv], trusted)  # a program may give numbers
     if draft.mistakes:
         raise WrongJob(draft.mistakes, draft.file, draft.origins)
     return draft.job
 
 
-def read_job(argv: Sequence[str]) -> Draft:
+def read_job(argv: Sequence[str], trusted: bool = True) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
-    0. Raises UserError: the job file cannot be read."""
-    values, mistakes = _command_line(argv)
+    0. Raises UserError: the job file cannot be read, or a plugin that it names cannot be imported; see `load_job`."""
+    values, _ = _command_line(argv)
     path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
+    table = raw.get("job", {})
+    named = values.get(PLUGINS, table.get("plugins", ()) if isinstance(table, dict) else ())
+    if isinstance(named, list) and all(isinstance(name, str) for name in named):  # otherwise it is a mistake
+        load_plugins(named) if trusted or PLUGINS in values else require_plugins(named, path)
+    values, mistakes = _command_line(argv)  # once more, because plugins have keys
     origins = dict.fromkeys(KEYS, "default")
     origins |= {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
@@ -182,7 +193,9 @@ def _print_help(job: JobConfig, topics: Sequence[str]) -> None:
 
 def _print_key(key: str, field: FieldInfo, value: Any, flag: str = "--") -> None:
     """A key with its type, its text and its value. The keys of a table that stands in the file only have no flag."""
-    table, words = table_within(field.annotation), " ".join(dict.fromkeys(_words(field.annotation)))
+    table = table_within(field.annotation)
+    names = [_words(each) for each in field.metadata if isinstance(each, Registry)]
+    words = " ".join(dict.fromkeys(names[0] if names else _words(field.annotation)))
     words = f"{flag}{key} {words}{' ...' * (typing.get_origin(field.annotation) is tuple)}"
     words = f"--{key}, --{key.replace('.', '.no-')}" if words == f"--{key} BOOL" else words
     default = "required" if value is PydanticUndefined else f"default: {shown(value) if value is not None else value}"
@@ -194,9 +207,12 @@ def _print_key(key: str, field: FieldInfo, value: Any, flag: str = "--") -> None
 
 def _words(annotation: Any) -> list[str]:
     """What a value of a key may be: choices, or types."""
+    if isinstance(annotation, Registry):
+        return ["|".join(annotation)] if [*annotation] else []
     if typing.get_origin(annotation) is typing.Literal:
         return ["|".join(map(str, typing.get_args(annotation)))]
     if parts := typing.get_args(annotation):
+        parts = [part for part in parts if isinstance(part, Registry)] or parts
         return [word for part in parts for word in _words(part)]
     return [annotation.__name__.upper()] if isinstance(annotation, type) and annotation is not type(None) else []
 

@@ -17,6 +17,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import COMMAND_LINE, wrapped
+from titanlite.config.registry import load_plugins
 from titanlite.config.run import MOST_RANKS
 from titanlite.config.schema import Whole, usable_path
 
@@ -37,6 +38,13 @@ class Options(Whole):
     place: ClassVar[str] = COMMAND_LINE
 
 
+class CheckpointOptions(Options):
+    """Base of the options of a command that reads a checkpoint or a model folder, which never cause an import."""
+
+    plugins: Annotated[tuple[str, ...], Field(strict=False), tyro.conf.arg(name="job.plugins")] = ()
+    """Plugins that the checkpoint was trained with, to import before it is read."""
+
+
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
@@ -49,7 +57,9 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
     """
     _check_flags(options, argv)
     prog, text = f"titanlite {command}", _text(argv, options.__doc__ or "")
-    return tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE)
+    own = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE)
+    load_plugins(getattr(own, "plugins", ()))
+    return own
 
 
 def parse_beside_job(
@@ -60,6 +70,7 @@ def parse_beside_job(
     _check_flags(options, argv)
     prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}")
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
+    load_plugins(getattr(own, "plugins", ()))
     flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
     for word in words:  # a key of a job has a dot
         near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)

@@ -7,7 +7,7 @@ rule. All other code takes the `Run` or a part of it, and never derives such a v
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Literal
 from titanlite.config import schema
 from titanlite.config.flavors import FLAVORS, Architecture
 from titanlite.config.load import resolve_path
+from titanlite.config.registry import ARCHITECTURES
 
 MOST_RANKS = 1_000_000
 """More ranks than any machine has. A larger number is a mistake."""
@@ -64,7 +65,7 @@ class Run:
     @cached_property
     def arch(self) -> Architecture:
         """The flavor with the overrides of the job. Raises KeyError for an unknown flavor."""
-        return architecture(self.job.model)
+        return architecture(self.job.model, self.job)
 
     @cached_property
     def degrees(self) -> Degrees:
@@ -187,8 +188,10 @@ def stage_rank(stage: int, stages: int, pipeline: int, schedule: str) -> int:
     return stage % pipeline
 
 
-def architecture(model: schema.Model) -> Architecture:
-    """The flavor with the job file's overrides applied. A width of heads that is dim / n_heads follows these two."""
+def architecture(model: schema.Model, job: schema.JobConfig | None = None) -> Architecture:
+    """The flavor with the job file's overrides applied, and the keys of the architecture's own table. A width of heads
+    that is dim / n_heads follows these two."""
     names, flavor = [field.name for field in fields(Architecture)], FLAVORS[model.flavor]
-    overrides = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
-    return replace(flavor, **{"head_dim": 0 if flavor.q_dim == flavor.dim else flavor.head_dim} | overrides)
+    values = asdict(flavor) | {"head_dim": 0 if flavor.q_dim == flavor.dim else flavor.head_dim}
+    values |= {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    return ARCHITECTURES[model.architecture](**values | dict(getattr(job, model.architecture, ())))

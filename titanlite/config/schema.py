@@ -19,6 +19,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import FLAVORS
 from titanlite.config.mistakes import Mistake, WrongJob, mistake, without
+from titanlite.config.registry import ARCHITECTURES, HOOKS, OPTIMIZERS, SCHEDULES, SOURCES, TOKENIZERS, WRITERS
 
 
 def usable_path(path: str) -> str:
@@ -71,6 +72,8 @@ class Section(FileModel):
     dropped: ClassVar[dict[str, tuple[object, str]]] = {}
     """Keys that earlier versions had: name -> (its default, the answer to any other value: what to use instead). Jobs
     that these versions saved name each key, so one that has its default is read as if it were not there."""
+    on_resume: ClassVar[Literal["harmless", "changes the curve", "refused"]] = "changes the curve"
+    """What a resume says of a change in a section that a plugin brings."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -97,6 +100,11 @@ class Job(Section):
     job that is made in Python gets outputs/python."""
     description: str = ""
     """Free text, shown in the first line of the log."""
+    plugins: Names = ()
+    """Python modules to import before all else is read, or names under which installed packages offer them (entry
+    points of the group titanlite.plugins). They register what other keys can name. See docs/extending.md."""
+    hooks: Annotated[tuple[Annotated[str, HOOKS], ...], Field(strict=False)] = ()
+    """Registered hooks of plugins that the training loop calls, in this order, after its own."""
 
 
 class Model(Section):
@@ -104,6 +112,8 @@ class Model(Section):
 
     dropped: ClassVar = {"name": (None, "is a key of torchtitan's: `titanlite migrate FILE` converts its job files.")}
 
+    architecture: Annotated[str, ARCHITECTURES] = "llama"
+    """What is built: titanlite's own model, or a registered one of a plugin, which has the keys here, too."""
     flavor: Annotated[str, AfterValidator(_known_flavor)] = "debugmodel"
     """A name in titanlite/config/flavors.py, such as debugmodel, 150m, 8b or qwen2.5-0.5b."""
     dim: PositiveInt | None = None
@@ -155,6 +165,9 @@ class Model(Section):
 class Tokenizer(Section):
     """The tokenizer file."""
 
+    name: Annotated[str, TOKENIZERS] | None = None
+    """The format, or a registered tokenizer of a plugin. Left out: huggingface for a file that ends in .json, otherwise
+    tiktoken."""
     path: PathText = "assets/tokenizer/tokenizer.model"
     """A tokenizer.model in tiktoken's format (Llama 3), or a Hugging Face tokenizer.json. The default has 4,096 tokens
     and was trained on Python source. It comes with titanlite, so that a fresh machine can train."""
@@ -209,13 +222,11 @@ class Training(Section):
 class TextSource(Section):
     """A source of documents."""
 
-    source: Literal["python_stdlib", "jsonl", "text", "parquet", "arrow", "huggingface", "c4", "shards"] = (
-        "python_stdlib"
-    )
+    source: Annotated[str, SOURCES] = "python_stdlib"
     """python_stdlib: the .py files of the running interpreter's standard library. jsonl: files with one JSON object per
     line, also .gz and .zst. text: plain UTF-8 files. parquet: Parquet files. arrow: a folder that `datasets` saved to
     disk. huggingface: anything that `datasets` loads. c4: allenai/c4 in English, streamed by `datasets`. shards: a
-    folder that `titanlite prepare` made."""
+    folder that `titanlite prepare` made. A plugin can bring others."""
     path: PathText | None = None
     """jsonl, text and parquet: a file or a glob, for example "data/*.jsonl". arrow and shards: a folder. huggingface:
     an id on the hub, or a local folder."""
@@ -320,7 +331,7 @@ class Validation(TextSource):
 class Optimizer(Section):
     """AdamW, with the defaults of the Llama papers."""
 
-    name: Literal["AdamW"] = "AdamW"
+    name: Annotated[str, OPTIMIZERS] = "AdamW"
     """The algorithm."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
@@ -352,6 +363,8 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Warmup, then a stable rate, then decay (WSD): a pure function of the step."""
 
+    name: Annotated[str, SCHEDULES] = "wsd"
+    """The schedule. A registered one of a plugin is given the keys here, too."""
     warmup_steps: NonNegativeInt | None = None
     """Steps in which the rate rises linearly from 0 to its peak. Left out: 200, or a tenth of training.steps if that is
     less."""
@@ -524,9 +537,8 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Send TensorBoard's curves to Weights & Biases (pip install 'wandb>=0.19'). Its environment variables say
     where: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline for files in <dump_folder>/wandb only."""
-    writers: Names = ()
-    """Further places for the numbers, such as ["my_database"]: names under which installed packages offer a writer
-    (entry points of the group titanlite.writers)."""
+    writers: Annotated[tuple[Annotated[str, WRITERS], ...], Field(strict=False)] = ()
+    """Further places for the numbers: registered writers of plugins."""
     details: Annotated[tuple[Literal["gradients", "updates"], ...], Field(strict=False)] = ()
     """More numbers of a logged step, each by group of parameters, such as attention.wq of all blocks. For what "float8"
     of titanlite 0.2 told, compare the loss with that of a run without float8. In logged steps they read what they
@@ -667,3 +679,13 @@ KEYS: dict[str, FieldInfo] = {
     f"{name}.{key}": field for name, section in SECTIONS.items() for key, field in section.model_fields.items()
 }
 """section.key -> its annotation and its help."""
+
+
+def add_section(name: str, section: type[Section]) -> None:
+    """Let jobs have a table more, from now on. Raises ValueError: the name is taken or is none."""
+    if name in SECTIONS or not name.isidentifier():
+        raise ValueError(f"[{name}] is a table of a job already, or no name for one")
+    JobConfig.model_fields[name] = FieldInfo.from_annotated_attribute(section, section())
+    JobConfig.model_rebuild(force=True)
+    SECTIONS[name] = section
+    KEYS.update({f"{name}.{key}": field for key, field in section.model_fields.items()})

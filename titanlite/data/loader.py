@@ -71,7 +71,7 @@ class Loader:
     def of_job(cls, job: JobConfig) -> Loader:
         """The training data of a job in one process, on the CPU. Raises UserError as the class does."""
         run = Run(job)
-        return cls(run, load_tokenizer(run.tokenizer_path), 0, None, torch.device("cpu"))
+        return cls(run, load_tokenizer(run.tokenizer_path, run.job), 0, None, torch.device("cpu"))
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """The global batches from where the loader stands, until the data ends (never, without dataset.max_epochs)."""

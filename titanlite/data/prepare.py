@@ -52,11 +52,12 @@ def prepare(run: Run, out: Path, workers: int) -> list[Path]:
         UserError: a source cannot be read, or `out` holds something else.
     """
     dataset, skip_bad = run.job.dataset, run.job.dataset.on_bad_record == "skip"
-    specs, documents = source_specs(dataset), DocumentTokenizer(load_tokenizer(run.tokenizer_path), skip_bad=skip_bad)
+    tokenizer, specs = load_tokenizer(run.tokenizer_path, run.job), source_specs(dataset)
+    documents = DocumentTokenizer(tokenizer, skip_bad=skip_bad)
     if any(spec.source == "shards" for spec in specs):
         raise UserError("dataset.source is shards: its text is prepared already")
     folders = [out] if len(specs) == 1 else [out / f"{i}-{spec.source}" for i, spec in enumerate(specs)]
-    sources = open_sources(dataset, documents, 0)  # all of them, before hours of work on one
+    sources = open_sources(dataset, documents, 0, run.job)  # all of them, before hours of work on one
     for source, folder in zip(sources, folders, strict=True):
         try:
             _prepare_source(source, folder, documents, workers)

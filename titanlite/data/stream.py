@@ -29,7 +29,7 @@ import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
-from titanlite.config.schema import Dataset, DataSource
+from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.mixture import Mixture
 from titanlite.data.shuffle import epoch_order, permuted
 from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
@@ -250,10 +250,16 @@ class PackedDataset:
     """
 
     def __init__(
-        self, dataset: Dataset, tokenizer: DocumentTokenizer, seed: int, seq_len: int, global_batch_size: int
+        self,
+        dataset: Dataset,
+        tokenizer: DocumentTokenizer,
+        seed: int,
+        seq_len: int,
+        global_batch_size: int,
+        job: JobConfig | None = None,
     ) -> None:
         self.tokenizer, self.seed, self.seq_len, self.packing = tokenizer, seed, seq_len, dataset.packing
-        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, seq_len)
+        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, seq_len, job)
         self.mixture = Mixture(dataset, global_batch_size)
         self.positions = [
             [StreamPosition()] * _num_streams(source, spec.max_epochs, tokenizer.holdout)
@@ -265,7 +271,7 @@ def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
     """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
     dataset, holdout = run.job.dataset, run.job.validation.holdout
     documents = DocumentTokenizer(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
-    return PackedDataset(dataset, documents, run.data_seed, run.job.training.seq_len, run.global_batch_size)
+    return PackedDataset(dataset, documents, run.data_seed, run.job.training.seq_len, run.global_batch_size, run.job)
 
 
 def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:
@@ -392,14 +398,16 @@ def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
     return dataset.sources or (dataset,)
 
 
-def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int) -> list[Source]:
+def open_sources(
+    dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int, job: JobConfig | None = None
+) -> list[Source]:
     """The sources of a job, after a first look into each: what can be found wrong at once is said before training.
 
     Raises:
         UserError: a source cannot be opened, holds less text than one row, or the first look found a record that cannot
             be read.
     """
-    sources = [open_source(spec) for spec in source_specs(dataset)]
+    sources = [open_source(spec, job) for spec in source_specs(dataset)]
     for source in sources:
         if isinstance(source, Shards):
             source.check(tokenizer.tokenizer, tokenizer.holdout)

@@ -24,6 +24,8 @@ from pydantic import RootModel
 from titanlite.config.errors import UserError
 from titanlite.config.files import exists, file_inside, parse_json, read_file
 from titanlite.config.mistakes import short
+from titanlite.config.registry import TOKENIZERS
+from titanlite.config.schema import JobConfig
 
 if TYPE_CHECKING:
     import tiktoken
@@ -65,7 +67,7 @@ class Tokenizer(ABC):
     eos_id: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_tokenizer, (self.path,)  # in a background process
+        return type(self), (self.path,)  # in a background process
 
     @property
     @abstractmethod
@@ -235,14 +237,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return text.replace("\u2581", " ").encode()
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load `path`: a name that ends in .json is a Hugging Face tokenizer, any other is in tiktoken's format.
+def load_tokenizer(path: str | Path, job: JobConfig | None = None) -> Tokenizer:
+    """Load `path` as the registered tokenizer that a job names. Without one, a name that ends in .json is a Hugging
+    Face tokenizer, any other is in tiktoken's format.
 
     Raises:
         UserError: the file is missing, or is not a tokenizer; the message names it.
     """
     path = Path(path)
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else TiktokenTokenizer(path)
+    own = job.tokenizer.name if job is not None else None
+    return TOKENIZERS.make(own or ("huggingface" if path.suffix == ".json" else "tiktoken"), job, path)
 
 
 def llama3_special_tokens() -> list[str]:

@@ -20,14 +20,20 @@ import numpy as np
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, write_whole
-from titanlite.config.schema import Dataset
+from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data import tokenizer as formats
 from titanlite.data.mixture import stage_weights
 from titanlite.data.shuffle import permuted
 from titanlite.data.sources.base import Prepared, RandomAccess, Source
 from titanlite.data.sources.files import open_source
 from titanlite.data.stream import source_specs
-from titanlite.data.tokenizer import TiktokenTokenizer, byte_level_symbols, llama3_special_tokens, load_tokenizer
+from titanlite.data.tokenizer import (
+    HuggingFaceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    byte_level_symbols,
+    llama3_special_tokens,
+)
 
 _SAMPLE_DOCUMENTS = 256
 
@@ -49,7 +55,9 @@ class Trained:
     bytes_per_token: float = 0.0
 
 
-def train_tokenizer(dataset: Dataset, out: Path, vocab_size: int, max_bytes: int = 1_000_000_000) -> Trained:
+def train_tokenizer(
+    dataset: Dataset, out: Path, vocab_size: int, max_bytes: int = 1_000_000_000, job: JobConfig | None = None
+) -> Trained:
     """Make a byte-level BPE with Llama 3's split pattern and special tokens, in both file formats.
 
     Args:
@@ -57,6 +65,7 @@ def train_tokenizer(dataset: Dataset, out: Path, vocab_size: int, max_bytes: int
         out: a folder, which is made if it is not there.
         vocab_size: number of ids, with Llama 3's 256 special tokens.
         max_bytes: largest amount of text to read.
+        job: has the keys of a source that a plugin brings.
 
     Raises:
         UserError: `out` has a tokenizer already or cannot be written, or the text cannot be read or is too little.
@@ -68,7 +77,7 @@ def train_tokenizer(dataset: Dataset, out: Path, vocab_size: int, max_bytes: int
     make_folder(out)
     (_, weights), *_ = stage_weights(dataset)
     most = [int(max_bytes * weight / sum(weights)) for weight in weights]
-    shares = [(open_source(spec), share) for spec, share in zip(source_specs(dataset), most, strict=True) if share]
+    shares = [(open_source(spec, job), share) for spec, share in zip(source_specs(dataset), most, strict=True) if share]
     skip_bad = dataset.on_bad_record == "skip"
     texts = chain.from_iterable(_texts(made, source, share, skip_bad) for source, share in shares)
     sample = list(islice(texts, _SAMPLE_DOCUMENTS))
@@ -147,8 +156,9 @@ def tiktoken_to_json(source: TiktokenTokenizer) -> Any:
     return result
 
 
-def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | None]:
-    """Write the tokenizer of the file `path` into a Hugging Face folder. Tiktoken's format is converted.
+def write_tokenizer(tokenizer: Tokenizer, out: Path, max_seq_len: int) -> dict[str, int | None]:
+    """Write a tokenizer into a Hugging Face folder. Tiktoken's format is converted. The file of a plugin's tokenizer is
+    copied as it is, and transformers does not load it.
 
     Args:
         max_seq_len: longest sequence of the model, in tokens.
@@ -156,13 +166,16 @@ def write_tokenizer(path: Path, out: Path, max_seq_len: int) -> dict[str, int | 
     Returns:
         bos_token_id and eos_token_id.
     """
-    tokenizer, config = load_tokenizer(path), {}
+    path, config = tokenizer.path, {}
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     if isinstance(tokenizer, TiktokenTokenizer):
         tiktoken_to_json(tokenizer).save(str(out / "tokenizer.json"), pretty=False)
-    else:
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(path, out / "tokenizer.json")
         config = formats.read_config(path)  # it may have a chat template or other names
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    else:
+        shutil.copyfile(path, out / path.name)
+        return ids
     if not config:
         names = {key.removesuffix("_id"): tokenizer.decode([token]) for key, token in ids.items() if token is not None}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "model_max_length": max_seq_len}

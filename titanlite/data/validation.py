@@ -51,7 +51,7 @@ class ValidationSet:
         skip_bad = chosen.on_bad_record == "skip"
         documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
         once = Dataset.model_validate(keys)
-        data = PackedDataset(once, documents, run.validation_seed, training.seq_len, validation.sequences)
+        data = PackedDataset(once, documents, run.validation_seed, training.seq_len, validation.sequences, run.job)
         self._device, self._document_mask = device, dataset.document_mask
         self._name = " + ".join(source.name for source in data.sources)
         reader, rows = BatchReader(data), list[Row]()

@@ -37,7 +37,7 @@ class Checkpoints(Hook):
         training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment))
-        write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
+        write_files = partial(write_tokenizer, training.tokenizer, max_seq_len=run.arch.max_seq_len)
         self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step))
         training.opened.callback(self._saver.close)
         if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:

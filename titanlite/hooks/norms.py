@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.hooks.hook import Hook, Training
-from titanlite.model.llama import Llama
+from titanlite.model.formats import parameter_shapes
 from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import number_of_copies, sum_of_squares
 
@@ -26,8 +26,7 @@ class Norms(Hook):
     def built(self, training: Training) -> None:
         self._is_logged, self._optimizer = training.meter.is_log_step, training.optimizer
         self._details = training.run.job.metrics.details
-        with torch.device("meta"):  # a pipeline has other parameters on other ranks
-            names = [name for name, _ in Llama(training.run.arch).named_parameters()]
+        names = parameter_shapes(training.run.arch)  # a pipeline has other parameters on other ranks
         places = {name: place for place, name in enumerate(names)}
         self._places = {parameter: places[name] for name, parameter in training.model.named_parameters()}
         # Parameters with the same place in a block, such as attention.wq, and each of the others.

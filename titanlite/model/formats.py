@@ -18,14 +18,14 @@ from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import explain, short, shown
-from titanlite.model.llama import Llama
+from titanlite.config.registry import ARCHITECTURES, resolved
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(gt=0, le=1000)]  # each takes a millisecond before any tensor is read
 
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _NAMES = {"tok_embeddings.weight": HF_EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HF_OUTPUT}
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
@@ -48,15 +48,23 @@ def hf_name(arch: Architecture, name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, layer, *rest, kind = name.split(".")  # weight or bias
-    names = _BLOCK_NAMES | (_NORMS_AFTER if arch.norm_placement == "after" else {})
-    return f"model.layers.{layer}.{names['.'.join(rest)]}.{kind}"
+    return f"model.layers.{layer}.{_family(arch).names['.'.join(rest)]}.{kind}"
+
+
+def _family(arch: Architecture) -> type[HFConfig]:
+    """The first family that computes this model. Raises UserError: none does."""
+    found = next((each for each in resolved(arch.families) if each.says(arch)), None)
+    if found is None:
+        raise UserError(f"It cannot be exported, because no model of transformers has all of these: {arch.switches}.")
+    return found
 
 
 @lru_cache(maxsize=4)
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the model's own order."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Llama(arch).named_parameters()}
+        model = resolved(arch.model)(arch)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
@@ -66,19 +74,17 @@ def hf_config(arch: Architecture, dtype: str) -> dict[str, Any]:
     Raises:
         UserError: none does.
     """
-    family = next((each for each in _FAMILIES if each.says(arch)), None)
-    if family is None:
-        raise UserError(f"It cannot be exported, because no model of transformers has all of these: {arch.switches}.")
+    family = _family(arch)
     scaling = {key: getattr(arch, name) for name, key in _aliases(_Llama3).items()} | {"rope_type": "llama3"}
     return {
         "architectures": [family.causal_lm],
         "model_type": family.kind,
-        **{key: getattr(arch, name) for name, key in _aliases(family).items()},
         "rope_theta": arch.rope_theta,
         "rope_scaling": None if arch.rope_scaling_factor == 1.0 else scaling,
         **{"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "hidden_act": "silu"},
         **{"initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype},
         "pad_token_id": None,  # some families have a default that may be beyond this vocabulary
+        **{key: getattr(arch, name) for name, key in _aliases(family).items()},
     }
 
 
@@ -89,17 +95,18 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
         UserError: it is no model that this one computes exactly. The message names every key that prevents it.
     """
     kind = config.get("model_type")
-    family = next((each for each in _FAMILIES if each.kind == kind), None)
+    families = dict.fromkeys(each for name in ARCHITECTURES for each in resolved(ARCHITECTURES[name].families))
+    family = next((each for each in families if each.kind == kind), None)
     if family is None:
-        known = ", ".join(each.kind for each in _FAMILIES)
+        known = ", ".join(each.kind for each in families)
         raise UserError(f"config.json: model_type = {short(shown(kind))}: only {known} can be computed.")
     try:
         parsed = family.model_validate({key: value for key, value in config.items() if key not in _WITHOUT_EFFECT})
     except ValidationError as failure:
         raise UserError(f"config.json: {explain(family, failure)}") from None
-    sizes = _aliases(_Config).keys() - {"tied_embeddings", "head_dim"}
-    if family is not _Config and (missing := sizes - parsed.model_fields_set):
-        lacks = ", ".join(sorted(_aliases(_Config)[name] for name in missing))
+    sizes = _aliases(HFConfig).keys() - {"tied_embeddings", "head_dim"}
+    if family is not HFConfig and (missing := sizes - parsed.model_fields_set):
+        lacks = ", ".join(sorted(_aliases(HFConfig)[name] for name in missing))
         raise UserError(f"config.json: with model_type = {shown(kind)} there must be {lacks}.")
     rotary = [_rotary(table, parsed) for table in (parsed.rope_scaling, parsed.rope_parameters) if table is not None]
     if len(rotary) == 2 and rotary[0] != rotary[1]:  # the result would depend on the version of transformers
@@ -107,7 +114,7 @@ def architecture_from_hf(config: dict[str, Any]) -> Architecture:
     values = ((name, getattr(parsed, name)) for name in _aliases(family))
     same = {name: 0 if value is None else value for name, value in values} | family.switches
     same["n_kv_heads"] = parsed.n_kv_heads or parsed.n_heads
-    return Architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
+    return family.architecture(**same, **(rotary or [_rotary(_Plain(), parsed)])[0])
 
 
 def _aliases(model: type[FileModel]) -> dict[str, str]:
@@ -135,7 +142,7 @@ class _Llama3(_RotaryTable):
     rope_original_max_seq_len: Annotated[Size | None, Field(alias="original_max_position_embeddings")] = None
 
 
-def _rotary(table: _RotaryTable, config: _Config) -> dict[str, Any]:
+def _rotary(table: _RotaryTable, config: HFConfig) -> dict[str, Any]:
     """The rotary fields of Architecture."""
     fields: dict[str, Any] = {"rope_theta": table.rope_theta or config.rope_theta}
     if isinstance(table, _Llama3) and table.rope_scaling_factor > 1.0:
@@ -154,19 +161,23 @@ def _with_type(table: Any) -> Any:
 _Tables = Annotated[Annotated[_Plain | _Llama3, Field(discriminator="rope_type")] | None, BeforeValidator(_with_type)]
 
 
-class _Config(FileModel):
+class HFConfig(FileModel):
     """config.json of a Llama, with the defaults of transformers' LlamaConfig. In those of other families the sizes must
-    not be missing, because their defaults are others.
+    not be missing, because their defaults are others. A field with an alias is one of the architecture, the others are
+    keys of which this model computes some values only.
 
     Attributes:
         kind: The `model_type`.
         causal_lm: The class of transformers.
         switches: What each model of the family has; see `Architecture.switches`.
+        names: Module of a block -> its name there.
     """
 
     kind: ClassVar[str] = "llama"
     causal_lm: ClassVar[str] = "LlamaForCausalLM"
     switches: ClassVar[dict[str, Any]] = {}
+    names: ClassVar[dict[str, str]] = BLOCK_NAMES
+    architecture: ClassVar[type[Architecture]] = Architecture
 
     vocab_size: Annotated[Size, Field(alias="vocab_size")] = 32000
     dim: Annotated[Size, Field(alias="hidden_size")] = 4096
@@ -200,10 +211,12 @@ class _Config(FileModel):
     @classmethod
     def says(cls, arch: Architecture) -> bool:
         """Whether a config.json of this family can describe the model."""
+        if type(arch) is not cls.architecture:
+            return False
         return arch.switches == cls.switches | {n: v for n, v in arch.switches.items() if n in _aliases(cls)}
 
 
-class _Mistral(_Config):
+class _Mistral(HFConfig):
     """The window must not be missing, because transformers has a default for it."""
 
     kind: ClassVar = "mistral"
@@ -212,7 +225,7 @@ class _Mistral(_Config):
     sliding_window: Size | None = Field(alias="sliding_window")
 
 
-class _Qwen2(_Config):
+class _Qwen2(HFConfig):
     """Sizes of a window do not count where it is not used."""
 
     kind: ClassVar = "qwen2"
@@ -254,13 +267,14 @@ class _SmolLM3(_Qwen2):
         return layers
 
 
-class _Olmo2(_Config):
+class _Olmo2(HFConfig):
     kind: ClassVar = "olmo2"
     causal_lm: ClassVar = "Olmo2ForCausalLM"
     switches: ClassVar = {"qk_norm": "projection", "norm_placement": "after"}
+    names: ClassVar = BLOCK_NAMES | _NORMS_AFTER
 
 
-_FAMILIES = _Config, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
+FAMILIES = HFConfig, _Mistral, _Qwen2, _Qwen3, _SmolLM3, _Olmo2
 """The first one that can describe a model is exported."""
 
 

@@ -169,7 +169,11 @@ class Llama(nn.Module):
     Under `torch.device("meta")` it has no weights: call `to_empty` to allocate them and then `init_weights`.
 
     With tied embeddings there is no `output` module, so that there is one parameter and one gradient.
+
+    The model of a plugin is a subclass, which overrides what differs: its class of blocks, `embed`, initial weights.
     """
+
+    block: type[nn.Module] = TransformerBlock
 
     def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
         """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
@@ -186,7 +190,7 @@ class Llama(nn.Module):
         first, last = blocks.start == 0, blocks.stop == arch.n_layers
         self.arch = arch
         self.tok_embeddings = nn.Embedding(arch.vocab_size, arch.dim) if first else None
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(arch) for i in blocks})
+        self.layers = nn.ModuleDict({str(i): self.block(arch) for i in blocks})
         self.norm = nn.RMSNorm(arch.dim, eps=arch.norm_eps) if last else None
         untied = last and not arch.tied_embeddings
         self.output = Output(arch) if untied else None
@@ -222,7 +226,7 @@ class Llama(nn.Module):
         frequencies = rope_frequencies(self.arch, tokens.device)  # not a buffer, so that no dtype cast rounds it
         angles = positions[..., None, None].float() * frequencies  # (T, 1, D / 2), once for all layers
         cos, sin = angles.cos(), angles.sin()
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # (B, T, C)
+        x = tokens if self.tok_embeddings is None else self.embed(self.tok_embeddings(tokens))  # (B, T, C)
         # Angles of 0 turn nothing, exactly, and all blocks stay alike for the compiler.
         unturned = (torch.ones_like(cos), torch.zeros_like(sin)) if self.arch.no_rope_interval else (cos, sin)
         for (name, block), layer_cache in zip(self.layers.items(), cache or [None] * len(self.layers), strict=True):
@@ -235,6 +239,10 @@ class Llama(nn.Module):
             return self.output(x, labels, self.loss)
         assert self.tok_embeddings is not None
         return project(x, self.tok_embeddings.weight, labels, self.loss)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What enters the first block, from the rows of the embedding: (B, T, C) -> (B, T, C)."""
+        return x
 
     def init_weights(
         self,
@@ -255,12 +263,12 @@ class Llama(nn.Module):
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))
-                std = self._init_std(name)
+                std = self.init_std(name)
                 truncated_normal_(full, std, generator)
             with torch.no_grad():
                 assign(parameter, full)
 
-    def _init_std(self, name: str) -> float:
+    def init_std(self, name: str) -> float:
         """0.02, except for the embedding and for the matrices that write to the residual stream.
 
         An embedding has unit variance, so that it stays visible beside what the first blocks add to it. A tied one

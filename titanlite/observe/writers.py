@@ -12,13 +12,12 @@ import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TextIO
 
 from titanlite.config.errors import UserError, one_line
 from titanlite.config.load import dump_config
-from titanlite.config.mistakes import shown
+from titanlite.config.registry import WRITERS
 from titanlite.config.run import Run
 from titanlite.observe.logged_step import TAGS, VALIDATION_CURVES, LoggedStep, json_line, points
 
@@ -175,32 +174,12 @@ def _start_wandb(start: RunStart) -> Any:
         ) from None
 
 
-def load_writer(name: str) -> type[Writer]:
-    """A writer of an installed package: an entry point of the group titanlite.writers, a class on `Writer`.
-
-    Raises:
-        UserError: No package offers it, it cannot be imported, or it is something else.
-    """
-    offered = {entry.name: entry for entry in entry_points(group="titanlite.writers")}
-    if name not in offered:
-        names = ", ".join(offered) or "none"
-        raise UserError(f"no installed package offers a writer {shown(name)}. There are: {names}.")
-    try:
-        kind = offered[name].load()
-        if not issubclass(kind, Writer):
-            raise TypeError(f"{kind} is none")
-    except Exception as error:  # it runs code of the package
-        needed = f"{offered[name].value} is to be a class on titanlite.observe.writers.Writer"
-        raise UserError(f"{needed}, and cannot be used: {one_line(repr(error))}.") from error
-    return kind
-
-
 def open_writers(start: RunStart) -> list[Writer]:
     """The writers that the job asks for.
 
     Raises:
         OSError: One cannot begin, for example because of the permissions of its files.
     """
-    metrics = start.run.job.metrics
-    board = [TensorBoard] if metrics.enable_tensorboard or metrics.enable_wandb else []
-    return [kind(start) for kind in (JsonLines, *board, *map(load_writer, metrics.writers))]
+    job, metrics = start.run.job, start.run.job.metrics
+    board = ["tensorboard"] if metrics.enable_tensorboard or metrics.enable_wandb else []
+    return [WRITERS.make(name, job, start) for name in dict.fromkeys(["json", *board, *metrics.writers])]

@@ -49,7 +49,7 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     Args:
         skip: Scalar fp32 on the device of the parameters: 1 to skip, else 0.
     """
-    if isinstance(optimizer, AdamW) or optimizer.defaults["fused"]:
+    if isinstance(optimizer, AdamW) or optimizer.defaults.get("fused"):
         optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler sets it
         optimizer.step()
     elif not skip:

@@ -16,7 +16,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.model.attention import attention, document_mask, flex_function
-from titanlite.model.llama import Llama, TransformerBlock
+from titanlite.model.llama import Attention, Llama
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -91,5 +91,5 @@ def context_attention(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask: T
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Replace the attention of every block in place. After that, the model must be called with positions."""
     for module in model.modules():
-        if isinstance(module, TransformerBlock):
-            module.attention.attend = partial(context_attention, mesh)
+        if isinstance(module, Attention):
+            module.attend = partial(context_attention, mesh)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titanlite.config.registry import resolved
 from titanlite.config.run import Run
 from titanlite.model.llama import Llama
 from titanlite.parallel.context import apply_context_parallel
@@ -40,7 +41,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str],
     training, stages = run.job.training, {}
     for number, blocks in own_stages(run, mesh).items():
         with torch.device("meta"):
-            model = Llama(run.arch, blocks)
+            model: Llama = resolved(run.arch.model)(run.arch, blocks)
         model.to(getattr(torch, training.init_dtype))
         parallelize(model, mesh, run, log)
         materialize(model, device, training.seed, training.enable_cpu_offload)

@@ -37,7 +37,7 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
     """One module with all stages of this rank, for optimizer and checkpoints. Names are those of the whole model."""
     if len(stages) == 1:
         return stages[0]
-    whole = Llama(stages[0].arch, range(-1, -1))
+    whole = type(stages[0])(stages[0].arch, range(-1, -1))
     for stage in stages:
         whole.layers.update(dict(stage.layers.items()))
         whole.tok_embeddings = stage.tok_embeddings or whole.tok_embeddings

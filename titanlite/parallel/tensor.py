@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -25,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.errors import UserError
+from titanlite.config.flavors import Architecture
+from titanlite.config.registry import resolved
 from titanlite.model.llama import Llama
 
 
@@ -34,11 +37,30 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     Between matmuls a rank has (B, T / degree, C), so that the work of norms and residuals is shared, too, and
     activations take less memory. An all-gather and a reduce-scatter replace the all-reduce of plain tensor parallelism.
     """
+    for block in model.layers.values():
+        for plan in resolved(model.arch.tensor_parallel)(model.arch):
+            parallelize_module(block, mesh, plan)
+    if model.tok_embeddings is not None:
+        rows: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.tok_embeddings, mesh, rows)
+        model.tok_embeddings.register_forward_hook(lambda _module, _tokens, x: _Wait.apply(x))
+    if model.norm is None:
+        return
+    parallelize_module(model.norm, mesh, SequenceParallel())
+    if model.output is not None:  # a tied one is sharded with the embedding
+        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
+
+
+def block_plan(arch: Architecture) -> list[dict[str, ParallelStyle]]:
+    """How each block is shared: module -> style, in plans that are applied one after the other.
+
+    A block takes and gives a plain tensor (B, T / degree, C), the part of this rank.
+    """
     attention_input = PrepareModuleInput(
         input_layouts=(Shard(1), None, None, None, None), desired_input_layouts=(Replicate(), None, None, None, None)
     )
-    arch, of_stream = model.arch, SequenceParallel(use_local_output=model.arch.norm_placement == "after")
-    block_plan = {
+    of_stream = SequenceParallel(use_local_output=arch.norm_placement == "after")
+    plan: dict[str, ParallelStyle] = {
         "attention_norm": of_stream,
         "attention": attention_input,
         "attention.wq": ColwiseParallel(),
@@ -53,24 +75,12 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     }
     norms = ("attention.q_norm", "attention.k_norm") if arch.qk_norm != "none" else ()
     if arch.qk_norm == "head":  # each rank has whole heads
-        block_plan |= dict.fromkeys(norms, SequenceParallel(sequence_dim=2, use_local_output=True))
+        plan |= dict.fromkeys(norms, SequenceParallel(sequence_dim=2, use_local_output=True))
     elif norms:  # a norm of all heads is computed for a part of the sequence, between two all-to-alls
-        block_plan |= dict.fromkeys(("attention.wq", "attention.wk"), ColwiseParallel(use_local_output=False))
-        block_plan |= dict.fromkeys(norms, SequenceParallel())
+        plan |= dict.fromkeys(("attention.wq", "attention.wk"), ColwiseParallel(use_local_output=False))
+        plan |= dict.fromkeys(norms, SequenceParallel())
     to_heads = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(2))
-    for block in model.layers.values():
-        parallelize_module(block, mesh, block_plan)
-        if arch.qk_norm == "projection":
-            parallelize_module(block, mesh, dict.fromkeys(norms, to_heads))
-    if model.tok_embeddings is not None:
-        rows: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        parallelize_module(model.tok_embeddings, mesh, rows)
-        model.tok_embeddings.register_forward_hook(lambda _module, _tokens, x: _Wait.apply(x))
-    if model.norm is None:
-        return
-    parallelize_module(model.norm, mesh, SequenceParallel())
-    if model.output is not None:  # a tied one is sharded with the embedding
-        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
+    return [plan, dict.fromkeys(norms, to_heads)] if arch.qk_norm == "projection" else [plan]
 
 
 class _Wait(torch.autograd.Function):

@@ -279,7 +279,7 @@ def as_on_gpu() -> Iterator[None]:
     def flex_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
     seen = _ALWAYS_SAVED - {torch.ops.aten._scaled_dot_product_flash_attention.default}

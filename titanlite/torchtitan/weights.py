@@ -38,7 +38,7 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
         UserError: it is no such folder, it is damaged, or it contradicts the job; with all differences.
     """
     arch = architecture(model)
-    if arch.switches:
+    if arch.switches or arch.architecture != "llama":
         raise UserError(f"model.flavor and its keys have {arch.switches}: of torchtitan's models only Llamas are read.")
     import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from titanlite.config.registry import HOOKS
 from titanlite.config.run import Run
 from titanlite.data.amounts import measured, table, toy_note
 from titanlite.data.loader import Loader
@@ -57,6 +58,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
+        *(HOOKS.make(name, job) for name in job.job.hooks),
     ]
     return [hook for hook in hooks if hook is not None]
 

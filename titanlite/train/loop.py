@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
+from titanlite.config.registry import SCHEDULES
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -30,7 +31,6 @@ from titanlite.load_run import check_run, world_size
 from titanlite.observe.gpus import check_memory
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter
-from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import Event
@@ -121,7 +121,7 @@ class Trainer(Training):
         self.run, self.job, self.device, self.rank = run, run.job, device, dist.get_rank()
         self.mesh, self.hosts = build_mesh(run.degrees, device.type), all_hosts()
         self.hooks = [*(standard_hooks(self) if standard else ()), *hooks]
-        self.tokenizer = load_tokenizer(run.tokenizer_path)
+        self.tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         ranks = self.mesh.data_rank, self.mesh.data_group
         self.loader = Loader(run, self.tokenizer, *ranks, device, lambda: bool(self._stopping()))
         self.opened.callback(self.loader.close)
@@ -203,7 +203,9 @@ class Trainer(Training):
         with self.meter.timing("data"), record_function("data"):
             batch = self.loader.next_global_batch()
         self.steps_done = step
-        lr = learning_rate(step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
+        job = self.job
+        rates = step, job.optimizer.lr, job.lr_scheduler, job.training.steps
+        lr = SCHEDULES.make(job.lr_scheduler.name, job, *rates)
         result = self.train_step(batch.microbatches, batch.num_valid_tokens, lr, self.hooks, step)
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         self.tell(Hook.after_step, step, result)

@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,11 +20,11 @@ import numpy as np
 import xxhash
 
 from titanlite.config.errors import UserError
-from titanlite.config.schema import DataSource, TextSource
+from titanlite.config.registry import SOURCES
+from titanlite.config.schema import DataSource, JobConfig, TextSource
 from titanlite.data import hub
 from titanlite.data.sources import base
 from titanlite.data.sources.base import BadRecord, File, RandomAccess, Record, Sequential, Source, check_column, text_of
-from titanlite.data.sources.shards import Shards
 
 _TEXT_BYTES = 64 * 1024  # of a document of source "text"
 _WHOLE_FILE = 1 << 22  # bytes; no file of the standard library is so large
@@ -32,6 +32,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _KINDS = {**dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parquet": "parquet"}
 # What a folder holds that a source reads: of `titanlite prepare`, and of datasets' save_to_disk.
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
+_OWN = frozenset(SOURCES)  # before a plugin has brought others
 _SCAN_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18  # of text, in memory for each compressed file that is open
 _BLANK = bytes(range(0x21))  # a line of these alone is no document
@@ -202,15 +203,8 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
         raise UserError(f"cannot load {what} from {place}: {error.__cause__ or error!r}") from None
 
 
-_READERS: dict[str, Callable[[TextSource, list[Path]], Source]] = {
-    **dict.fromkeys(("python_stdlib", "text", "jsonl"), FileSpans),
-    **dict.fromkeys(("huggingface", "c4", "arrow"), open_datasets),
-    **{"parquet": Parquet, "shards": Shards},
-}
-
-
-def open_source(spec: TextSource) -> Source:
-    """The source that a table names.
+def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
+    """The source that a table names. `job` has the keys of a plugin's.
 
     Raises:
         UserError: a file is missing, the source is empty, or cannot be opened.
@@ -220,7 +214,7 @@ def open_source(spec: TextSource) -> Source:
     except UserError as error:
         raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
-    source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
+    source: Source = CompressedLines(spec, files) if packed else SOURCES.make(spec.source, job, spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
     return source
@@ -233,16 +227,16 @@ def source_of_file(file: Path, column: str) -> DataSource:
 
 
 def find_files(spec: TextSource) -> list[Path]:
-    """The files of a source in a stable order; none for what `datasets` loads. Opens none of them, so that the checks
-    before a run can call it.
+    """The files of a source in a stable order; none for what `datasets` loads, and for a plugin's those that its path
+    matches, if any. Opens none of them, so that the checks before a run can call it.
 
     Raises:
         UserError: the path is missing, or matches no readable file.
     """
     if spec.source == "python_stdlib":
         return _stdlib_files()
-    pattern = spec.path
-    if pattern is None and spec.source != "c4":
+    pattern, is_own = spec.path, spec.source in _OWN
+    if pattern is None and is_own and spec.source != "c4":
         raise UserError(f"dataset.path is missing: dataset.source = {spec.source!r} needs one")
     if pattern is None or spec.source in ("c4", "huggingface"):
         return []
@@ -250,7 +244,7 @@ def find_files(spec: TextSource) -> list[Path]:
         pattern = os.path.join(glob.escape(pattern), _INSIDE[spec.source])
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not (files := [Path(name) for name in names if os.path.isfile(name)]):
+    if not (files := [Path(name) for name in names if os.path.isfile(name)]) and is_own:
         here = f"(of {pattern}; current folder: {Path.cwd()})"
         raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
     if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):

@@ -1,0 +1,75 @@
+"""What Gemma computes otherwise than Llama: norms, feed-forward network and embedding.
+
+Modules have the names that they have in a Llama, so titanlite's plan of tensor parallelism shards them as they are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titanlite.model.llama import FeedForward, Llama, TransformerBlock
+from titanlite_gemma import GemmaArchitecture
+
+ACTIVATIONS = {"gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
+
+class GemmaNorm(nn.RMSNorm):
+    """RMSNorm whose factor is 1 + weight, computed in fp32."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normalised * (1 + self.weight.float())).type_as(x)
+
+
+class GatedFeedForward(FeedForward):
+    """With another activation than SwiGLU's."""
+
+    def __init__(self, arch: GemmaArchitecture) -> None:
+        super().__init__(arch)
+        self.activation = ACTIVATIONS[arch.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
+
+
+class GemmaBlock(TransformerBlock):
+    """Llama's block with these parts."""
+
+    def __init__(self, arch: GemmaArchitecture) -> None:
+        super().__init__(arch)
+        self.attention_norm = GemmaNorm(arch.dim, eps=arch.norm_eps)
+        self.ffn_norm = GemmaNorm(arch.dim, eps=arch.norm_eps)
+        self.feed_forward = GatedFeedForward(arch)
+
+
+class Gemma(Llama):
+    """Its embedding is scaled by the square root of its width."""
+
+    block = GemmaBlock
+
+    def __init__(self, arch: GemmaArchitecture, blocks: range | None = None) -> None:
+        super().__init__(arch, blocks)
+        if self.norm is not None:
+            self.norm = GemmaNorm(arch.dim, eps=arch.norm_eps)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return x * self.arch.dim**0.5
+
+    def init_weights(
+        self,
+        seed: int = 0,
+        assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+        device: torch.device | None = None,
+    ) -> None:
+        """As Llama's, but the weights of norms are 0."""
+        super().init_weights(seed, lambda own, full: assign(own, full.zero_() if full.ndim == 1 else full), device)
+
+    def init_std(self, name: str) -> float:
+        """The stream begins with unit variance, as Llama's does."""
+        return self.arch.dim**-0.5 if name == "tok_embeddings.weight" else super().init_std(name)

@@ -1,0 +1,96 @@
+"""Plugins: examples/gemma is a whole model. docs/extending.md has a thing of each kind, and test_docs.py runs it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks, titanlite
+from small_runs import SMALL, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
+LAYOUTS = {
+    "fsdp": [],
+    "tensor": ["--parallelism.tensor_parallel_degree", 2],
+    "pipeline": ["--parallelism.pipeline_parallel_degree", 2, "--training.local_batch_size", 1],
+    "context": ["--parallelism.context_parallel_degree", 2],
+}
+OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
+JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory):
+    """The package as pip would install it."""
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "titanlite_gemma").symlink_to(EXAMPLE / "titanlite_gemma")
+    described = folder / "titanlite_gemma-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: titanlite-gemma\nVersion: 1.0")
+    (described / "entry_points.txt").write_text("[titanlite.plugins]\ngemma = titanlite_gemma\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))  # of ranks
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))  # of data workers
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of what one rank has trained."""
+    folder = tmp_path_factory.mktemp("gemma")
+    (folder / "job.toml").write_text(JOB)
+    titanlite(*words(folder, "alone"))
+    return folder / "alone"
+
+
+def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
+    job = ["--job.config_file", folder / "job.toml", "--job.dump_folder", folder / name]
+    return ("train", *job, "--training.steps", 3, *more)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
+    titanlite(*words(trained.parent, layout, *LAYOUTS[layout]), ranks=2)
+    assert losses(trained.parent / layout) == pytest.approx(losses(trained), rel=2e-6)  # fp32, another order of sums
+
+
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        ("generate --checkpoint RUN --max-new-tokens 1", "needs the plugin gemma"),
+        ("eval --checkpoint RUN --window 8 --data RUN/config.toml", "needs the plugin gemma"),
+        ("replay RUN --step 2", "needs the plugin gemma"),
+        ("export --checkpoint RUN --out RUN/hf --dtype float32", "needs the plugin gemma"),
+        ("import --hf RUN/hf --out RUN/imported", "olmo2 can be computed"),
+    ],
+)
+def test_a_checkpoint_or_a_model_folder_causes_no_import(command: str, needed: str, trained: Path):
+    argv = command.replace("RUN", str(trained)).split()
+    assert needed in titanlite(*argv, code=2)
+    titanlite(*argv, "--job.plugins", "gemma")
+
+
+def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained: Path):
+    check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
+    assert "did you mean gemma.hidden_act?" in titanlite(*check, code=2)
+    assert "did you mean" not in titanlite(*check, "--job.plugins", "none_such", code=2)
+    assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
+
+
+def test_the_export_computes_what_was_trained(trained: Path):
+    run_ranks(1, compare_with_transformers, trained)
+
+
+def compare_with_transformers(trained: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import titanlite
+
+    titanlite.load_plugins(["gemma"])
+    ours = titanlite.load_checkpoint(trained).model
+    theirs = AutoModelForCausalLM.from_pretrained(trained / "hf")
+    assert type(theirs).__name__ == "GemmaForCausalLM"
+    tokens = torch.arange(128).reshape(2, 64)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-5)
