@@ -265,6 +265,7 @@ def _without_effect(run: Run) -> Problems:
         ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not job.checkpoint.enable, "checkpoint.enable"),
+        ("guards.on_spike", job.guards.on_spike == "roll_back" and not job.checkpoint.enable, "checkpoint.enable"),
         ("float8.enable_fsdp_float8_all_gather", gathers and float8.recipe_name != "tensorwise", "tensorwise scales"),
         ("float8.precompute_float8_dynamic_scale_for_fsdp", scales and not gathers, "enable_fsdp_float8_all_gather"),
         ("optimizer.stochastic_rounding", job.optimizer.stochastic_rounding and not has_bfloat16, "bfloat16 state"),

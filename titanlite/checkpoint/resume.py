@@ -92,19 +92,18 @@ class Resumer:
             listed = "\n  ".join([f"{folder}: no good checkpoint is left.", *found])
             remedy = "To start from scratch, move them away or choose another checkpoint.folder."
             raise CheckpointError(f"{listed}\n{remedy}")
-        self._load_initial_weights()
+        self.load_initial_weights()
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
-        """Load the newest good checkpoint before `step`, in place, or else the weights that the run began with. Nothing
-        on disk changes. Returns and raises as `load`."""
+        """Load the newest good checkpoint before `step`, in place, if there is one. Nothing on disk changes. Returns
+        and raises as `load`."""
         for path in reversed(self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder.path))):
             if (step_folders.step_of(path) or 0) < step:
                 try:
                     return self._load(path)
                 except Damage as damage:
                     self._log(f"{path.name} is damaged: {damage}; taking an older one")
-        self._load_initial_weights()
         return None
 
     def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
@@ -175,7 +174,8 @@ class Resumer:
             listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])
             raise UserError(f"{listed}\n{REMEDY.format(checkpoint=path)}")
 
-    def _load_initial_weights(self) -> None:
+    def load_initial_weights(self) -> None:
+        """Load what a new run starts from, if the job names it."""
         if self._config.initial_load_path is None:
             return
         path, live, ranks = Path(self._config.initial_load_path), self.folder.live, self._ranks

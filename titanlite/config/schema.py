@@ -581,9 +581,13 @@ class Guards(Section):
     """Steps in a row that may be skipped. A step whose loss or gradient is not finite changes neither weights nor
     optimizer; the log names it, and the run goes on. One more than this ends the run with exit code 3, because then
     the cause is not a single batch. 0: the first one ends it."""
-    on_spike: Literal["warn", "skip"] = "warn"
+    on_spike: Literal["warn", "skip", "roll_back"] = "warn"
     """What to do with a step whose loss or gradient norm is a spike. warn: the log names it, and the metrics count it.
-    skip: it changes neither weights nor optimizer, too, and counts for max_skipped."""
+    skip: it changes neither weights nor optimizer, too, and counts for max_skipped. roll_back: once the host knows of
+    it, with the next line of the log, save or validation, weights and optimizer become those of the newest checkpoint.
+    The steps since then count as done, so their data is passed over."""
+    max_roll_backs: NonNegativeInt = 3
+    """How often a run goes back. One more spike ends it with exit code 3. The newest checkpoint stays."""
     spike_deviations: PositiveFloat = 10.0
     """A number is a spike if it is above the median of the last steps by more than this many deviations. A deviation
     is 1.4826 times the median distance from the median, and at least 1% of the median."""

@@ -53,7 +53,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         Norms() if job.metrics.details else None,
         Stragglers() if training.run.world_size > 1 else None,
         records,
-        *guards(),  # after the records, so that the line of the damage is written
+        *guards(checkpoints),  # before the saves, and after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
@@ -61,9 +61,9 @@ def standard_hooks(training: Training) -> list[Hook]:
     return [hook for hook in hooks if hook is not None]
 
 
-def guards() -> list[Hook]:
+def guards(checkpoints: Checkpoints | None = None) -> list[Hook]:
     """What protects a run: see [guards]."""
-    return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
+    return [SpikeGuard(checkpoints), NonFiniteGuard(), ReplicaGuard()]
 
 
 def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
