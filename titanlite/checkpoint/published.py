@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason, weights_of
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
 from titanlite.config.flavors import Architecture
@@ -83,16 +83,18 @@ def check_tensors(
     return {name: found[there][1] for there, name in names.items()}
 
 
-def checkpoint_weights(path: Path) -> Weights:
-    """Those of a step folder that was checked, on one process.
+def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
+    """Those of a step folder that was checked, or their averages, on one process.
 
     Raises:
+        UserError: it has no averages.
         CheckpointError: it does not say which model it holds.
     """
     arch = step_folders.read_manifest(path)["info"]["architecture"]
     if arch is None:
         raise CheckpointError(f"{path} does not say of which architecture its weights are")
-    return dcp_weights(SafeReader(path), Architecture(**arch), "model.")
+    reader = SafeReader(path)
+    return dcp_weights(reader, Architecture(**arch), weights_of(reader, averaged))
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:

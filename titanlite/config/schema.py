@@ -600,6 +600,15 @@ class Guards(Section):
     the device, which reads the weights once."""
 
 
+class Ema(Section):
+    """An exponential moving average of the weights. Checkpoints have it, and `titanlite eval`, `generate` and `export`
+    take it with --ema."""
+
+    decay: BelowOne = 0.0
+    """Share of the average that a step keeps, such as 0.999: it then covers about the last 1 / (1 - decay) steps. It
+    takes 4 bytes per parameter, sharded as the weights are. 0: none."""
+
+
 class Comm(Section):
     """Process groups."""
 
@@ -654,6 +663,7 @@ class JobConfig(Whole):
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
     guards: Guards = Guards()
+    ema: Ema = Ema()
     comm: Comm = Comm()
 
     @classmethod

@@ -37,7 +37,7 @@ class Checkpoints(Hook):
         folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, json_job)
         training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
-        folder.check_room(num_params(run.arch) * (weight + 2 * moment))
+        folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
         write_files = partial(write_tokenizer, run.tokenizer_path, max_seq_len=run.arch.max_seq_len)
         self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step))
         training.opened.callback(self._saver.close)

@@ -15,6 +15,7 @@ from titanlite.data.amounts import measured, table, toy_note
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
+from titanlite.hooks.ema import Ema
 from titanlite.hooks.garbage import GarbageCollection
 from titanlite.hooks.guards import NonFiniteGuard
 from titanlite.hooks.hang_report import HangReport
@@ -50,6 +51,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         StopSignals(),
         GarbageCollection(),
         Profiler(profiling, training.run.dump_folder) if profiles else None,
+        Ema(job.ema.decay) if job.ema.decay else None,
         Norms() if job.metrics.details else None,
         Stragglers() if training.run.world_size > 1 else None,
         records,
