@@ -249,12 +249,18 @@ class DataSource(ValidationSource):
 
 
 class DataStage(Section):
-    """New weights of the sources from some step on, for example to anneal on better data."""
+    """Other data, batches or rates from some step on, for example to anneal on better data. A key that is left out
+    stays as it was in the stage before. `titanlite check --plot` draws them."""
 
     start_step: NonNegativeInt
     """The stage begins after this step: its first global batch is that of the next one."""
-    weights: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
+    weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """One weight per source, in the order of dataset.sources."""
+    global_batch_size: PositiveInt | None = None
+    """Rows per optimizer step, over all ranks: several stages make a warm-up of the batch size. It replaces
+    training.global_batch_size."""
+    lr_factor: PositiveFloat | None = None
+    """The learning rate is that of [lr_scheduler] times this."""
 
 
 class Dataset(TextSource):
@@ -269,7 +275,8 @@ class Dataset(TextSource):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
     """The sources of a mix, each a table [[dataset.sources]], instead of the keys of one source. Job file only."""
     stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
-    """Changes of the weights during the run, each a table [[dataset.stages]]. Job file only."""
+    """Changes of the weights of the sources, of the batch size and of the learning rate during the run, each a table
+    [[dataset.stages]]. Job file only."""
     seed: Seed | None = None
     """Seed of the data order. Left out: training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -290,6 +297,12 @@ class Dataset(TextSource):
     itself reads."""
     prefetch: PositiveInt = 2
     """Number of global batches that each background process may prepare in advance."""
+
+    def staged(self, key: str, done: int, default: Any) -> Any:
+        """The value of a key of `DataStage` for the step after `done` steps. Before a stage has it: `default`."""
+        stages = sorted(self.stages, key=lambda stage: stage.start_step)
+        found = (getattr(stage, key) for stage in reversed(stages) if stage.start_step <= done)
+        return next((value for value in found if value is not None), default)
 
 
 class Validation(TextSource):

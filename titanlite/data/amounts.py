@@ -75,8 +75,9 @@ def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
 
 def reads(run: Run, sizes: Sequence[Size]) -> list[tuple[float, float]]:
     """Of each source: its share of the rows, and how often a run reads it, which is 0 where that is unknown."""
-    training, shares = run.job.training, source_shares(run.job.dataset, run.job.training.steps).tolist()
-    tokens = training.steps * run.global_batch_size * training.seq_len / (1 - run.job.validation.holdout)
+    each = sum(rows * source_shares(run.job.dataset, done) for done, rows in run.rows)
+    total = sum(rows for _, rows in run.rows)
+    shares, tokens = (each / total).tolist(), total * run.job.training.seq_len / (1 - run.job.validation.holdout)
     return [(share, share * tokens / (size.tokens or math.inf)) for share, size in zip(shares, sizes, strict=True)]
 
 

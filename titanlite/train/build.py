@@ -71,7 +71,7 @@ def guards(checkpoints: Checkpoints | None = None) -> list[Hook]:
 def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
     """The first lines of the log: the model, the data and the devices."""
     job, training = run.job, run.job.training
-    tokens = training.steps * run.global_batch_size * training.seq_len
+    tokens = sum(rows for _, rows in run.rows) * training.seq_len
     yield (
         f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(run.arch):,} parameters, on "
         f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "

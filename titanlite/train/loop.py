@@ -30,7 +30,7 @@ from titanlite.load_run import check_run, world_size
 from titanlite.observe.gpus import check_memory
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter
-from titanlite.optim.schedule import learning_rate
+from titanlite.optim.schedule import rate_of
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import Event
@@ -203,7 +203,7 @@ class Trainer(Training):
         with self.meter.timing("data"), record_function("data"):
             batch = self.loader.next_global_batch()
         self.steps_done = step
-        lr = learning_rate(step, self.job.optimizer.lr, self.job.lr_scheduler, self.job.training.steps)
+        lr = rate_of(self.job, step)
         result = self.train_step(batch.microbatches, batch.num_valid_tokens, lr, self.hooks, step)
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         self.tell(Hook.after_step, step, result)
