@@ -70,6 +70,7 @@ model.name = "llama3" => titanlite migrate
 [[dataset.sources]] ; source = "jsonl" => dataset.sources.0.path
 [[dataset.sources]] ; source = "c4" ; weight = 0.0 => dataset.sources.0.weight
 [[dataset.sources]] ; source = "c4" ; [[dataset.stages]] ; start_step = 1 ; weights = [0] => dataset.stages.0.weights
+[[dataset.stages]] ; start_step = 1 ; global_batch_size = 12 => dataset.stages.0.global_batch_size
 validation.freq = 5 =>
 validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.source
 optimizer.lr = nan =>

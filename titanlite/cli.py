@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": ("commands.verify", "Read checkpoints and say which ones are good."),
     "import": ("commands.import_", "Make a checkpoint from Hugging Face's, Meta's or torchtitan's weights."),
     "export": ("commands.export", "Write a checkpoint as a Hugging Face model."),
+    "average": ("commands.average", "Average the weights of checkpoints, which can stand in for a decay."),
     "migrate": ("commands.migrate", "Turn a job file of torchtitan's into one of titanlite's."),
     "get": ("commands.get", "Download a tokenizer or data, and print the lines of the job file."),
     "prepare": ("commands.data:prepare", "Tokenize a job's data once, into shards that training reads."),

@@ -44,7 +44,9 @@ class LoadedCheckpoint:
     model: Llama
 
 
-def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> LoadedCheckpoint:
+def load_checkpoint(
+    folder: str | os.PathLike[str], device: torch.device | str | None = None, *, ema: bool = False
+) -> LoadedCheckpoint:
     """Load a checkpoint of titanlite to generate text. The dtype is float32 on a CPU, and that of the training on a
     GPU.
 
@@ -52,9 +54,11 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
         folder: the folder of one step, the folder of all steps, or the output folder of a run. Of several steps, the
             newest good one is used.
         device: None: the GPU, if there is one.
+        ema: take the average of the weights.
 
     Raises:
-        UserError: there is no such folder, no tokenizer at the job's path, or the weights are of another model.
+        UserError: there is no such folder, no tokenizer at the job's path, no average, or the weights are of another
+            model.
         CheckpointError: no good checkpoint, or its tokenizer has changed since.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -68,7 +72,7 @@ def load_checkpoint(folder: str | os.PathLike[str], device: torch.device | str |
         if device.type == "cuda":
             model.to(getattr(torch, job.training.mixed_precision_param))
         model.to_empty(device=device)
-        load_checked_weights(step_folder, model)
+        load_checked_weights(step_folder, model, averaged=ema)
         check_tokenizer(step_folder, tokenizer, job.tokenizer.path, run.arch.vocab_size)
         return LoadedCheckpoint(step_folder, job, tokenizer, model)
 

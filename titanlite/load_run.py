@@ -147,9 +147,9 @@ def layout_rules(run: Run) -> Problems:
         yield f"parallelism.{key}", text
         return
     unit = training.local_batch_size * degree.data
-    if run.global_batch_size % unit or not run.global_batch_size:
+    if wrong := [(key, size) for key, size in _batch_sizes(run) if size % unit or not size]:
         text = f"must be a multiple of {unit}: local_batch_size times data-parallel degree = {degree.data}. Nearest: "
-        yield "training.global_batch_size", f"{text}{_multiples(run.global_batch_size, unit)}."
+        yield from ((key, f"{text}{_multiples(size, unit)}.") for key, size in wrong)
         return
     if arch.n_kv_heads % degree.tensor or arch.ffn_dim % degree.tensor:
         text = f"must divide model.n_kv_heads = {arch.n_kv_heads} and model.ffn_dim = {arch.ffn_dim}."
@@ -177,11 +177,12 @@ def _pipeline(run: Run) -> Problems:
         yield "model.tied_embeddings", "does not go with a pipeline: its first and last stage would share a matrix."
     if config.fsdp_reduce == "microbatch":
         yield "parallelism.fsdp_reduce", 'must be "step" with a pipeline, whose stages reduce with the last microbatch.'
-    count, unit = run.microbatches, job.training.local_batch_size * run.degrees.data
     in_rounds = schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
-    if count < ranks or (in_rounds and count % (count // ranks)):
-        text = f"makes {count} microbatches; a pipeline needs {ranks}, or a multiple. Nearest: "
-        yield "training.global_batch_size", f"{text}{_multiples(count * unit, ranks * unit)}."
+    unit = job.training.local_batch_size * run.degrees.data
+    for key, count in ((key, size // unit) for key, size in _batch_sizes(run)):
+        if count < ranks or (in_rounds and count % (count // ranks)):
+            text = f"makes {count} microbatches; a pipeline needs {ranks}, or a multiple. Nearest: "
+            yield key, f"{text}{_multiples(count * unit, ranks * unit)}."
     # Of a compiled block the second backward pass fails, because the first one gave its buffers away (torch 2.13; with
     # donated_buffer = False the loss is 1.4e-3 off after ten fp32 steps), and so does that of a block of which some
     # operators are recomputed. Before torch 2.13, stages of one rank that send to each other fail, too, and FP8 weights
@@ -192,6 +193,13 @@ def _pipeline(run: Run) -> Problems:
     if schedule in SPLIT_BACKWARD and (run.compiles("model") or by_operator or old):
         text = 'needs compile.enable = false, activation_checkpoint.mode "full" or "none"; torch 2.13 for FP8 or a V.'
         yield "parallelism.pipeline_parallel_schedule", text
+
+
+def _batch_sizes(run: Run) -> list[tuple[str, int]]:
+    """Each key that sets a global batch size, and that size."""
+    stages = ((f"dataset.stages.{i}", stage.global_batch_size) for i, stage in enumerate(run.job.dataset.stages))
+    found = [(f"{table}.global_batch_size", size) for table, size in stages if size is not None]
+    return [("training.global_batch_size", run.global_batch_size), *found]
 
 
 def _multiples(number: int, of: int) -> str:
@@ -264,6 +272,7 @@ def _without_effect(run: Run) -> Problems:
         ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not job.checkpoint.enable, "checkpoint.enable"),
+        ("guards.on_spike", job.guards.on_spike == "roll_back" and not job.checkpoint.enable, "checkpoint.enable"),
         ("float8.enable_fsdp_float8_all_gather", gathers and float8.recipe_name != "tensorwise", "tensorwise scales"),
         ("float8.precompute_float8_dynamic_scale_for_fsdp", scales and not gathers, "enable_fsdp_float8_all_gather"),
         ("optimizer.stochastic_rounding", job.optimizer.stochastic_rounding and not has_bfloat16, "bfloat16 state"),
@@ -302,7 +311,7 @@ def _dataset(run: Run) -> Problems:
     sources = run.job.dataset.sources
     yield from _sources("dataset", run.job.dataset)
     for number, stage in enumerate(run.job.dataset.stages):
-        if len(stage.weights) != len(sources) or not any(stage.weights):
+        if stage.weights is not None and (len(stage.weights) != len(sources) or not any(stage.weights)):
             yield f"dataset.stages.{number}.weights", f"must be {len(sources)} weights, one a source, not all 0."
 
 

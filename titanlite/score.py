@@ -82,7 +82,7 @@ def evaluate_text(
         checkpoint: The folder of one step, the folder of all steps, or the output folder of a run.
         parallelism: The layout of the ranks. None: the weights are sharded over all of them.
         log: Is called with a line of text now and then.
-        settings: Those of `config.options.Scoring`: window, stride, batch_size, text_column, dtype.
+        settings: Those of `config.options.Scoring`: window, stride, batch_size, text_column, dtype, ema.
 
     Raises:
         UserError: a value is not allowed, a file is missing, or a record cannot be read.
@@ -101,7 +101,7 @@ def evaluate_text(
         raise UserError(str(error).replace("dataset.path =", "--data")) from None
     run = _run_for(saved, options, window, parallelism or Parallelism())
     texts = TextWindows(sources, load_tokenizer(run.tokenizer_path, run.job), window, stride)
-    folder, total = _sum_of_losses(run, Path(checkpoint), texts, log)
+    folder, total = _sum_of_losses(run, Path(checkpoint), texts, options.ema, log)
     if not texts.tokens:
         raise UserError(f"--data {files[0]}: there is no text to score.")
     if not math.isfinite(total):
@@ -145,7 +145,9 @@ def _run_for(saved: JobConfig, options: Scoring, window: int, parallelism: Paral
     return run
 
 
-def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable[[str], None]) -> tuple[Path, float]:
+def _sum_of_losses(
+    run: Run, checkpoint: Path, texts: TextWindows, averaged: bool, log: Callable[[str], None]
+) -> tuple[Path, float]:
     """The step folder that was scored, and its cross entropy summed over all tokens of `texts`, in nats. All ranks call
     it together, and each gets the sum. It starts the world of ranks and ends it.
 
@@ -163,7 +165,7 @@ def _sum_of_losses(run: Run, checkpoint: Path, texts: TextWindows, log: Callable
         ranks = Ranks(run.job.checkpoint.timeout_seconds)
 
         def load(step_folder: Path) -> Path:
-            load_checked_weights(step_folder, sharded.whole, ranks)
+            load_checked_weights(step_folder, sharded.whole, ranks, averaged)
             check_tokenizer(step_folder, texts.tokenizer, run.job.tokenizer.path, run.arch.vocab_size)
             return step_folder
 

@@ -86,6 +86,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "a.txt", folder / "b.jsonl"]
 
 
+def test_the_mean_of_checkpoints_is_a_checkpoint_of_weights(trained: Path, files: list[Path], tmp_path: Path):
+    out, first = tmp_path / "mean", trained / "checkpoint" / "step-00000010"
+    words = "average", first, trained, "--weights", 1, 3, "--out"
+    titanlite(*words, out)
+    mean = load_checkpoint(out)
+    for name, each in mean.model.named_parameters():
+        parts = [random_model(step).get_parameter(name).double() for step in (10, 20)]
+        assert torch.equal(each, ((parts[0] + 3 * parts[1]) / 4).float())
+    assert mean.folder == out / "step-00000020"
+    score = evaluate_text(out, files)
+    assert min(evaluate_text(trained, files).loss, score.loss) > 0
+    titanlite(*words, out, code=2)  # it is there
+    titanlite(*words[:4], 1, "--out", tmp_path / "other", code=2)
+    narrow = JOB.model_copy(update={"model": JOB.model.model_copy(update={"ffn_dim": 64})})
+    (tmp_path / "narrow").mkdir()
+    save_run(tmp_path / "narrow", 10, job=narrow)
+    said = titanlite("average", trained, tmp_path / "narrow", "--out", tmp_path / "other", code=2)
+    assert "ffn" in said or "feed_forward" in said
+    assert not (tmp_path / "other").exists() or not list((tmp_path / "other").iterdir())
+
+
 def score_by_transformers(folder: Path, length: int, stride: int) -> tuple[float, int]:
     """Nats and tokens of TEXTS, by the loop of transformers' guide on perplexity."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -120,6 +122,56 @@ def test_a_spike_is_named_or_skipped_by_a_history_that_a_resume_goes_on_with(tmp
         assert re.findall(r"Step (\d) is a spike: gradient norm", log) == ["7"]
 
 
+class Saved(Fault):
+    """Keeps what each checkpoint holds of weights and optimizer."""
+
+    def __init__(self, faults: dict[int, float]) -> None:
+        super().__init__(faults)
+        self.states = dict[int, dict[str, Tensor]]()
+
+    def saved(self, step: int) -> None:
+        self.states[step] = self._state()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def rolled_back(folder: str) -> dict[str, Any]:
+    """What a spike of step 7 leaves, that the line of step 9 tells; and what ends a run with another one."""
+    found: dict[str, Any] = {}
+    words = "--guards.on_spike roll_back --guards.spike_history 3 --guards.max_roll_backs 1 --metrics.log_freq 3"
+    words += " --lr_scheduler.decay_ratio 0"
+    for name in ("fsdp", "fp8"):
+        ends = []
+        for start, until in (("whole", "12"), ("parts", "9"), ("parts", "12")):
+            saved = Saved({7: 1e6})
+            options = (*words.split(), *LAYOUTS[name].split(), "--training.steps", until)
+            with small_trainer(f"{folder}/{name} {start}", saved, *options) as trainer:
+                trainer.train()
+            if 5 in saved.states:
+                found[f"{name} {until}"] = sorted(saved.states), same(saved.states[5], saved.states[9])
+            ends.append(saved.states[int(until)])
+        found[name] = same(ends[0], ends[2])
+    with pytest.raises(GuardError) as caught:
+        small_trainer(f"{folder}/2", Fault({7: 1e6, 11: 1e6}), *words.split()).train()
+    return found | {"error": str(caught.value)}
+
+
+def test_a_spike_takes_the_weights_back_and_the_data_between_is_passed_over(tmp_path: Path) -> None:
+    first, second = run_ranks(2, rolled_back, str(tmp_path))
+    assert first == second
+    assert first["error"].startswith("Step 12:")
+    assert sorted(path.name[-2:] for path in (tmp_path / "2/out/checkpoint").iterdir()) == ["05", "09", "10"]
+    for name in ("fsdp", "fp8"):
+        assert first[name]
+        assert (first[f"{name} 12"], first[f"{name} 9"]) == (([5, 9, 10, 12], True), ([5, 9], True))
+        whole, parts = (logged(tmp_path / f"{name} {start}" / "out") for start in ("whole", "parts"))
+        numbers = ("loss", "grad_norm", "tokens", "roll_backs", "spikes")
+        assert [whole[12][key] for key in numbers] == [parts[12][key] for key in numbers]
+        assert [whole[12][key] for key in numbers[2:]] == [12 * 4 * 64, 1, 1]
+
+
 class FlippedBit(Hook):
     """In the last norm of rank 3, after step 3."""
 
@@ -179,8 +231,8 @@ def test_a_replayed_step_has_the_bits_of_the_logged_one_also_if_it_was_skipped(t
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == files
 
 
-class LateData(Hook):
-    """Rank 1 waits 1,000 seconds for each batch, by its clock."""
+class Slow(Hook):
+    """Rank 1 waits 1,000 seconds for each batch, by its clock, and computes each product of the guard 30 times."""
 
     def built(self, training: Training) -> None:
         self._meter = training.meter
@@ -191,16 +243,18 @@ class LateData(Hook):
             pass
 
 
-def wait_for_late_data(folder: str) -> None:
-    with small_trainer(folder, LateData(), "--metrics.log_freq", "3") as trainer:
+def wait_for_slow_rank(folder: str) -> None:
+    def product(a: Tensor, b: Tensor, out: Tensor, mm: Callable[..., Tensor] = torch.mm) -> None:
+        for _ in range(1 + 29 * dist.get_rank()):
+            mm(a, b, out=out)
+
+    with patch("torch.mm", product), small_trainer(folder, Slow(), "--metrics.log_freq", "3") as trainer:
         trainer.train()
 
 
-def test_a_rank_for_whose_data_all_wait_is_named_once_and_by_a_collective_that_is_read_a_line_later(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, wait_for_late_data, str(tmp_path))
+def test_a_slow_rank_is_named_once_and_by_a_collective_that_is_read_a_line_later(tmp_path: Path) -> None:
+    run_ranks(2, wait_for_slow_rank, str(tmp_path))
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").open()]
-    (found,) = [event for event in events if event["event"] == "straggler"]
-    assert found["step"] == 9  # lines of the steps 1, 3 and 6
-    assert re.match(r"Rank 1 \(.*data 1e\+03 s a step", found["text"])
+    for words in (r"data 1e\+03 s a step", r"matrix product"):
+        (found,) = [event for event in events if re.match(rf"Rank 1 \(.*{words}", event["text"])]
+        assert (found["event"], found["step"]) == ("straggler", 9)  # lines of the steps 1, 3 and 6

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint import step_folders
-from titanlite.config.errors import CheckpointError
+from titanlite.checkpoint.live_tensors import AVERAGES
+from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.mistakes import short
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, which works on one process, too
@@ -110,6 +111,18 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> stored.Metadata:
         return self._metadata
+
+
+def weights_of(reader: SafeReader, averaged: bool) -> str:
+    """What the names of the weights begin with in a checkpoint.
+
+    Raises:
+        UserError: their averages are wanted, and it has none.
+    """
+    if averaged and not any(name.startswith(AVERAGES) for name in reader.index):
+        problem = f"{reader.path} has no averages of the weights, because ema.decay was 0"
+        raise UserError(f"{problem}. Leave out --ema.")
+    return AVERAGES if averaged else "model."
 
 
 class _StandIn:

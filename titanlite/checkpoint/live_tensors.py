@@ -23,6 +23,8 @@ from titanlite import __version__
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
 
+AVERAGES = "hooks.Ema."  # in place of "model.": the averages of the weights that the hook of this name keeps
+
 
 @dataclass(frozen=True)
 class LiveState:

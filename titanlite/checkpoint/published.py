@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason
+from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason, weights_of
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
 from titanlite.config.flavors import Architecture
@@ -84,10 +85,11 @@ def check_tensors(
     return {name: found[there][1] for there, name in names.items()}
 
 
-def checkpoint_weights(path: Path) -> Weights:
-    """Those of a step folder that was checked, on one process.
+def checkpoint_weights(path: Path, averaged: bool = False) -> Weights:
+    """Those of a step folder that was checked, or their averages, on one process.
 
     Raises:
+        UserError: it has no averages.
         CheckpointError: it does not say which model it holds.
     """
     arch = step_folders.read_manifest(path)["info"]["architecture"]
@@ -96,7 +98,8 @@ def checkpoint_weights(path: Path) -> Weights:
     kind = arch.get("architecture", "llama")
     if kind not in [*ARCHITECTURES]:
         raise UserError(f"{path} holds a model of the architecture {kind}, which a plugin has to bring.")
-    return dcp_weights(SafeReader(path), ARCHITECTURES[kind](**arch), "model.")
+    reader = SafeReader(path)
+    return dcp_weights(reader, ARCHITECTURES[kind](**arch), weights_of(reader, averaged))
 
 
 def dcp_weights(reader: SafeReader, arch: Architecture, prefix: str) -> Weights:
@@ -284,23 +287,50 @@ def _load(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def import_weights(out: Path, source: Weights, origin: str) -> Path:
-    """Write foreign weights as a checkpoint of step 0 without training state, for `checkpoint.initial_load_path`.
+def mean_of(sources: Mapping[str, Weights], factors: Sequence[float]) -> Weights:
+    """The mean of weights, in which each has one of the factors, by their sum. It is computed in float64 when it is
+    read, and is fp32.
 
     Args:
-        out: the folder of checkpoints; step-00000000 appears in it.
+        sources: where the weights are -> weights.
+
+    Raises:
+        UserError: they are of different models.
+    """
+    (first, one), *others = sources.items()
+    for path, other in others:
+        if lines := formats.differences(parameter_shapes(one.arch), parameter_shapes(other.arch)):
+            raise UserError(f"{path} does not hold the model of {first}:\n  {abridged(lines)}")
+
+    def read(name: str) -> Tensor:
+        total = torch.zeros(parameter_shapes(one.arch)[name], dtype=torch.float64)
+        for source, factor in zip(sources.values(), factors, strict=True):
+            total.add_(source.read(name), alpha=factor)
+        return total.div_(sum(factors)).float()
+
+    return Weights(one.arch, dict.fromkeys(one.dtypes, torch.float32), read)
+
+
+def import_weights(
+    out: Path, source: Weights, origin: str, step: int = 0, more: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """Write weights that no run has saved as a checkpoint without training state, for `checkpoint.initial_load_path`.
+
+    Args:
+        out: the folder of checkpoints; that of the step appears in it.
         origin: where they come from, kept in the manifest.
+        more: what else is known of them, as the manifest has it.
 
     Raises:
         UserError: it exists already, or cannot be written, or a weight is not finite.
     """
-    target = out / step_folders.step_name(0)
+    target = out / step_folders.step_name(step)
     if target.exists():
         raise UserError(f"{target} exists already. Choose another folder, or remove it.")
     shapes = parameter_shapes(source.arch)
     tensors = {f"model.{n}": torch.empty(s, dtype=source.dtypes[n], device="meta") for n, s in shapes.items()}
-    info = live_tensors.manifest_info(source.arch, {}) | {"weights_only": True, "origin": origin}
-    writer = CommittingWriter(out, 0, secrets.token_hex(8), info)
+    info = live_tensors.manifest_info(source.arch, {}) | {"weights_only": True, "origin": origin, **more}
+    writer = CommittingWriter(out, step, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
     try:
         dcp_save(tensors, storage_writer=writer, planner=_ReadingPlanner(source), no_dist=True)

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from titanlite.checkpoint import live_tensors, step_folders
-from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors
+from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors, weights_of
 from titanlite.checkpoint.find import use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.job_diff import CURVE, REFUSED, REMEDY, DataChanges, compare_jobs
-from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.flavors import Architecture
@@ -92,19 +91,18 @@ class Resumer:
             listed = "\n  ".join([f"{folder}: no good checkpoint is left.", *found])
             remedy = "To start from scratch, move them away or choose another checkpoint.folder."
             raise CheckpointError(f"{listed}\n{remedy}")
-        self._load_initial_weights()
+        self.load_initial_weights()
         return None
 
     def load_before(self, step: int) -> dict[str, Any] | None:
-        """Load the newest good checkpoint before `step`, in place, or else the weights that the run began with. Nothing
-        on disk changes. Returns and raises as `load`."""
+        """Load the newest good checkpoint before `step`, in place, if there is one. Nothing on disk changes. Returns
+        and raises as `load`."""
         for path in reversed(self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder.path))):
             if (step_folders.step_of(path) or 0) < step:
                 try:
                     return self._load(path)
                 except Damage as damage:
                     self._log(f"{path.name} is damaged: {damage}; taking an older one")
-        self._load_initial_weights()
         return None
 
     def _set_aside(self, path: Path, why: str, reason: str = "damaged") -> None:
@@ -175,7 +173,8 @@ class Resumer:
             listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])
             raise UserError(f"{listed}\n{REMEDY.format(checkpoint=path)}")
 
-    def _load_initial_weights(self) -> None:
+    def load_initial_weights(self) -> None:
+        """Load what a new run starts from, if the job names it."""
         if self._config.initial_load_path is None:
             return
         path, live, ranks = Path(self._config.initial_load_path), self.folder.live, self._ranks
@@ -193,11 +192,12 @@ def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
     return (info["job"] or {}).get("checkpoint", {})
 
 
-def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE) -> Path:
+def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE, averaged: bool = False) -> Path:
     """Load the weights of a step folder that was checked, nothing else, into a model in place.
 
     Args:
         ranks: those that hold the model together; all of them call this.
+        averaged: take the averages of the weights.
 
     Returns:
         The step folder.
@@ -206,7 +206,10 @@ def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE) -> Pat
         UserError: it holds another model.
         CheckpointError: weights that are not finite, or it cannot be read.
     """
-    _fill(LiveState(model).tensors(), model.arch, ranks.together(lambda: SafeReader(path)), ranks)
+    reader = ranks.together(lambda: SafeReader(path))
+    prefix = ranks.together(lambda: weights_of(reader, averaged))
+    tensors = {f"{prefix}{name}": tensor for name, tensor in live_tensors.model_tensors(model).items()}
+    _fill(tensors, model.arch, reader, ranks)
     return path
 
 
@@ -233,7 +236,8 @@ def _check_fit(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReade
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
-    weights = {name[6:]: live_tensors.local(tensor) for name, tensor in tensors.items() if name.startswith("model.")}
+    prefixes = "model.", live_tensors.AVERAGES
+    weights = {name: live_tensors.local(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
     if bad := sorted(name for name, tensor in weights.items() if not live_tensors.is_finite(tensor)):
         raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(bad)}")
 

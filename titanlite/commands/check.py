@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shutil import get_terminal_size
 
 from titanlite.config.errors import printable
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
+from titanlite.config.run import Run
 from titanlite.data.amounts import toy_note
+from titanlite.data.mixture import source_shares
+from titanlite.data.stream import source_specs
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.gpus import check_memory
+from titanlite.optim.schedule import rate_of
+
+_MARGIN = 10  # characters on the left of a curve
 
 
 class Check(Options):
@@ -18,6 +25,9 @@ class Check(Options):
     world_size: OptionRanks | None = None
     """Number of ranks: the processes of all machines together, on any devices. Left out: the environment variable
     WORLD_SIZE, or 1 without it, on this machine."""
+    plot: bool = False
+    """Draw the learning rate over the steps, and what [[dataset.stages]] change: the rows of a step, and the share of
+    each source in them."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,3 +39,27 @@ def main(argv: Sequence[str]) -> None:
     print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
     if note := toy_note(run, load_tokenizer(run.tokenizer_path, run.job)):
         print(printable(f"\n{note}"))
+    if options.plot:
+        print(f"\n{plot(run, get_terminal_size().columns)}")
+
+
+def plot(run: Run, width: int) -> str:
+    """The schedule of a run, in lines of at most so many characters."""
+    steps, specs = run.job.training.steps, source_specs(run.job.dataset)
+    columns = min(steps, width - _MARGIN)
+    done = [column * steps // columns for column in range(columns)]
+    shares = zip(*(source_shares(run.job.dataset, step).tolist() for step in done), strict=True)
+    curves = [("learning rate", "{:.2e}", 8, [rate_of(run.job, step + 1) for step in done])]
+    curves += [("rows of a step", "{:,}", 4, [run.batch_size(step) for step in done])]
+    curves += [(f"share of {s.source} {s.path or ''}", "{:.0%}", 2, of) for s, of in zip(specs, shares, strict=True)]
+    lines = list[str]()
+    for name, form, height, values in curves:
+        if height < 8 and len({*values}) == 1:
+            continue  # it never changes
+        top, lines = max(values), [*lines, f"{'':{_MARGIN}}{name}"[:width]]
+        for row in reversed(range(height)):
+            levels = (round(8 * (value / top * height - row)) for value in values)
+            label = form.format(top) if row == height - 1 else "" if row else "0"
+            lines.append(f"{label:>{_MARGIN - 2}} |" + "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level))] for level in levels))
+    lines = [line.rstrip() for line in lines]
+    return "\n".join([*lines, f"{'step':>{_MARGIN - 2}}  1{steps:>{max(1, columns - 1)},}"])

@@ -65,8 +65,8 @@ def show_step(run: Run, step: int, row: int | None) -> str:
     if step > run.job.training.steps:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
     data, lines = training_data(run, load_tokenizer(run.tokenizer_path, run.job)), list[str]()
-    if row is not None and row >= run.global_batch_size:
-        raise UserError(f"--row {row}: a global batch has the rows 0 to {run.global_batch_size - 1}")
+    if row is not None and row >= run.batch_size(step - 1):
+        raise UserError(f"--row {row}: its global batch has the rows 0 to {run.batch_size(step - 1) - 1}")
     for _ in range(step - 1):
         data.mixture.next_batch()
     try:

@@ -31,6 +31,8 @@ class Export(CheckpointOptions):
     """Dtype of the exported weights."""
     tokenizer: OptionPath | None = None
     """Tokenizer file. Left out: that of the training job."""
+    ema: bool = False
+    """Take the average of the weights: see `titanlite help ema`."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object and nothing else."""
 
@@ -38,7 +40,7 @@ class Export(CheckpointOptions):
 def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises as `export`."""
     options = parse(Export, argv, "export")
-    path = export(options.checkpoint, options.out, options.dtype, options.tokenizer)
+    path = export(options.checkpoint, options.out, options.dtype, options.tokenizer, options.ema)
     size = sum(file.stat().st_size for file in options.out.iterdir())
     report = {"checkpoint": str(path), "out": str(options.out), "dtype": options.dtype, "bytes": size}
     text = f"""Wrote {path} to {options.out} ({options.dtype}, {size / 1e9:.2f} GB). Load it with
@@ -46,7 +48,9 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(report) if options.as_json else text)
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path | None = None) -> Path:
+def export(
+    checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path | None = None, ema: bool = False
+) -> Path:
     """Make a folder that transformers loads without titanlite. The arguments are those of `Export`.
 
     Returns:
@@ -67,7 +71,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bfloat16", tokenizer: Path
         except CheckpointError as unknown:
             raise UserError(f"{unknown} Or name the tokenizer: --tokenizer FILE.") from None
         words = load_tokenizer(run.tokenizer_path, run.job) if run else load_tokenizer(cast(Path, tokenizer))
-        source = checkpoint_weights(step_folder)
+        source = checkpoint_weights(step_folder, ema)
         make_folder(out.parent)
         export_hf(source, out, dtype, lambda folder: write_tokenizer(words, folder, source.arch.max_seq_len))
         return step_folder

@@ -31,6 +31,8 @@ class Generate(Generation, CheckpointOptions):
     prompts: OptionPath | None = None
     """A file of prompts, or - for standard input: one on each line. In a .jsonl file a line is a JSON text, or an
     object with the key "prompt", so that a prompt can have several lines."""
+    ema: bool = False
+    """Take the average of the weights: see `titanlite help ema`."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object for each prompt, on a line of its own, and nothing else."""
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("--prompt and --prompts: give one of them.")
     from titanlite.completion import generate, generate_many, load_checkpoint  # torch: a mistake does not wait for it
 
-    loaded = load_checkpoint(options.checkpoint)
+    loaded = load_checkpoint(options.checkpoint, ema=options.ema)
     weight = loaded.model.get_parameter("tok_embeddings.weight")
     dtype = str(weight.dtype).removeprefix("torch.")
     note(f"{loaded.folder}: {loaded.job.model.flavor}, {dtype} on {weight.device.type}")

@@ -131,3 +131,5 @@ class Scoring(Options):
     """Name of the field that holds the text, in .jsonl and .parquet."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of weights and computation. Left out: float32 on a CPU, and that of the training on a GPU."""
+    ema: bool = False
+    """Take the average of the weights: see `titanlite help ema`."""

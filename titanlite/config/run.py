@@ -91,9 +91,21 @@ class Run:
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of one optimizer step, over all ranks."""
+        """Rows of one optimizer step, over all ranks, unless a stage says otherwise."""
         size = self.job.training.global_batch_size
         return self.job.training.local_batch_size * self.degrees.data if size == -1 else size
+
+    def batch_size(self, done: int) -> int:
+        """Rows of the optimizer step after `done` steps, over all ranks."""
+        return self.job.dataset.staged("global_batch_size", done, self.global_batch_size)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """The parts of the run in which no stage begins: how many steps are done before each, and its rows."""
+        starts = {0, *(stage.start_step for stage in self.job.dataset.stages)}
+        steps = self.job.training.steps
+        ends = pairwise([*sorted(start for start in starts if start < steps), steps])
+        return [(start, (end - start) * self.batch_size(start)) for start, end in ends]
 
     @property
     def microbatches(self) -> int:

@@ -260,12 +260,18 @@ class DataSource(ValidationSource):
 
 
 class DataStage(Section):
-    """New weights of the sources from some step on, for example to anneal on better data."""
+    """Other data, batches or rates from some step on, for example to anneal on better data. A key that is left out
+    stays as it was in the stage before. `titanlite check --plot` draws them."""
 
     start_step: NonNegativeInt
     """The stage begins after this step: its first global batch is that of the next one."""
-    weights: Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
+    weights: Annotated[tuple[NonNegativeFloat, ...] | None, Field(strict=False)] = None
     """One weight per source, in the order of dataset.sources."""
+    global_batch_size: PositiveInt | None = None
+    """Rows per optimizer step, over all ranks: several stages make a warm-up of the batch size. It replaces
+    training.global_batch_size."""
+    lr_factor: PositiveFloat | None = None
+    """The learning rate is that of [lr_scheduler] times this."""
 
 
 class Dataset(TextSource):
@@ -280,7 +286,8 @@ class Dataset(TextSource):
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
     """The sources of a mix, each a table [[dataset.sources]], instead of the keys of one source. Job file only."""
     stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
-    """Changes of the weights during the run, each a table [[dataset.stages]]. Job file only."""
+    """Changes of the weights of the sources, of the batch size and of the learning rate during the run, each a table
+    [[dataset.stages]]. Job file only."""
     seed: Seed | None = None
     """Seed of the data order. Left out: training.seed."""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -301,6 +308,12 @@ class Dataset(TextSource):
     itself reads."""
     prefetch: PositiveInt = 2
     """Number of global batches that each background process may prepare in advance."""
+
+    def staged(self, key: str, done: int, default: Any) -> Any:
+        """The value of a key of `DataStage` for the step after `done` steps. Before a stage has it: `default`."""
+        stages = sorted(self.stages, key=lambda stage: stage.start_step)
+        found = (getattr(stage, key) for stage in reversed(stages) if stage.start_step <= done)
+        return next((value for value in found if value is not None), default)
 
 
 class Validation(TextSource):
@@ -593,9 +606,13 @@ class Guards(Section):
     """Steps in a row that may be skipped. A step whose loss or gradient is not finite changes neither weights nor
     optimizer; the log names it, and the run goes on. One more than this ends the run with exit code 3, because then
     the cause is not a single batch. 0: the first one ends it."""
-    on_spike: Literal["warn", "skip"] = "warn"
+    on_spike: Literal["warn", "skip", "roll_back"] = "warn"
     """What to do with a step whose loss or gradient norm is a spike. warn: the log names it, and the metrics count it.
-    skip: it changes neither weights nor optimizer, too, and counts for max_skipped."""
+    skip: it changes neither weights nor optimizer, too, and counts for max_skipped. roll_back: once the host knows of
+    it, with the next line of the log, save or validation, weights and optimizer become those of the newest checkpoint.
+    The steps since then count as done, so their data is passed over."""
+    max_roll_backs: NonNegativeInt = 3
+    """How often a run goes back. One more spike ends it with exit code 3. The newest checkpoint stays."""
     spike_deviations: PositiveFloat = 10.0
     """A number is a spike if it is above the median of the last steps by more than this many deviations. A deviation
     is 1.4826 times the median distance from the median, and at least 1% of the median."""
@@ -606,6 +623,15 @@ class Guards(Section):
     """Steps between two comparisons of weights that several ranks hold: those of HSDP's replicas, and the norms of
     tensor ranks. If a bit differs, the run ends with exit code 3 and names the rank and its machine. The host waits for
     the device, which reads the weights once."""
+
+
+class Ema(Section):
+    """An exponential moving average of the weights. Checkpoints have it, and `titanlite eval`, `generate` and `export`
+    take it with --ema."""
+
+    decay: BelowOne = 0.0
+    """Share of the average that a step keeps, such as 0.999: it then covers about the last 1 / (1 - decay) steps. It
+    takes 4 bytes per parameter, sharded as the weights are. 0: none."""
 
 
 class Comm(Section):
@@ -662,6 +688,7 @@ class JobConfig(Whole):
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
     guards: Guards = Guards()
+    ema: Ema = Ema()
     comm: Comm = Comm()
 
     @classmethod

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from titanlite.config.files import parse_json, read_file
 from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
@@ -75,8 +77,9 @@ def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
 
 def reads(run: Run, sizes: Sequence[Size]) -> list[tuple[float, float]]:
     """Of each source: its share of the rows, and how often a run reads it, which is 0 where that is unknown."""
-    training, shares = run.job.training, source_shares(run.job.dataset, run.job.training.steps).tolist()
-    tokens = training.steps * run.global_batch_size * training.seq_len / (1 - run.job.validation.holdout)
+    dones, rows = zip(*run.rows, strict=True)
+    shares = (np.array(rows) @ [source_shares(run.job.dataset, done) for done in dones] / sum(rows)).tolist()
+    tokens = sum(rows) * run.job.training.seq_len / (1 - run.job.validation.holdout)
     return [(share, share * tokens / (size.tokens or math.inf)) for share, size in zip(shares, sizes, strict=True)]
 
 

@@ -33,19 +33,19 @@ class Mixture:
     """
 
     def __init__(self, dataset: Dataset, global_batch_size: int) -> None:
-        self._stages, self._global_batch_size = stage_weights(dataset), global_batch_size
+        self._stages, self._dataset, self._global_batch_size = stage_weights(dataset), dataset, global_batch_size
         self.step = 0
         self.rows, self.weights = [0] * max(1, len(dataset.sources)), list[int]()
         self.stage_rows = list(self.rows)
 
     def next_batch(self) -> list[tuple[int, int]]:
         """(source, number of the row within it) of each sequence of the next global batch."""
-        weights = next(weights for start, weights in reversed(self._stages) if start <= self.step)
+        weights = _weights(self._stages, self.step)
         if weights != self.weights:
             self.weights, self.stage_rows = weights, [0] * len(self.rows)
         total, scale = sum(weights), math.lcm(*filter(None, weights))
         batch = []
-        for _ in range(self._global_batch_size):
+        for _ in range(self._dataset.staged("global_batch_size", self.step, self._global_batch_size)):
             source = self._next_source(total, scale) if len(self.rows) > 1 else 0
             batch.append((source, self.rows[source]))
             self.rows[source] += 1
@@ -75,11 +75,10 @@ class Mixture:
             setattr(self, key, copy.copy(state[key]))
 
 
-def source_shares(dataset: Dataset, steps: int) -> np.ndarray:
-    """Share of each source in the rows of a run of `steps`. Raises UserError as `stage_weights`."""
-    stages = stage_weights(dataset)
-    ends = np.clip([*(start for start, _ in stages[1:]), steps], 0, steps)
-    return np.diff(ends, prepend=0) @ [np.divide(weights, sum(weights)) for _, weights in stages] / steps
+def source_shares(dataset: Dataset, done: int) -> np.ndarray:
+    """Share of each source in the rows of the step after `done` steps. Raises UserError as `stage_weights`."""
+    weights = _weights(stage_weights(dataset), done)
+    return np.divide(weights, sum(weights))
 
 
 def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
@@ -90,12 +89,17 @@ def stage_weights(dataset: Dataset) -> list[tuple[int, list[int]]]:
         UserError: the number of weights is wrong, or all of them are 0.
     """
     first = [source.weight for source in dataset.sources] or [1.0]
-    stages = [(0, first), *((stage.start_step, list(stage.weights)) for stage in dataset.stages)]
+    stages = [(0, first)]
+    stages += [(stage.start_step, list(stage.weights)) for stage in dataset.stages if stage.weights is not None]
     for start, weights in stages:  # not every caller has the rules of `load_run`
         if len(weights) != len(first) or not any(weights):
             need = "one weight for each of [[dataset.sources]] is needed, and one above 0"
             raise UserError(f"dataset.stages: from step {start} on the weights are {weights}; {need}")
     return [(start, _whole(weights)) for start, weights in sorted(stages, key=lambda stage: stage[0])]
+
+
+def _weights(stages: list[tuple[int, list[int]]], done: int) -> list[int]:
+    return next(weights for start, weights in reversed(stages) if start <= done)
 
 
 def _whole(weights: list[float]) -> list[int]:

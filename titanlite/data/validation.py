@@ -48,6 +48,8 @@ class ValidationSet:
         keys = chosen.model_dump(include=set(Dataset.model_fields))
         for table in (keys, *keys["sources"]):
             table["max_epochs"] = 1
+        for stage in keys.get("stages", ()):
+            stage["global_batch_size"] = None  # of the training
         skip_bad = chosen.on_bad_record == "skip"
         documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
         once = Dataset.model_validate(keys)

@@ -20,6 +20,7 @@ from titanlite.config.errors import CheckpointError
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.observe.flops import num_params
+from titanlite.parallel.float8 import precompute_scales
 
 
 class Checkpoints(Hook):
@@ -27,7 +28,7 @@ class Checkpoints(Hook):
 
     def built(self, training: Training) -> None:
         self._training, self._interval = training, training.run.job.checkpoint.interval
-        self._best_step = -1  # the step whose validation asks for a save
+        self._due = -1  # a step that is saved whatever was asked for
 
     def load(self) -> None:
         training, run, job = self._training, self._training.run, self._training.run.job
@@ -36,11 +37,12 @@ class Checkpoints(Hook):
         folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, json_job)
         training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
-        folder.check_room(num_params(run.arch) * (weight + 2 * moment))
+        folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
         write_files = partial(write_tokenizer, training.tokenizer, max_seq_len=run.arch.max_seq_len)
         self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step))
         training.opened.callback(self._saver.close)
-        if (state := Resumer(folder, training.tokenizer.is_known_as, training.loader.compare).load()) is not None:
+        self._resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
+        if (state := self._resumer.load()) is not None:
             training.load_state_dict(state)
             self._saver.loaded_step = state["step"]
             self._saver.link_best()  # a kill may have come between a save and the link, or the run goes back
@@ -51,10 +53,24 @@ class Checkpoints(Hook):
     def save_if_best(self, step: int, loss: float) -> None:
         """Save `step`, which has just been done, if no checkpoint has such a low validation loss."""
         if self._saver.improves(loss):
-            self._best_step = step
+            self._due = step
+
+    def go_back(self, step: int) -> int | None:
+        """Load weights, optimizer and the tensors of the hooks, nothing else, from the newest good checkpoint, and have
+        that saved as `step`, which has just been done. All ranks call it together, before this hook's `act`.
+
+        Returns:
+            The step of that checkpoint; None: there is none, and nothing has changed.
+        """
+        self._saver.settle()
+        if (state := self._resumer.load_before(step)) is None:
+            return None
+        precompute_scales(self._training.model, self._training.run.job.float8)
+        self._due = step
+        return state["step"]
 
     def act(self, step: int, asked: Request) -> None:
-        if asked.save or step == self._best_step:
+        if asked.save or step == self._due:
             self._training.tell(Hook.saving, step)
             with self._training.meter.timing("checkpoint"):
                 self._saver.settle()

@@ -93,7 +93,7 @@ class NonFiniteGuard(Hook):
     def _of(self, found: list[int], ranks: tuple[Skipped, ...]) -> str:
         """The first rank with its host and its rows, and how many more there are."""
         first, degree = ranks[found[0]].data_rank, self._training.mesh.data_degree
-        numbers = list(map(str, range(first, self._training.run.global_batch_size, degree)))
+        numbers = list(map(str, range(first, self._training.run.batch_size(ranks[0].step - 1), degree)))
         rows = f"row {', '.join(numbers[:8])}{', ...' if numbers[8:] else ''}"
         more = f" and {len(found) - 1} more ranks" if found[1:] else ""
         return f"rank {found[0]} ({self._training.hosts[found[0]]}, {rows}){more}"

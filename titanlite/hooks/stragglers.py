@@ -3,8 +3,10 @@
 Invariant: nobody waits for this. The times of all ranks travel while training goes on, and are read one line later.
 
 The time of a whole step is the same on all ranks, because each waits for the slowest in the collectives of its forward
-and backward passes. So two times are compared in which a rank waits for no other: that for its data, and that of the
-optimizer's update, which is long on a slow device or a busy host.
+and backward passes. So three times are compared in which a rank waits for no other: that for its data, that of the
+optimizer's update, which is long where memory is slow or the host is busy, and that of a matrix product, which is long
+where the device computes slowly, as a hot one does. Each rank computes it by itself at each line, when its device has
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from titanlite.runtime.logging import Event
 
 SLOW = 1.2  # times the median of the ranks
 LINES = 3  # in a row, because any rank is late now and then
-LEAST = 1e-3  # seconds that it must be slower in each step: below that, nobody waits long
-PARTS = ("waits for its data", "needs for the optimizer")
+LEAST = (1e-3, 1e-3, 0.0)  # seconds that it must be slower in each step: below that, nobody waits long
+PARTS = ("waits for its data {:.3g} s a step", "needs for the optimizer {:.3g} s a step")
+PARTS += ("needs for a matrix product, which each rank computes alone, {:.3g} s",)
 
 
 class Stragglers(Hook):
@@ -35,6 +38,8 @@ class Stragglers(Hook):
         self._work: dist.Work | None = None
         self._times = torch.zeros(training.run.world_size, len(PARTS))
         self._updates: list[tuple[Any, Any]] = []  # begin and end of each since the last line
+        side, dtype = (2048, torch.bfloat16) if self._cuda else (256, torch.float32)
+        self._matrices = [torch.zeros(side, side, dtype=dtype, device=training.device) for _ in range(3)]
         self._in_row = [(-1, 0)] * len(PARTS)  # slowest rank, and in how many lines
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
@@ -50,8 +55,12 @@ class Stragglers(Hook):
             self._compare(step)
         if self._cuda:
             torch.cuda.synchronize()
-        spent = sum(a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in self._updates)
-        own = torch.tensor([self._training.meter.data_seconds, spent]) / len(self._updates)
+        products = [(self._now(), torch.mm(*self._matrices[:2], out=self._matrices[2]), self._now()) for _ in range(5)]
+        if self._cuda:
+            torch.cuda.synchronize()
+        product = min(self._between(a, b) for a, _, b in products)  # others may use the processor for a moment
+        spent = sum(self._between(*update) for update in self._updates) / len(self._updates)
+        own = torch.tensor([self._training.meter.data_seconds / len(self._updates), spent, product])
         self._updates = []
         group = self._training.mesh.world_group
         self._work = dist.all_gather(list(self._times), own, group, async_op=True)
@@ -68,16 +77,17 @@ class Stragglers(Hook):
         event.record()
         return event
 
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+
     def _compare(self, step: int) -> None:
         for part, times in enumerate(self._times.unbind(1)):
             slowest, median = int(times.argmax()), times.quantile(0.5).item()
             took = times[slowest].item()
             rank, count = self._in_row[part]
-            is_slow = took > SLOW * median and took > median + LEAST
+            is_slow = took > SLOW * median and took > median + LEAST[part]
             self._in_row[part] = (slowest, count + 1 if rank == slowest else 1) if is_slow else (-1, 0)
             if self._in_row[part][1] == LINES:
-                line = (
-                    f"Rank {slowest} ({self._training.hosts[slowest]}) {PARTS[part]} {took:.3g} s a step, the median "
-                )
-                line += f"of the ranks is {median:.3g} s: it makes the others wait."
+                line = f"Rank {slowest} ({self._training.hosts[slowest]}) {PARTS[part].format(took)}; the median of "
+                line += f"the ranks is {median:.3g} s: it makes the others wait."
                 self._training.log(Event(line, "straggler", step))

@@ -18,9 +18,9 @@ def num_params(arch: Architecture) -> int:
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of the weights, the gradients and both moments on one rank: the least that any step takes."""
+    """Bytes of weights, average, gradients and both moments on one rank: the least that any step takes."""
     size = {"float32": 4, "bfloat16": 2}
-    of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype]
+    of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype] + 4 * bool(run.job.ema.decay)
     return num_params(run.arch) * of_a_parameter * run.degrees.replicate // run.world_size
 
 

@@ -94,6 +94,8 @@ class LoggedStep(BaseModel):
     """Steps since step 1 that changed nothing, because loss or gradient was not finite or a spike: see [guards]."""
     spikes: Annotated[int, "7_counters/spikes"] = 0
     """Steps since step 1 whose loss or gradient norm was a spike: see [guards]."""
+    roll_backs: Annotated[int, "7_counters/roll_backs"] = 0
+    """Times since step 1 that a spike took the weights back to a checkpoint: see [guards]."""
     failed_saves: Annotated[int, "7_counters/failed_saves"] = 0
     """Checkpoints that could not be written since this start."""
     save_waits: Annotated[int, "7_counters/save_waits"] = 0

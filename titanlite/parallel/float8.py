@@ -67,12 +67,13 @@ def _compile_weight_cast() -> None:
     fsdp_utils.hp_tensor_and_scale_to_float8 = torch.compile(cast, dynamic=True)
 
 
-def precompute_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights for the next all-gather, with one all-reduce.
+def precompute_scales(model: nn.Module, config: schema.Float8) -> None:
+    """Compute the scales of all weights for the next all-gather, with one all-reduce, if the job asks for it.
 
     Call it after the weights have been loaded or drawn, and after each `optimizer.step`. Without it, each rank of
     tensor parallelism uses its own scale for its part of a weight.
     """
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    if config.precompute_float8_dynamic_scale_for_fsdp:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    precompute_float8_dynamic_scale_for_fsdp(model)
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,20 +110,23 @@ class PipelineForwardBackward(ForwardBackward):
     def __init__(self, model: ShardedModel, mesh: Mesh, run: Run, device: torch.device) -> None:
         super().__init__(model, mesh, run, device)
         self._microbatches = run.microbatches
-        self._schedule, self._stages = build_schedule(run, mesh, model.stages, device)
+        # One for each number of microbatches that a step has, which stages of the run change.
+        self._schedules = cache(partial(build_schedule, run, mesh, model.stages, device))
+        self._schedules(run.microbatches)
 
     def __call__(self, microbatches: Sequence[Microbatch], num_valid_tokens: Tensor) -> Tensor:
         self._denominator = num_valid_tokens
         with record_function("pipeline"):
-            return self._run(self._schedule.step, microbatches)
+            return self._run(self._schedules(len(microbatches))[0].step, microbatches)
 
     def _sum_of(self, microbatches: Sequence[Microbatch]) -> Tensor:
         total = torch.zeros_like(self._denominator, dtype=torch.float64)
+        schedule, stages = self._schedules(self._microbatches)
         for i in range(0, len(microbatches), self._microbatches):
             part = microbatches[i : i + self._microbatches]
             missing = self._microbatches - len(part)  # the schedule needs that many, so rows without labels are added
-            with forward_only(self._schedule, self._stages):
-                total += self._run(self._schedule.eval, [*part, *[part[-1]] * missing], missing)
+            with forward_only(schedule, stages):
+                total += self._run(schedule.eval, [*part, *[part[-1]] * missing], missing)
         return total
 
     def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], missing: int = 0) -> Tensor:

@@ -46,7 +46,7 @@ def join_stages(stages: Sequence[Llama]) -> Llama:
 
 
 def build_schedule(
-    run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device
+    run: Run, mesh: Mesh, stages: dict[int, Llama], device: torch.device, microbatches: int
 ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
     """The schedule of one optimizer step over this rank's stages, and these stages as it runs them.
 
@@ -69,7 +69,7 @@ def build_schedule(
     schedule: Any = get_schedule_class(run.job.parallelism.pipeline_parallel_schedule)
     own: Any = pipeline_stages[0] if issubclass(schedule, PipelineScheduleSingle) else pipeline_stages
     # What the last stage returns is the loss already.
-    return schedule(own, run.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False), pipeline_stages
+    return schedule(own, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False), pipeline_stages
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.config.errors import UserError
 from titanlite.config.run import V_SHAPED, Run, stage_rank
 from titanlite.data.batch import blank_microbatch
+from titanlite.hooks.ema import Ema
 from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
@@ -237,11 +238,15 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     with counter.watching():
         rows = [blank_microbatch(*shape, DEVICE) for _ in range(count)]
         watch = _Watch(counter, sharded, update, training.enable_cpu_offload)
+        averages = [Ema(run.job.ema.decay)] if run.job.ema.decay else []
+        for average in averages:
+            average.follow(update.model)
+            counter.mark(average.tensors().values(), HOST if training.enable_cpu_offload else "optimizer state")
         for skipped in (range(0) if pipelined and not missing else range(count - 1), missing):
             own = [row for i, row in enumerate(rows) if pipelined or i not in skipped]
             counter.begin()
             with _skipping(counter, skipped) if pipelined else nullcontext():
-                update(own, 1, run.job.optimizer.lr, [watch])
+                update(own, 1, run.job.optimizer.lr, [watch, *averages])
     # Without a pipeline the second microbatch stands for those that are missing. What it takes it gives back.
     repeated = range(*counter.begins[1:3]) if missing and not pipelined else range(0)
     amounts = defaultdict[Any, Any](int)

@@ -16,6 +16,7 @@ from titanlite.data.amounts import measured, table, toy_note
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hooks.checkpoints import BestCheckpoint, Checkpoints
+from titanlite.hooks.ema import Ema
 from titanlite.hooks.garbage import GarbageCollection
 from titanlite.hooks.guards import NonFiniteGuard
 from titanlite.hooks.hang_report import HangReport
@@ -51,10 +52,11 @@ def standard_hooks(training: Training) -> list[Hook]:
         StopSignals(),
         GarbageCollection(),
         Profiler(profiling, training.run.dump_folder) if profiles else None,
+        Ema(job.ema.decay) if job.ema.decay else None,
         Norms() if job.metrics.details else None,
         Stragglers() if training.run.world_size > 1 else None,
         records,
-        *guards(),  # after the records, so that the line of the damage is written
+        *guards(checkpoints),  # before the saves, and after the records, so that the line of the damage is written
         *saves,
         Samples(watch.alive) if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
@@ -63,15 +65,15 @@ def standard_hooks(training: Training) -> list[Hook]:
     return [hook for hook in hooks if hook is not None]
 
 
-def guards() -> list[Hook]:
+def guards(checkpoints: Checkpoints | None = None) -> list[Hook]:
     """What protects a run: see [guards]."""
-    return [SpikeGuard(), NonFiniteGuard(), ReplicaGuard()]
+    return [SpikeGuard(checkpoints), NonFiniteGuard(), ReplicaGuard()]
 
 
 def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loader, rank: int) -> Iterator[str]:
     """The first lines of the log: the model, the data and the devices."""
     job, training = run.job, run.job.training
-    tokens = training.steps * run.global_batch_size * training.seq_len
+    tokens = sum(rows for _, rows in run.rows) * training.seq_len
     yield (
         f"{job.job.description or 'Training'}: {job.model.flavor}, {num_params(run.arch):,} parameters, on "
         f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "

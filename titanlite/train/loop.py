@@ -19,7 +19,6 @@ from torch.profiler import record_function
 
 from titanlite.checkpoint.find import resume_hint
 from titanlite.config.errors import GuardError, StoppedBySignal, StoppedUnsaved, UserError
-from titanlite.config.registry import SCHEDULES
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader, OutOfData
@@ -31,6 +30,7 @@ from titanlite.load_run import check_run, world_size
 from titanlite.observe.gpus import check_memory
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.observe.meter import Meter
+from titanlite.optim.schedule import rate_of
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import Event
@@ -203,9 +203,7 @@ class Trainer(Training):
         with self.meter.timing("data"), record_function("data"):
             batch = self.loader.next_global_batch()
         self.steps_done = step
-        job = self.job
-        rates = step, job.optimizer.lr, job.lr_scheduler, job.training.steps
-        lr = SCHEDULES.make(job.lr_scheduler.name, job, *rates)
+        lr = rate_of(self.job, step)
         result = self.train_step(batch.microbatches, batch.num_valid_tokens, lr, self.hooks, step)
         self.meter.record(result.grad_norm, result.num_valid_tokens, result.seconds)
         self.tell(Hook.after_step, step, result)

@@ -35,7 +35,9 @@ class Earlier(Hook):
         folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, saved, changes=False)
         training.opened.callback(folder.ranks.close)
         resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
-        if (state := resumer.load_before(self._step)) is not None:
+        if (state := resumer.load_before(self._step)) is None:
+            resumer.load_initial_weights()
+        else:
             training.load_state_dict(state)
 
 

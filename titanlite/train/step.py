@@ -76,5 +76,4 @@ class TrainStep:
 
     def precompute_scales(self) -> None:
         """Compute the scales for FP8 of the weights as they are now, if the job asks for it."""
-        if self._job.float8.precompute_float8_dynamic_scale_for_fsdp:
-            precompute_scales(self.model)
+        precompute_scales(self.model, self._job.float8)
