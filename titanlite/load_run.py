@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
@@ -265,6 +266,7 @@ def _without_effect(run: Run) -> Problems:
         ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not job.checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.mirror", job.checkpoint.mirror and not job.checkpoint.enable, "checkpoint.enable"),
         ("float8.enable_fsdp_float8_all_gather", gathers and float8.recipe_name != "tensorwise", "tensorwise scales"),
         ("float8.precompute_float8_dynamic_scale_for_fsdp", scales and not gathers, "enable_fsdp_float8_all_gather"),
         ("optimizer.stochastic_rounding", job.optimizer.stochastic_rounding and not has_bfloat16, "bfloat16 state"),
@@ -346,8 +348,17 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
+    first = os.environ.get("RANK", "0") == "0"  # one rank asks a storage for all
+    if checkpoint.mirror is not None and checkpoint.enable and first:
+        if storage.url_of(checkpoint.mirror) is None:
+            yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
+        elif problem := storage.not_writable(checkpoint.mirror):
+            yield "checkpoint.mirror", f"cannot be used: {problem}"
     resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
-    if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
+    if checkpoint.enable and not resumes and (url := storage.url_of(checkpoint.initial_load_path)):
+        if first and (problem := storage.missing(url)):
+            yield "checkpoint.initial_load_path", f"cannot be used: {problem}"
+    elif checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."

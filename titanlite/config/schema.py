@@ -512,6 +512,12 @@ class Checkpoint(Section):
     timeout_seconds: PositiveInt = 1800
     """Longest wait for the slowest rank in a save, a load or an export, in seconds. A rank that takes longer counts as
     lost."""
+    mirror: PathText | None = None
+    """URL of a folder, such as "s3://bucket/my_run", that gets a copy of each checkpoint while training goes on. A
+    start whose own folder is empty, or older, goes on from there. S3 needs `pip install 'titanlite[s3]'`; any other
+    storage that fsspec reads will do, too."""
+    mirror_mbps: NonNegativeFloat = 0.0
+    """Megabits a second that the copies to the mirror may take. 0: as many as they can."""
 
 
 class Metrics(Section):
