@@ -8,6 +8,7 @@ to another run is never overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -38,6 +39,12 @@ class _Foreign(UserError):
     """The mirror holds checkpoints of another run."""
 
 
+def _run_of(path: Path) -> str | None:
+    """Which run has saved a checkpoint; None where its manifest does not say it."""
+    with contextlib.suppress(Damage):
+        return step_folders.read_manifest(path)["info"]["train_state"].get("run")
+
+
 class Mirror:
     """All ranks create one. They call together what is so marked. Rank 0 alone calls the rest.
 
@@ -66,12 +73,7 @@ class Mirror:
             UserError: the folder's checkpoints and those of the mirror are of different runs.
             CheckpointError: the folder is empty and no checkpoint of the mirror is good, or it cannot be read.
         """
-        newer, more, is_needed = self._ask(self._wanted)
-        brought = next((name for name in newer if self._bring(name)), "")
-        if not [name for name in more if name != brought and self._bring(name)] and not brought and is_needed:
-            raise CheckpointError(
-                f"{self._url}: no checkpoint is good; {MANIFEST}.damaged is the manifest of the others."
-            )
+        self._ask(self._restore)
 
     def begin(self, step: int) -> None:
         """All ranks: the run goes on after `step`. What the mirror has of later steps is set aside, because they are
@@ -111,21 +113,12 @@ class Mirror:
 
     def _ask(self, function: Callable[[], T]) -> T:
         """All ranks: what rank 0 gets from the storage. Raises CheckpointError: it refuses."""
+        return self._ranks.on_rank0(answered(self._url, CheckpointError)(function))
 
-        def on_rank0() -> T:
-            with answered(self._url, CheckpointError):
-                return function()
-
-        return self._ranks.on_rank0(on_rank0)
-
-    def _look(self, own: Path | None = None) -> dict[int, str]:
-        """The checkpoints at the mirror that a run resumes from: step -> name. A damaged manifest is set aside.
-
-        Raises:
-            _Foreign: they are of another run than the checkpoint `own`.
-        """
+    def _look(self, run: str | None = None) -> dict[int, str]:
+        """The checkpoints at the mirror that a run resumes from: step -> name, by rising step. A damaged manifest is
+        set aside. Raises _Foreign: they are of another run than `run`."""
         self._there, known = listing(self._storage, self._root), self._manifests
-        run = step_folders.read_manifest(own)["info"]["train_state"].get("run") if own else None
         names, self._manifests = checkpoints(self._there), {}
         for name in (*names, *checkpoints(self._there, "final/")):
             try:
@@ -140,15 +133,36 @@ class Mirror:
             self._manifests[name] = manifest
         return {step_folders.step_of(Path(name)) or 0: name for name in names if name in self._manifests}
 
-    def _wanted(self) -> tuple[list[str], list[str], bool]:
-        """Names that are newer than what the folder has, the newest first; others to bring; and whether a run has been
-        that left nothing in the folder."""
-        local = self._local()
-        steps, best = self._look(local[-1] if local else None), self._best() if self._config.keep_best else ""
+    def _restore(self) -> None:
+        local = step_folders.list_checkpoints(self._folder.path)
+        steps = self._look(next(filter(None, map(_run_of, reversed(local))), None))
         newest = max((step_folders.step_of(path) or 0 for path in local), default=-1)
-        more = {steps.get(self._config.load_step), best} & {*steps.values()} - {path.name for path in local}
-        was = not local and any(f"/{MANIFEST}" in path for path in self._there)
-        return [steps[step] for step in reversed(steps) if step > newest], [*map(str, more)], was
+        was = any(f"/{MANIFEST}" in path for path in self._there)
+        brought = next((name for step, name in reversed(steps.items()) if step > newest and self._bring(name)), "")
+        more = {steps.get(self._config.load_step, ""), self._best() if self._config.keep_best else ""} - {"", brought}
+        brought = [name for name in more if not (self._folder.path / name).exists() and self._bring(name)] or brought
+        if was and not (local or brought):
+            raise CheckpointError(f"{self._url}: no checkpoint is good. Each has the manifest {MANIFEST}.damaged.")
+
+    def _bring(self, name: str) -> bool:
+        """Copy a checkpoint from the mirror; False if it is damaged, and set aside."""
+        started, unfinished = time.perf_counter(), self._folder.path / f"{step_folders.UNFINISHED}mirror"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        names = (f"{name}/{file}" for file in (MANIFEST, *self._manifests[name]["files"]))
+        files = {file: self._there[file]["size"] for file in names if file in self._there}
+        (unfinished / name).mkdir(parents=True)
+        fetch(self._storage, self._root, files, unfinished)
+        try:
+            step_folders.check_folder(unfinished / name)
+        except Damage as damage:
+            self._set_aside(name, "damaged", damage)
+            return False
+        for file in files:
+            step_folders.flush(unfinished / file)
+        step_folders.appear(unfinished / name, self._folder.path / name)
+        unfinished.rmdir()
+        self._log(f"brought {name} from {self._url} in {time.perf_counter() - started:.1f} s")
+        return True
 
     def _best(self) -> str:
         """The name of what has the lowest validation loss, or ""."""
@@ -163,38 +177,6 @@ class Mirror:
         self._manifests.pop(name, None)
         text = f"{self._url}/{name} is {reason}{f' ({why})' if why else ''}"
         self._log(f"{text}: renamed its manifest to {MANIFEST}.{reason}")
-
-    def _bring(self, name: str) -> bool:
-        """All ranks: copy a checkpoint from the mirror, each some of its files; False if it is damaged."""
-        ranks, storage, started = self._ranks, self._storage, time.perf_counter()
-        unfinished = self._folder.path / f"{step_folders.UNFINISHED}mirror-{self._folder.token}"
-        path, at = unfinished / name, f"{self._root}/{name}"
-
-        def fetched(file: str) -> None:
-            fetch(storage, f"{at}/{file}", path / file, storage.info(f"{at}/{file}")["size"])
-            step_folders.flush(path / file)
-
-        def share() -> None:
-            files = sorted(step_folders.read_manifest(path)["files"])
-            with answered(f"{self._url}/{name}", CheckpointError), ThreadPoolExecutor(PARALLEL) as pool:
-                try:
-                    list(pool.map(fetched, files[ranks.rank :: ranks.size]))
-                except FileNotFoundError as error:
-                    raise Damage(f"{error} is missing") from None
-
-        try:
-            self._ask(lambda: (path.mkdir(parents=True), fetched(MANIFEST))[0])
-            ranks.together(share)
-            ranks.check(path)
-            ranks.on_rank0(lambda: step_folders.appear(path, self._folder.path / name))
-        except Damage as damage:
-            self._ask(lambda damage=damage: self._set_aside(name, "damaged", damage))
-            return False
-        finally:
-            if ranks.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
-        self._log(f"brought {name} from {self._url} in {time.perf_counter() - started:.1f} s")
-        return True
 
     # -------------------------------------------------------------------------------------------------- in the thread
 
@@ -235,7 +217,7 @@ class Mirror:
 
     def _copy(self, path: Path, name: str) -> bool:
         """Make the mirror's copy of a checkpoint; False if it is there."""
-        self._look(path)
+        self._look(_run_of(path))
         raw, at = (path / MANIFEST).read_bytes(), f"{self._root}/{name}"
         files = step_folders.parse_manifest(raw, path / MANIFEST)["files"]
         if name in self._manifests:
@@ -250,23 +232,21 @@ class Mirror:
 
     def _copy_file(self, path: Path, to: str, entry: step_folders.Entry) -> None:
         """Copy a file and look whether it has arrived. S3 tells the MD5 of each part; elsewhere it is read again."""
-        sent, parts = xxhash.xxh3_128(), list[bytes]()
+        sent, parts, back = xxhash.xxh3_128(), list[bytes](), None
         with step_folders.open_file(path) as file, self._storage.open(to, "wb", block_size=_BLOCK) as out:
             for block in iter(partial(file.read, _BLOCK), b""):
                 self._throttle(len(block))
                 sent.update(block)
                 parts.append(md5(block, usedforsecurity=False).digest())
                 out.write(block)
-        if sent.hexdigest() != entry["xxh3_128"]:
-            raise Damage(f"{path}: checksum differs")
         info, whole = self._storage.info(to), md5(b"".join(parts), usedforsecurity=False).hexdigest()
         if (info.get("ETag") or "").strip('"') not in (f"{whole}-{len(parts)}", *(p.hex() for p in parts[:1])):
-            sent = xxhash.xxh3_128()
-            with self._storage.open(to, "rb", block_size=_BLOCK) as back:
-                for block in iter(partial(back.read, _BLOCK), b""):
-                    sent.update(block)
-        if info["size"] != entry["size"] or sent.hexdigest() != entry["xxh3_128"]:
-            raise OSError("it is not what was sent")
+            with self._storage.open(to, "rb", block_size=_BLOCK) as file:
+                back = xxhash.xxh3_128()
+                for block in iter(partial(file.read, _BLOCK), b""):
+                    back.update(block)
+        if info["size"] != entry["size"] or {entry["xxh3_128"]} != {x.hexdigest() for x in (sent, back) if x}:
+            raise OSError(f"{path.name} is not there as it was saved")
 
     def _throttle(self, size: int) -> None:
         """Wait until so many bytes may be sent. Raises InterruptedError: the run ends first."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -40,7 +40,7 @@ class RemotePath(PurePosixPath):
         return url_of(super().__str__()) or super().__str__()
 
 
-def url_of(path: str | PurePosixPath | None) -> str | None:
+def url_of(path: str | PurePath | None) -> str | None:
     """The URL that `path` is, also where a `Path` has made one slash of two; None: it is none."""
     if found := _URL.fullmatch(str(path)):
         return f"{found[1]}://{'/' if found[1] in ('file', 'local') else ''}{found[2]}"
@@ -76,29 +76,19 @@ def identity(info: Mapping[str, Any]) -> tuple[int, str]:
     return info["size"], next((str(info[key]) for key in _IDENTITY if info.get(key)), "")
 
 
-def not_writable(url: str) -> str | None:
-    """Why no file can be written, read and removed below a URL; None if that works."""
+def problem(url: str, *, write: bool = False) -> str | None:
+    """Why nothing can be had from a URL, or no file can be written and removed below it; None: it works."""
     try:
         with answered(url):
             storage, root = opened(url)
-            probe = f"{root}/.titanlite-{secrets.token_hex(4)}"
-            storage.pipe_file(probe, b"titanlite")
-            storage.cat_file(probe)
-            storage.rm_file(probe)
+            if write:
+                storage.pipe_file(probe := f"{root}/.titanlite-{secrets.token_hex(4)}", b"titanlite")
+                storage.cat_file(probe)
+                storage.rm_file(probe)
+            else:
+                storage.info(root)
     except UserError as error:
         return str(error)
-    return None
-
-
-def missing(url: str) -> str | None:
-    """Why a file or folder cannot be had; None if it is there."""
-    try:
-        with answered(url):
-            storage, root = opened(url)
-            storage.info(root)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def matching(pattern: str) -> list[RemotePath]:
@@ -109,9 +99,10 @@ def matching(pattern: str) -> list[RemotePath]:
         return sorted(RemotePath(storage.unstrip_protocol(p)) for p in found if found[p]["type"] == "file")
 
 
-def listing(storage: Any, root: str) -> dict[str, dict[str, Any]]:
-    """Every file below a folder: its path from there, and what the storage says of it."""
-    return {path.removeprefix(root).lstrip("/"): info for path, info in storage.find(root, detail=True).items()}
+def listing(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
+    """The files in a folder, and below it: the path from there, and what the storage says of it."""
+    found = storage.find(root, maxdepth=None if deep else 1, detail=True)
+    return {path.removeprefix(root).lstrip("/"): info for path, info in found.items()}
 
 
 def checkpoints(there: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -122,16 +113,26 @@ def checkpoints(there: Mapping[str, Any], prefix: str = "") -> list[str]:
     return [found[1] for found in sorted(steps, key=lambda found: int(found[2]))]
 
 
-def fetch(storage: Any, path: str, to: Path, size: int) -> None:
-    """Copy a file whole, or not at all."""
-    unfinished = to.with_name(f".{to.name}.{secrets.token_hex(4)}")
-    try:
-        storage.get_file(path, str(unfinished))
-        if (found := unfinished.stat().st_size) != size:
-            raise OSError(f"{path}: {found:,} of {size:,} bytes came")
-        os.replace(unfinished, to)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
+    """Copy files below `root` to the same places below `to`, each whole or not at all.
+
+    Args:
+        sizes: path -> bytes.
+    """
+
+    def copy(path: str) -> None:
+        unfinished = (to / path).with_name(f".{secrets.token_hex(8)}")
+        storage.get_file(f"{root}/{path}", str(unfinished))
+        if (found := unfinished.stat().st_size) != sizes[path]:
+            raise OSError(f"{path}: {found:,} of {sizes[path]:,} bytes came")
+        unfinished.rename(to / path)
+
+    if bad := [path for path in sizes if ".." in path.split("/")]:
+        raise ValueError(f"{bad[0]} leaves the folder")
+    for folder in {(to / path).parent for path in sizes}:
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        list(pool.map(copy, sizes))
 
 
 @cache
@@ -150,28 +151,22 @@ def local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Pat
         return Path(path)
     with answered(url):
         storage, root = opened(url)
-        info = storage.info(root)
-        home = root.rpartition("/")[0] if info["type"] == "file" else root
-        files = {root: info} if home != root else storage.find(root, maxdepth=None if deep else 1, detail=True)
-        if beside and storage.exists(f"{home}/{beside}"):
-            files[f"{home}/{beside}"] = storage.info(f"{home}/{beside}")
-        if not files:
-            raise FileNotFoundError("an empty folder")
-        names = {name: name.removeprefix(home).lstrip("/") for name in files}
-        if bad := [name for name in names if ".." in name.split("/")]:
-            raise ValueError(f"a name that leaves the folder: {bad[0]}")
-        known = xxhash.xxh3_64_hexdigest(repr([url, sorted((n, identity(files[n])) for n in files)]).encode())
-        cached = Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute() / known
-        folder = cached / home.rpartition("/")[2]
-        folder.mkdir(parents=True, exist_ok=True)
-        with (cached / ".lock").open("w") as lock, ThreadPoolExecutor(PARALLEL) as pool:
+        folder, _, name = root.rpartition("/") if storage.isfile(root) else (root, "", "")
+        there = (
+            listing(storage, folder, deep)
+            if not name
+            else {n: storage.info(f"{folder}/{n}") for n in (name, beside) if n and storage.exists(f"{folder}/{n}")}
+        )
+        if not there:
+            raise FileNotFoundError("no files")
+        known = repr([url, *sorted((path, *identity(info)) for path, info in there.items())])
+        cached = Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
+        cached = cached / xxhash.xxh3_64_hexdigest(known.encode()) / folder.rpartition("/")[2]
+        cached.mkdir(parents=True, exist_ok=True)
+        with (cached.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if lacking := [name for name in files if not (folder / names[name]).exists()]:
-                size = sum(files[name]["size"] for name in lacking) / 1e9
-                logging.getLogger("titanlite").info(
-                    f"copying {len(lacking)} files, {size:.3f} GB, from {url} to {folder}"
-                )
-            for name in lacking:
-                (folder / names[name]).parent.mkdir(parents=True, exist_ok=True)
-            list(pool.map(lambda n: fetch(storage, n, folder / names[n], files[n]["size"]), lacking))
-    return folder if home == root else folder / names[root]
+            if sizes := {path: info["size"] for path, info in there.items() if not (cached / path).exists()}:
+                amount = f"{len(sizes)} files, {sum(sizes.values()) / 1e9:.3f} GB"
+                logging.getLogger("titanlite").info(f"copying {amount}, from {url} to {cached}")
+                fetch(storage, folder, sizes, cached)
+    return cached / name

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.schema import DataSource, TextSource
 from titanlite.data import hub
@@ -219,7 +220,12 @@ def open_source(spec: TextSource) -> Source:
         files = find_files(spec)
     except UserError as error:
         raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
+    if files and storage.url_of(spec.path) and spec.source in _INSIDE:
+        spec = spec.model_copy(update={"path": str(storage.local_copy(str(spec.path), deep=True))})
+        files = find_files(spec)
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
+    if spec.source in ("text", "jsonl") and not packed:  # read at random
+        files = [storage.local_copy(str(file)) for file in files]
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
@@ -234,7 +240,7 @@ def source_of_file(file: Path, column: str) -> DataSource:
 
 def find_files(spec: TextSource) -> list[Path]:
     """The files of a source in a stable order; none for what `datasets` loads. Opens none of them, so that the checks
-    before a run can call it.
+    before a run can call it. Those at a URL are RemotePaths.
 
     Raises:
         UserError: the path is missing, or matches no readable file.
@@ -247,10 +253,11 @@ def find_files(spec: TextSource) -> list[Path]:
     if pattern is None or spec.source in ("c4", "huggingface"):
         return []
     if spec.source in _INSIDE:
-        pattern = os.path.join(glob.escape(pattern), _INSIDE[spec.source])
+        pattern = os.path.join(pattern if storage.url_of(pattern) else glob.escape(pattern), _INSIDE[spec.source])
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not (files := [Path(name) for name in names if os.path.isfile(name)]):
+    files: list[Any] = [Path(name) for name in names if os.path.isfile(name)]
+    if not (files := storage.matching(pattern) if storage.url_of(pattern) else files):
         here = f"(of {pattern}; current folder: {Path.cwd()})"
         raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
     if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
