@@ -96,7 +96,7 @@ class Mirror:
         deadline = time.monotonic() + self._config.timeout_seconds
 
         def look() -> bool | None:
-            wait([self._last], _SLICE)
+            wait([self._last], min(_SLICE, self._config.timeout_seconds / 4))
             ends = self._last.done() or time.monotonic() > deadline
             return {self._name(path) for path in self._local()[-1:]} <= self._done if ends else None
 
@@ -250,11 +250,10 @@ class Mirror:
 
     def _throttle(self, size: int) -> None:
         """Wait until so many bytes may be sent. Raises InterruptedError: the run ends first."""
-        until = 0.0
-        if self._config.mirror_mbps:
-            with self._lock:
-                self._free = until = max(self._free, time.monotonic()) + size * 8e-6 / self._config.mirror_mbps
-        if self._ending.wait(max(0.0, until - time.monotonic())):
+        with self._lock:
+            begin = max(self._free, time.monotonic())
+            self._free = begin + (size * 8e-6 / self._config.mirror_mbps if self._config.mirror_mbps else 0.0)
+        if self._ending.wait(max(0.0, begin - time.monotonic())):
             raise InterruptedError("the run has ended")
 
     def _purge(self) -> None:

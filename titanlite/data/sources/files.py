@@ -12,6 +12,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -225,7 +226,8 @@ def open_source(spec: TextSource) -> Source:
         files = find_files(spec)
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
     if spec.source in ("text", "jsonl") and not packed:  # read at random
-        files = [storage.local_copy(str(file)) for file in files]
+        with ThreadPoolExecutor(storage.PARALLEL) as pool:
+            files = [*pool.map(storage.local_copy, map(str, files))]
     source = CompressedLines(spec, files) if packed else _READERS[spec.source](spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
