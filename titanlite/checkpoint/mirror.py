@@ -29,7 +29,7 @@ from titanlite.config.storage import PARALLEL, answered, checkpoints, fetch, lis
 from titanlite.runtime.logging import Event
 
 _PAUSES = (1, 4, 16, 60, None)  # seconds between two tries of a copy
-_BLOCK = 1 << 25  # bytes of a part of an object, of which S3 takes 10,000
+_BLOCK = 1 << 24  # bytes of a part of an object, of which S3 takes 10,000
 _SLICE = 5  # seconds that ranks wait for the first one at a time
 
 T = TypeVar("T")

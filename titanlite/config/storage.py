@@ -54,9 +54,6 @@ def answered(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except ImportError as error:
-        package = "'titanlite[s3]'" if url.startswith("s3:") else "the package that reads it"
-        raise kind(f"{url}: {one_line(str(error))}. pip install {package}.") from None
     except Exception as error:  # each storage has errors of its own
         what = "is not there" if isinstance(error, FileNotFoundError) else f"fails with {type(error).__name__}"
         words = f"{url} {what} ({one_line(str(error))}). {_REMEDY}"
@@ -96,7 +93,7 @@ def matching(pattern: str) -> list[RemotePath]:
     with answered(pattern):
         storage, path = opened(pattern)
         found = storage.glob(path, detail=True)
-        return sorted(RemotePath(storage.unstrip_protocol(p)) for p in found if found[p]["type"] == "file")
+        return [RemotePath(storage.unstrip_protocol(p)) for p in sorted(found) if found[p]["type"] == "file"]
 
 
 def listing(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
