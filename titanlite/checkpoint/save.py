@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, reason
 from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.published import checkpoint_weights, export_hf
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST
@@ -38,6 +39,7 @@ class Saver:
     Args:
         write_tokenizer: for `last_save_in_hf`: puts the tokenizer's files into a folder, returns its special ids.
         saved: called with the step once its checkpoint is known to be complete on all ranks.
+        mirror: is told of each checkpoint.
 
     Attributes:
         loaded_step: the step that the live state was loaded from, if it was. Who loads it sets this.
@@ -51,8 +53,10 @@ class Saver:
         folder: CheckpointFolder,
         write_tokenizer: Callable[[Path], dict[str, int | None]] = lambda folder: {},
         saved: Callable[[int], None] = lambda step: None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.loaded_step: int | None = None
+        self._mirror = mirror
         self._folder, self._live, self._write_tokenizer, self._saved = folder, folder.live, write_tokenizer, saved
         self._config, self._ranks, self._log = folder.config, folder.ranks, folder.log
         self._begun = self._failed = self._waits = 0
@@ -200,23 +204,25 @@ class Saver:
         self._log(Event(text, "save", writer.step))
         if self._ranks.rank == 0:
             self._purge()
+            if self._mirror is not None:
+                self._mirror.wake()
         return True
 
     def _purge(self) -> None:
         """On rank 0: remove the oldest checkpoints beyond keep_latest_k, but for the best. The newest, known to be
         good, is never among them. A folder without a manifest is none of a run's, and is not counted."""
-        latest, every = self._config.keep_latest_k, self._config.keep_every_n_steps
         try:
             found = step_folders.list_checkpoints(self._folder.path)
-            complete = [path for path in found if (path / MANIFEST).is_file()]
+            complete = {step_folders.step_of(path) or 0: path for path in found if (path / MANIFEST).is_file()}
             if self._config.keep_best:
                 self._link_best()
             best = (self._folder.path / step_folders.BEST).resolve()
         except (OSError, CheckpointError) as error:  # the best one is not known, and could be among them
             return self._log(f"no old checkpoint is removed: {error}")
-        for path in complete[:-latest] if latest else []:
+        in_use = (best, self._mirror and self._mirror.sending)
+        for path in (complete[step] for step in step_folders.outdated([*complete], self._config)):
             try:
-                if path.resolve() != best and (not every or (step_folders.step_of(path) or 0) % every):
+                if path.resolve() not in in_use:
                     step_folders.remove(path)
             except OSError as error:
                 self._log(f"could not remove the old checkpoint {path.name}: {error}")
@@ -226,12 +232,7 @@ class Saver:
         lowest, best = math.inf, None
         for path in step_folders.list_checkpoints(self._folder.path, self._folder.path.parent / "final"):
             with contextlib.suppress(Damage):  # it is no candidate
-                manifest = step_folders.read_manifest(path)
-                state = manifest["info"]["train_state"]
-                scored = state.get("hooks", {}).get("BestCheckpoint", {})
-                ours = scored.get("step") == manifest["step"]
-                loss = scored["loss"] if ours else state.get("validation_loss", math.inf)  # so it was in version 0.2
-                if loss < lowest:
+                if (loss := step_folders.validation_loss(step_folders.read_manifest(path))) < lowest:
                     lowest, best = loss, path
         return lowest, best
 

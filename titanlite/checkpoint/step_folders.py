@@ -12,6 +12,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from titanlite.config import schema
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST, STEP_FOLDER
 
@@ -133,13 +135,17 @@ def publish(unfinished: Path, step: int, files: dict[str, Entry], info: dict[str
     body = {"format": FORMAT_VERSION, "step": step, "files": dict(sorted(files.items())), "info": info}
     (unfinished / MANIFEST).write_bytes(encode_manifest(body))
     flush(unfinished / MANIFEST)
+    appear(unfinished, target := unfinished.with_name(step_name(step)))
+    return target
+
+
+def appear(unfinished: Path, target: Path) -> None:
+    """Give a folder whose files are flushed its name. Raises FileExistsError: that is taken."""
     flush(unfinished)
-    target = unfinished.with_name(step_name(step))
     if target.exists():  # a rename would replace an empty folder silently
         raise FileExistsError(f"{target} exists already")
     unfinished.rename(target)
     flush(target.parent)
-    return target
 
 
 def encode_manifest(body: dict[str, Any]) -> bytes:
@@ -156,7 +162,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read now, or is of a format that this version does not know.
     """
     with open_file(folder / MANIFEST) as file:
-        raw = file.read()
+        return parse_manifest(file.read(), folder / MANIFEST)
+
+
+def parse_manifest(raw: bytes, place: object) -> dict[str, Any]:
+    """What `read_manifest` makes of the bytes at `place`, and raises."""
     try:
         body = json.loads(raw)
         del body["checksum"]
@@ -167,10 +177,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")
     if body["format"] > FORMAT_VERSION:
         known = f"is unknown to this version, which reads up to {FORMAT_VERSION}. Use the titanlite that wrote it."
-        raise CheckpointError(f"{folder / MANIFEST}: format {body['format']} {known}")
+        raise CheckpointError(f"{place}: format {body['format']} {known}")
     if any(Path(name).name != name for name in body["files"]):
         raise Damage(f"{MANIFEST}: files outside of the folder")
     return body
+
+
+def validation_loss(manifest: dict[str, Any]) -> float:
+    """That of the weights of a checkpoint; infinite where it is not known."""
+    state = manifest["info"]["train_state"]
+    scored = state.get("hooks", {}).get("BestCheckpoint", {})
+    ours = scored.get("step") == manifest["step"]
+    return scored["loss"] if ours else state.get("validation_loss", math.inf)  # so it was in version 0.2
+
+
+def outdated(steps: list[int], config: schema.Checkpoint) -> list[int]:
+    """Those of rising steps that `config` does not ask to keep, the best one apart."""
+    every = config.keep_every_n_steps
+    older = steps[: -config.keep_latest_k] if config.keep_latest_k else []
+    return [step for step in older if not every or step % every]
 
 
 def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda names: names) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from titanlite.config.flavors import Architecture
 from titanlite.config.load import load_job
 from titanlite.config.mistakes import shown
 from titanlite.config.options import CheckpointOptions, OptionPath, parse_beside_job
+from titanlite.config.storage import local_copy
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 _GONE = "flavor torchtitan_version n_heads rope_theta rope_scaling_factor norm_eps max_seq_len".split()  # noqa: SIM905
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
     from titanlite.torchtitan.weights import torchtitan_weights
 
-    origin = cast(Path, options.hf or options.meta or options.torchtitan)
+    origin = local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if options.torchtitan:
         source = torchtitan_weights(origin, load_job(words).model)
     else:

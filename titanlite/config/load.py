@@ -24,6 +24,7 @@ from titanlite.config.files import read_file
 from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown, table_within, types_in, unknown, wrapped
 from titanlite.config.registry import Registry, load_plugins, require_plugins
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig
+from titanlite.config.storage import local_copy
 
 PACKAGE = Path(__file__).resolve().parents[1]
 JOB_FILES = (PACKAGE / "train_configs").resolve()  # in the repository a link to the folder beside the package
@@ -224,6 +225,6 @@ def dump_config(job: JobConfig, without: Collection[str] = ()) -> str:
 
 def resolve_path(path: str) -> Path:
     """The path itself if it is absolute or exists in the current folder, otherwise the path within titanlite's own
-    folder."""
-    here = Path(os.path.expanduser(path))
+    folder. Of a tokenizer at a URL that of a copy. Raises UserError: there is none."""
+    here = local_copy(os.path.expanduser(path), beside="tokenizer_config.json")
     return here if here.is_absolute() or here.exists() else PACKAGE / here

@@ -170,7 +170,7 @@ class Tokenizer(Section):
     tiktoken."""
     path: PathText = "assets/tokenizer/tokenizer.model"
     """A tokenizer.model in tiktoken's format (Llama 3), or a Hugging Face tokenizer.json. The default has 4,096 tokens
-    and was trained on Python source. It comes with titanlite, so that a fresh machine can train."""
+    and was trained on Python source. It comes with titanlite, so that a fresh machine can train. Also a URL."""
 
 
 class Training(Section):
@@ -229,7 +229,7 @@ class TextSource(Section):
     folder that `titanlite prepare` made. A plugin can bring others."""
     path: PathText | None = None
     """jsonl, text and parquet: a file or a glob, for example "data/*.jsonl". arrow and shards: a folder. huggingface:
-    an id on the hub, or a local folder."""
+    an id on the hub, or a local folder. All but huggingface: also a URL, such as "s3://bucket/data/*.jsonl"."""
     config: str | None = None
     """huggingface: name of the dataset's configuration."""
     split: str = "train"
@@ -525,7 +525,7 @@ class Checkpoint(Section):
     state. They start afresh. A checkpoint that was saved with the same value is loaded whole."""
     initial_load_path: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0: the folder of one step, the folder of all steps, or
-    the output folder of a run. It is ignored if there is a checkpoint to resume from."""
+    the output folder of a run. Also a URL. It is ignored if there is a checkpoint to resume from."""
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder. Each rank reads only its own slices of the .safetensors files."""
     last_save_model_only: bool = False
@@ -538,6 +538,12 @@ class Checkpoint(Section):
     timeout_seconds: PositiveInt = 1800
     """Longest wait for the slowest rank in a save, a load or an export, in seconds. A rank that takes longer counts as
     lost."""
+    mirror: PathText | None = None
+    """URL of a folder, such as "s3://bucket/my_run", that gets a copy of each checkpoint while training goes on. A
+    start whose own folder is empty, or older, goes on from there. S3 needs the package s3fs; any other storage that
+    fsspec reads will do, too."""
+    mirror_mbps: NonNegativeFloat = 0.0
+    """Megabits a second that the copies to the mirror may take. 0: as many as they can."""
 
 
 class Metrics(Section):

@@ -17,6 +17,7 @@ import numpy as np
 from titanlite.config.files import parse_json, read_file
 from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
+from titanlite.config.storage import url_of
 from titanlite.data.hub import known
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, Source
@@ -64,6 +65,8 @@ def measured(source: Source, tokenizer: Tokenizer) -> Size:
 def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
     """About the size of local text or shards that are not opened. Raises UserError: a file cannot be read."""
     name, files = f"{spec.source} {spec.path or ''}".rstrip(), find_files(spec)
+    if url_of(spec.path):
+        return Size(name)
     if spec.source == "shards":
         manifest = parse_json(files[0], read_file(files[0], MOST_BYTES), Manifest)
         return Size(name, sum(shard.tokens for shard in manifest.shards))

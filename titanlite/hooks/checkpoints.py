@@ -14,6 +14,7 @@ import torch
 
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.live_tensors import LiveState
+from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import CheckpointError
@@ -29,6 +30,7 @@ class Checkpoints(Hook):
     def built(self, training: Training) -> None:
         self._training, self._interval = training, training.run.job.checkpoint.interval
         self._due = -1  # a step that is saved whatever was asked for
+        self._mirror: Mirror | None = None
 
     def load(self) -> None:
         training, run, job = self._training, self._training.run, self._training.run.job
@@ -38,14 +40,20 @@ class Checkpoints(Hook):
         training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
+        if job.checkpoint.mirror is not None:
+            self._mirror = Mirror(folder)
+            training.opened.callback(self._mirror.close)
+            self._mirror.restore()
         write_files = partial(write_tokenizer, training.tokenizer, max_seq_len=run.arch.max_seq_len)
-        self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step))
+        self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step), self._mirror)
         training.opened.callback(self._saver.close)
         self._resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
         if (state := self._resumer.load()) is not None:
             training.load_state_dict(state)
             self._saver.loaded_step = state["step"]
             self._saver.link_best()  # a kill may have come between a save and the link, or the run goes back
+        if self._mirror is not None:
+            self._mirror.begin(training.steps_done)
 
     def wants(self, step: int) -> Request:
         return Request(save=step % self._interval == 0)
@@ -77,12 +85,15 @@ class Checkpoints(Hook):
                 self._saver.save(step, self._training.state_dict(), last=asked.last)
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        return self._saver.stats()
+        return self._saver.stats() | ({"failed_mirrors": len(self._mirror.failed)} if self._mirror is not None else {})
 
     def ended(self, step: int, stopped: str) -> CheckpointError | None:
         self._saver.settle()
         if self._saver.holds(step):
-            return None
+            if self._mirror is None or self._mirror.finished():
+                return None
+            text = f"The newest checkpoint is saved, but not in {self._training.run.job.checkpoint.mirror}"
+            return CheckpointError(f"{stopped and f'{stopped}. '}{text}: the log says why. Start again to copy it.")
         return CheckpointError(
             f"{stopped and f'{stopped}. '}The save after the last step, {step}, FAILED; the log says why. Once that is "
             "mended, start again: what the newest checkpoint does not hold is trained again."

@@ -100,6 +100,8 @@ class LoggedStep(BaseModel):
     """Checkpoints that could not be written since this start."""
     save_waits: Annotated[int, "7_counters/save_waits"] = 0
     """Saves that had to wait for the end of the one before, since this start."""
+    failed_mirrors: Annotated[int, "7_counters/failed_mirrors"] = 0
+    """Checkpoints that could not be copied to checkpoint.mirror since this start."""
     failed_writes: Annotated[int, "7_counters/failed_writes"] = 0
     """Times that metrics, the log or events could not be written (disk full), since this start."""
     source_tokens: Annotated[dict[str, int], "6_progress/source_tokens"] = {}

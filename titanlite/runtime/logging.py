@@ -36,8 +36,8 @@ class Event(str):
     It is a text, so whatever logs lines can pass it on.
 
     Args:
-        kind: One of ENDS, or start, plan, data, skip, spike, straggler, save, failed save, foreground, validation,
-            profile, restart.
+        kind: One of ENDS, or start, plan, data, skip, spike, straggler, save, failed save, foreground, mirror,
+            failed mirror, validation, profile, restart.
         step: Number of optimizer steps done; None where it is not known.
         details: Further JSON values for the line of events.jsonl.
     """

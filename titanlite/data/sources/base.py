@@ -18,10 +18,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import xxhash
 
+from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
+_REMOTE_BLOCK = 1 << 20  # bytes that are read ahead
 _ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
 
@@ -47,7 +49,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: tuple[int, int] | None = None
+        self._known: tuple[int, object] | None = None
 
     def open(self) -> BinaryIO:
         """The file for reading. Raises UserError: it cannot be read, or has changed."""
@@ -60,16 +62,34 @@ class File:
 
     def check(self, descriptor: int | None = None) -> None:
         """Raises UserError if the file, or what is open as `descriptor`, is gone or has changed."""
-        try:
-            status = os.stat(self.path if descriptor is None else descriptor)
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
-        now = status.st_size, status.st_mtime_ns
+        now = self._look(descriptor)
         self._known = before = self._known or now
         if before != now:
             sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
             remedy = 'Restore it, or go on with what it is now by dataset.on_change = "warn".'
             raise UserError(f"{self.path} has changed while it was read ({sizes}). {remedy}")
+
+    def _look(self, descriptor: int | None) -> tuple[int, object]:
+        try:
+            status = os.stat(self.path if descriptor is None else descriptor)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
+        return status.st_size, status.st_mtime_ns
+
+
+class RemoteFile(File):
+    """A file at a URL, which is read there, a part at a time, and never kept. It stays what it was as a local one."""
+
+    def open(self) -> BinaryIO:
+        self.check()
+        with storage.answered(str(self.path)):
+            remote, path = storage.opened(str(self.path))
+            return remote.open(path, "rb", block_size=_REMOTE_BLOCK)
+
+    def _look(self, descriptor: int | None) -> tuple[int, object]:
+        with storage.answered(str(self.path)):
+            remote, path = storage.opened(str(self.path))
+            return storage.identity(remote.info(path))
 
 
 class Source(ABC):
@@ -91,7 +111,10 @@ class Source(ABC):
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
-        self.column, self.files = spec.text_column, [File(file) for file in files]
+        self.column, self.files = (
+            spec.text_column,
+            [(RemoteFile if storage.url_of(file) else File)(file) for file in files],
+        )
 
     def describe(self) -> str:
         """One line for the log."""

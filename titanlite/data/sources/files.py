@@ -12,6 +12,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
@@ -213,7 +215,13 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         files = find_files(spec)
     except UserError as error:
         raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
+    if files and storage.url_of(spec.path) and spec.source in _INSIDE:
+        spec = spec.model_copy(update={"path": str(storage.local_copy(str(spec.path), deep=True))})
+        files = find_files(spec)
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
+    if spec.source in ("text", "jsonl") and not packed:  # read at random
+        with ThreadPoolExecutor(storage.PARALLEL) as pool:
+            files = [*pool.map(storage.local_copy, map(str, files))]
     source: Source = CompressedLines(spec, files) if packed else SOURCES.make(spec.source, job, spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
@@ -228,7 +236,7 @@ def source_of_file(file: Path, column: str) -> DataSource:
 
 def find_files(spec: TextSource) -> list[Path]:
     """The files of a source in a stable order; none for what `datasets` loads, and for a plugin's those that its path
-    matches, if any. Opens none of them, so that the checks before a run can call it.
+    matches, if any. Opens none of them, so that the checks before a run can call it. Those at a URL are RemotePaths.
 
     Raises:
         UserError: the path is missing, or matches no readable file.
@@ -241,10 +249,11 @@ def find_files(spec: TextSource) -> list[Path]:
     if pattern is None or spec.source in ("c4", "huggingface"):
         return []
     if spec.source in _INSIDE:
-        pattern = os.path.join(glob.escape(pattern), _INSIDE[spec.source])
+        pattern = os.path.join(pattern if storage.url_of(pattern) else glob.escape(pattern), _INSIDE[spec.source])
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not (files := [Path(name) for name in names if os.path.isfile(name)]) and is_own:
+    files: list[Any] = [Path(name) for name in names if os.path.isfile(name)]
+    if not (files := storage.matching(pattern) if storage.url_of(pattern) else files) and is_own:
         here = f"(of {pattern}; current folder: {Path.cwd()})"
         raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
     if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
