@@ -67,6 +67,16 @@ class Architecture:
         return window - window * window / (2 * seq_len)
 
     @property
+    def parameter_names(self) -> list[str]:
+        """The names of all parameters."""
+        block = ["attention_norm", "ffn_norm", *(f"feed_forward.w{i}" for i in (1, 2, 3)), "attention.wo"]
+        block += ["attention.q_norm", "attention.k_norm"] * (self.qk_norm != "none")
+        block = [f"{name}.weight" for name in block]
+        block += [f"attention.{w}.{kind}" for w in ("wq", "wk", "wv") for kind in ("weight", "bias")[: 1 + self.qkv_bias]]
+        names = [f"layers.{i}.{name}" for i in range(self.n_layers) for name in block]
+        return ["tok_embeddings.weight", *names, "norm.weight", *(() if self.tied_embeddings else ("output.weight",))]
+
+    @property
     def block_matrices(self) -> int:
         """Weights of the matrices of a block: those that a token is multiplied with."""
         return self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)

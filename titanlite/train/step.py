@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.meter import Part
-from titanlite.optim.adamw import build_optimizer, step_unless
+from titanlite.optim.build import build_optimizer, set_learning_rate, step_unless
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
@@ -31,7 +31,8 @@ class TrainStep:
         self._job, self._mesh, self._device = run.job, mesh, device
         self.model = sharded.whole
         self.forward_backward = build_forward_backward(sharded, mesh, run, device)
-        self.optimizer = build_optimizer(self.model, self._job.optimizer, run.compiles("optimizer"))
+        compiled = run.compiles("optimizer")
+        self.optimizer = build_optimizer(self.model, self._job.optimizer, compiled, mesh.stage_group)
         self._compiles_clip = run.compiles("clip")
 
     def __call__(
@@ -59,8 +60,7 @@ class TrainStep:
             share = loss / self._mesh.degrees.tensor  # tensor ranks have the same one
             sums = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip, share)
         skip = (~(sums.grad_norm + sums.loss).isfinite()).float()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         for hook in hooks:
             hook.before_update(step, sums, skip)
         with record_function("optimizer"):
