@@ -245,7 +245,7 @@ def _optimizer(run: Run) -> Problems:
     if "updates" in job.metrics.details and optimizer.name != "AdamW":
         yield "metrics.details", '"updates" needs the moments of optimizer.name = "AdamW". Leave it out.'
     if optimizer.name == "AdamW8bit" and (run.degrees.tensor > 1 or job.training.enable_cpu_offload):
-        yield "optimizer.name", "does not go with tensor parallelism or CPU offload, which would cut or move its blocks."
+        yield "optimizer.name", "does not go with tensor parallelism or CPU offload: its blocks are whole rows."
     tables, names = optimizer.groups, run.arch.parameter_names if optimizer.groups else []
     for number, table in enumerate(tables):
         for pattern in (each for each in table.params if not fnmatch.filter(names, each)):

@@ -69,12 +69,12 @@ class Architecture:
     @property
     def parameter_names(self) -> list[str]:
         """The names of all parameters."""
-        block = ["attention_norm", "ffn_norm", *(f"feed_forward.w{i}" for i in (1, 2, 3)), "attention.wo"]
-        block += ["attention.q_norm", "attention.k_norm"] * (self.qk_norm != "none")
-        block = [f"{name}.weight" for name in block]
-        block += [f"attention.{w}.{kind}" for w in ("wq", "wk", "wv") for kind in ("weight", "bias")[: 1 + self.qkv_bias]]
+        biased = [f"attention.{name}" for name in ("wq", "wk", "wv")]
+        weights = [*biased, "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3)), "attention_norm", "ffn_norm"]
+        weights += ["attention.q_norm", "attention.k_norm"] * (self.qk_norm != "none")
+        block = [f"{name}.weight" for name in weights] + [f"{name}.bias" for name in biased] * self.qkv_bias
         names = [f"layers.{i}.{name}" for i in range(self.n_layers) for name in block]
-        return ["tok_embeddings.weight", *names, "norm.weight", *(() if self.tied_embeddings else ("output.weight",))]
+        return ["tok_embeddings.weight", *names, "norm.weight", *["output.weight"] * (not self.tied_embeddings)]
 
     @property
     def block_matrices(self) -> int:

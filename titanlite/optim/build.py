@@ -5,7 +5,7 @@ Invariant: which parameters are in which group follows from their names and shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon/) for matrices, with AdamW for all else.
 
-The update of a matrix is its momentum with singular values near 1, times 0.2 sqrt(max(rows, columns)). So it is as large
-as one of AdamW, whose rates and decay serve (https://arxiv.org/abs/2502.16982).
+The update of a matrix is its momentum with singular values near 1, times 0.2 sqrt(max(rows, columns)). So it is as
+large as one of AdamW, whose rates and decay serve (https://arxiv.org/abs/2502.16982).
 
 Invariant: in each step a matrix is orthogonalized once, whole, by one of the ranks that hold it. Its new value depends
 on the old one, its gradient and its momentum, bit for bit, and not on the number of ranks that hold parts of it.
@@ -55,10 +55,8 @@ class Muon(torch.optim.Optimizer):
         self._others, self._state_dtype, self._beta, self._ranks = others, state_dtype, config.momentum, ranks
         self._group_of = {matrix: group for group in self.param_groups[: len(groups)] for matrix in group["params"]}
         self._rounds = _rounds(list(self._group_of), dist.get_rank(ranks), dist.get_world_size(ranks))
-        self._look_ahead: Callable[..., Tensor] = _look_ahead
-        self._apply: Callable[..., None] = _apply
-        if compiled:
-            self._look_ahead, self._apply = (torch.compile(f, dynamic=True) for f in (_look_ahead, _apply))
+        self._look_ahead: Callable[..., Tensor] = torch.compile(_look_ahead, dynamic=True) if compiled else _look_ahead
+        self._apply: Callable[..., None] = torch.compile(_apply, dynamic=True) if compiled else _apply
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -156,8 +154,8 @@ def _apply(shard: Tensor, direction: Tensor, rate: Tensor, decay: Tensor, skip: 
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """The matrix U V^T of a matrix U S V^T, about: singular values between 0.7 and 1.2, by Newton and Schulz's iteration
-    in the matrix's dtype.
+    """Of a matrix U S V^T the matrix U V^T, about: its singular values are near 1 (0.7 to 1.2, by Newton and Schulz's
+    iteration in the dtype of the matrix).
 
     The norm that it begins with is summed row by row, because a sum over all of it would depend on the number of
     threads of a CPU.

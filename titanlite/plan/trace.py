@@ -321,7 +321,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
     """Name of a process group -> the dimension that it runs along, its number of ranks, and their span."""
-    named: dict[str, dist.ProcessGroup] = {"stage": mesh.stage_group, "world": mesh.world_group, "loss": mesh.loss_group, "data": mesh.data_group}
+    named: dict[str, dist.ProcessGroup] = {"stage": mesh.stage_group, "loss": mesh.loss_group}
+    named |= {"world": mesh.world_group, "data": mesh.data_group}
     dims = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     named |= {name: dim.get_group() for name, dim in dims.items() if dim is not None}
     names = ("replicate", "fsdp") if mesh.fsdp.ndim == 2 else ("fsdp",)
