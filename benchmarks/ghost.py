@@ -1,6 +1,7 @@
 """One step of titanlite beside one of torchtitan 0.2.2: memory, launches and waits on the ghost (docs/ghost.md).
 
     python benchmarks/ghost.py [--only TEXT ...] [--sides titanlite torchtitan]
+    python benchmarks/ghost.py --only compiled --sides titanlite --keys optimizer.name=Muon
 
 Rank 0 of 8 H100 runs alone: NCCL of the ghost never waits, and the CPU's collectives are torch's fake ones. All 8 ranks
 together give the same numbers. torchtitan must be there for .venv-ghost (`pip install --no-deps --target DIR
@@ -17,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from gpu_works import Work, titanlite_options, torchtitan_job
 from runs import ROOT, table, write_text
 
 RANKS, GIB, WARM_STEPS = 8, 2**30, 3
-PEAKS = ("allocated", "reserved")
+IN_GIB = ("allocated", "reserved", "handed over")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def mark(text: str) -> None:
     ctypes.CDLL("libcuda.so.1").ghost_mark(text.encode())
 
 
-def run_titanlite(row: Row, folder: Path, text: Path) -> None:
+def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> None:
     """Train until a step after the warm ones is done, in this process."""
     from titanlite.load_run import load_run
     from titanlite.train.loop import Trainer
@@ -66,13 +67,14 @@ def run_titanlite(row: Row, folder: Path, text: Path) -> None:
     words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
     words += [word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))]
     words += [f"--float8.{name}" for name in GATHER8] * (row.work.precision == "float8")
+    words += [f"--{key}" for key in keys]
     with Trainer(load_run(words, world_size=RANKS)) as trainer:
         for _ in range(WARM_STEPS):
             trainer.step()
         measured(trainer.step)()
 
 
-def run_torchtitan(row: Row, folder: Path, text: Path) -> None:
+def run_torchtitan(row: Row, folder: Path, text: Path, _keys: Sequence[str]) -> None:
     """The same, by its own main function."""
     import tomlkit
 
@@ -137,10 +139,11 @@ def count(log: str) -> dict[str, float]:
     kinds = [line.split()[0] for line in step.splitlines()]
     launches = sum(kind in ("kernel", "triton", "matmul", "cudnn", "memset") for kind in kinds)
     waits = sum(bool(re.match("wait|copy .*pageable", line)) for line in step.splitlines())
-    return {**peaks, "launches": launches, "waits": waits}
+    handed = sum(int(size) for size in re.findall(r"^nccl (?!recv)\w+ (\d+)", step, re.MULTILINE)) / GIB
+    return {**peaks, "handed over": handed, "launches": launches, "waits": waits}
 
 
-def start(side: str, name: str, text: Path, keep: Path | None) -> dict[str, float]:
+def start(side: str, name: str, text: Path, keep: Path | None, keys: Sequence[str]) -> dict[str, float]:
     """Run one side of a row in a process of its own, and return what `count` finds."""
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
         command = [ROOT / "scripts/ghost.sh", "python", __file__, "--run", side, "--only", name, "--folder", folder]
@@ -148,7 +151,7 @@ def start(side: str, name: str, text: Path, keep: Path | None) -> dict[str, floa
         own = {"GHOST_GPUS": RANKS, "GHOST_GIB": 190, "GHOST_LOG": f"{folder}/log", "PYTHONPATH": path}
         own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         environment = os.environ | {key: str(value) for key, value in own.items()}
-        words = [*map(str, command), "--text", str(text)]
+        words = [*map(str, command), "--text", str(text), "--keys", *keys]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
         logs = [path.read_text() for path in Path(folder).glob("log.*")]
         if done.returncode:
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
     parser.add_argument("--sides", nargs="+", default=["titanlite", "torchtitan"])
     parser.add_argument("--keep", type=Path, help="folder for the ghost's logs")
+    parser.add_argument("--keys", nargs="*", default=[], help="more keys of titanlite's job, such as optimizer.lr=1e-3")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--text", type=Path, help=argparse.SUPPRESS)
@@ -172,16 +176,16 @@ def main() -> None:
     if options.run:
         be_rank_0_alone()
         sides = {"titanlite": run_titanlite, "torchtitan": run_torchtitan}
-        return sides[options.run](ROWS[options.only[0]], options.folder, options.text)
+        return sides[options.run](ROWS[options.only[0]], options.folder, options.text, options.keys)
     rows = []
     with tempfile.TemporaryDirectory(prefix="ghost-") as folder:
         text = write_text(Path(folder)).parent
         for name in (name for name in ROWS if any(only in name for only in options.only)):
-            found = [start(side, name, text, options.keep) for side in options.sides]
-            rows.append([name, *(f"{side[key]:,.{2 * (key in PEAKS)}f}" for key in found[0] for side in found)])
-            rows[-1][5:5] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
+            found = [start(side, name, text, options.keep, options.keys) for side in options.sides]
+            rows.append([name, *(f"{side[key]:,.{2 * (key in IN_GIB)}f}" for key in found[0] for side in found)])
+            rows[-1][7:7] = [f"{found[0]['reserved'] / found[1]['reserved']:.2f}"] if len(found) == 2 else []
             print(*rows[-1], sep=" | ", flush=True)
-    heads = [f"GiB {what}, {side}" for what in PEAKS for side in options.sides]
+    heads = [f"GiB {what}, {side}" for what in IN_GIB for side in options.sides]
     heads += ["ratio"] * (len(options.sides) == 2)
     heads += [f"{what}, {side}" for what in ("launches", "waits") for side in options.sides]
     print("\n".join(table(["8b on 8 GPUs, rank 0", *heads], rows)))

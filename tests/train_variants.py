@@ -124,7 +124,8 @@ def follow(trainer: loop.Trainer) -> dict[str, Any]:
     parameter = next(model.parameters())
     trainer.optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=str(parameter.grad.dtype)))  # pyright: ignore
     logged = [trainer.step() for _ in range(job.training.steps)]
-    seen |= {"parameter": str(parameter.dtype), "optimizer": str(trainer.optimizer.state[parameter]["exp_avg"].dtype)}
+    moment = next(tensor for key, tensor in trainer.optimizer.state[parameter].items() if key != "step")
+    seen |= {"parameter": str(parameter.dtype), "optimizer": str(moment.dtype)}
     weights = all_weights(model)
     return {
         "initial": initial,

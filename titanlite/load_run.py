@@ -7,6 +7,7 @@ torch is imported or a folder is made.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -23,7 +24,7 @@ from titanlite.config.flavors import FITTED_TO_TOKENIZER
 from titanlite.config.load import Draft, read_job
 from titanlite.config.mistakes import COMMAND_LINE, Mistake, WrongJob, shown
 from titanlite.config.run import MOST_RANKS, ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, Run, sequence_divisor
-from titanlite.config.schema import SECTIONS, Dataset, JobConfig, Validation
+from titanlite.config.schema import SECTIONS, Dataset, JobConfig, Optimizer, Validation
 from titanlite.data.hub import remedy
 from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -122,7 +123,7 @@ def broken_rules(run: Run) -> list[tuple[str, str]]:
 
 def _of_keys(run: Run, origins: Mapping[str, str]) -> list[Problems]:
     rules = [_model(run), layout_rules(run), _schedules(run, origins), _precision(run), _float8(run), _others(run)]
-    return [*rules, _without_effect(run)]
+    return [*rules, _optimizer(run), _without_effect(run)]
 
 
 def _model(run: Run) -> Problems:
@@ -232,6 +233,35 @@ def _precision(run: Run) -> Problems:
         if getattr(optimizer, key) > 0.99:
             text = "must be at most 0.99 with moments in bfloat16, which are rounded, or stochastic_rounding = true."
             yield f"optimizer.{key}", text
+
+
+UNREAD = {
+    "AdamW": ("momentum",),
+    "Muon": ("implementation", "stochastic_rounding"),
+    "AdamW8bit": ("momentum", "implementation", "state_dtype", "stochastic_rounding"),
+    "Lion": ("momentum", "implementation", "eps"),
+    "SGD": ("beta1", "beta2", "eps", "implementation"),
+}
+"""optimizer.name -> keys of [optimizer] that it does not read."""
+
+
+def _optimizer(run: Run) -> Problems:
+    job, optimizer = run.job, run.job.optimizer
+    for key in UNREAD.get(optimizer.name, ()):
+        if getattr(optimizer, key) != Optimizer.model_fields[key].default:
+            yield f"optimizer.{key}", f'is not read with optimizer.name = "{optimizer.name}". Leave it out.'
+    if "updates" in job.metrics.details and optimizer.name != "AdamW":
+        yield "metrics.details", '"updates" needs the moments of optimizer.name = "AdamW". Leave it out.'
+    if optimizer.name == "AdamW8bit" and (run.degrees.tensor > 1 or job.training.enable_cpu_offload):
+        yield "optimizer.name", "does not go with tensor parallelism or CPU offload: its blocks are whole rows."
+    tables, names = optimizer.groups, run.arch.parameter_names if optimizer.groups else []
+    for number, table in enumerate(tables):
+        for pattern in (each for each in table.params if not fnmatch.filter(names, each)):
+            yield f"optimizer.groups.{number}.params", f'"{pattern}" fits no parameter, such as {names[1]}.'
+    for words, wrong in ("none of the tables", lambda count: count == 0), ("two tables", lambda count: count > 1):
+        if found := [name for name in names if wrong(sum(table.claims(name) for table in tables))]:
+            more = f" and {len(found) - 1} more" * (len(found) > 1)
+            yield f"optimizer.groups.{len(tables) - 1}.params", f"{found[0]}{more}: in {words}, and must be in one."
 
 
 def _float8(run: Run) -> Problems:

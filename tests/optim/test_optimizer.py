@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from titanlite.config import schema
 from titanlite.config.flavors import Architecture
 from titanlite.model.llama import Llama
-from titanlite.optim.adamw import build_optimizer
+from titanlite.optim.build import build_optimizer
 from titanlite.parallel.init_weights import keep_shard
 
 ARCH = Architecture(32, 2, 2, 1, 64, vocab_size=48)

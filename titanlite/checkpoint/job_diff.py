@@ -16,7 +16,7 @@ HARMLESS, CURVE, REFUSED = "harmless", "changes the curve", "refused"
 REMEDY = (
     "Restore that, or start a new run in another job.dump_folder: from these weights, if model and tokenizer are the "
     'same, by checkpoint.initial_load_path = "{checkpoint}". If nothing but the data is another one, go on with it by '
-    'dataset.on_change = "warn".'
+    'dataset.on_change = "warn"; if it is the optimizer, by checkpoint.exclude_from_loading = ["optimizer"].'
 )
 
 _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings", "head_dim")
@@ -82,6 +82,8 @@ def _verdict(
 ) -> str | None:
     """None: the loader says it in its own words."""
     section, key = name.split(".")[0], name.split(".")[-1]
+    if name == "optimizer.name":  # its state has other tensors
+        return CURVE if "optimizer" in new["checkpoint.exclude_from_loading"] else REFUSED
     if section == "model":
         return REFUSED if key in _SHAPE else CURVE
     if name.startswith("dataset.sources."):

@@ -47,13 +47,26 @@ class LiveState:
             for parameter, state in self.optimizer.state.items():
                 for key, value in state.items():
                     assert isinstance(value, Tensor), f"state {key!r} of {names[parameter]} is no tensor: {type(value)}"
-                    tensors[f"optimizer.{names[parameter]}.{key}"] = plain(value)
+                    tensors |= _parts(f"optimizer.{names[parameter]}.{key}", value)
             tensors |= {f"hooks.{name}": plain(tensor) for name, tensor in self.hooks().items()}
         if rng:
             tensors[f"rng.cpu.{dist.get_rank()}"] = torch.get_rng_state()
             if torch.cuda.is_available():
                 tensors[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
         return tensors
+
+
+def _parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A state as ordinary tensors: of torchao's with 8 bits the codes, and the scales of the blocks of each row."""
+    own: Any = local(tensor)
+    if not isinstance(tensor, DTensor) or not hasattr(own, "codes"):
+        return {name: plain(tensor)}
+    parts, rows = {f"{name}.codes": own.codes, f"{name}.scale": own.scale.view(own.shape[0], -1)}, tensor.shape[0]
+    how = {"run_check": False, "placements": tensor.placements, "device_mesh": tensor.device_mesh}
+    return {
+        key: DTensor.from_local(part, **how, shape=torch.Size((rows, part.shape[1])), stride=part.stride())
+        for key, part in parts.items()
+    }
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

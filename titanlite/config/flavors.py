@@ -80,6 +80,16 @@ class Architecture:
         return window - window * window / (2 * seq_len)
 
     @property
+    def parameter_names(self) -> list[str]:
+        """The names of all parameters."""
+        biased = [f"attention.{name}" for name in ("wq", "wk", "wv")]
+        weights = [*biased, "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3)), "attention_norm", "ffn_norm"]
+        weights += ["attention.q_norm", "attention.k_norm"] * (self.qk_norm != "none")
+        block = [f"{name}.weight" for name in weights] + [f"{name}.bias" for name in biased] * self.qkv_bias
+        names = [f"layers.{i}.{name}" for i in range(self.n_layers) for name in block]
+        return ["tok_embeddings.weight", *names, "norm.weight", *["output.weight"] * (not self.tied_embeddings)]
+
+    @property
     def block_matrices(self) -> int:
         """Weights of the matrices of a block: those that a token is multiplied with."""
         return self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -341,11 +342,28 @@ class Validation(TextSource):
     """As dataset.on_bad_record."""
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    params: Annotated[Names, Field(min_length=1)]
+    """Names of parameters, or patterns with * and ?, such as ["tok_embeddings.*", "layers.*.attention.w?.weight"]. Each
+    parameter of the model must be in exactly one of the tables, and each pattern must fit one."""
+    lr_factor: NonNegativeFloat = 1.0
+    """The learning rate is this times that of the step."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay of these parameters, norms and embeddings included. Left out: what they have without tables."""
+
+    def claims(self, name: str) -> bool:
+        """Whether a parameter is in this group."""
+        return any(fnmatchcase(name, pattern) for pattern in self.params)
+
+
 class Optimizer(Section):
-    """AdamW, with the defaults of the Llama papers."""
+    """The rule by which gradients change weights; the numbers are AdamW's, with the defaults of the Llama papers."""
 
     name: Annotated[str, OPTIMIZERS] = "AdamW"
-    """The algorithm."""
+    """The algorithm. Muon is for the matrices of the blocks; AdamW then updates embedding, output, norms and biases.
+    AdamW8bit is torchao's: moments of 8 bits. SGD has momentum."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     beta1: BelowOne = 0.9
@@ -355,6 +373,8 @@ class Optimizer(Section):
     1,000."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment, so that the update is never divided by 0."""
+    momentum: BelowOne = 0.95
+    """Decay of the momentum per step, of Muon's matrices and of SGD. Other algorithms do not read it."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of all matrices. The weights of norms are never decayed."""
     decay_embeddings: bool = True
@@ -371,6 +391,9 @@ class Optimizer(Section):
     """Round weights and moments that are kept in bfloat16 (training.dtype, state_dtype) up or down at random, so that
     small updates are not lost. The random bits depend on the step and the element only: they are the same on any number
     of ranks and after a restart. The update is compiled on a GPU (see compile.components)."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Rates and decays of groups of parameters, each a table [[optimizer.groups]]. With tables, every parameter must be
+    in exactly one. Job file only."""
 
 
 class LRScheduler(Section):

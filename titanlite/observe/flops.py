@@ -18,9 +18,11 @@ def num_params(arch: Architecture) -> int:
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of weights, average, gradients and both moments on one rank: the least that any step takes."""
+    """Bytes of weights, average, gradients and moments on one rank: the least that any step takes."""
     size = {"float32": 4, "bfloat16": 2}
-    of_a_parameter = 2 * size[run.job.training.dtype] + 2 * size[run.state_dtype] + 4 * bool(run.job.ema.decay)
+    # Of matrices in blocks, of which most parameters are.
+    moments = {"AdamW": 2 * size[run.state_dtype], "AdamW8bit": 2}.get(run.job.optimizer.name, size[run.state_dtype])
+    of_a_parameter = 2 * size[run.job.training.dtype] + moments + 4 * bool(run.job.ema.decay)
     return num_params(run.arch) * of_a_parameter * run.degrees.replicate // run.world_size
 
 

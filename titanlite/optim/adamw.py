@@ -1,15 +1,14 @@
-"""AdamW: torch's own, or one for moments and parameters in bfloat16 and for the compiler.
+"""Rules for an element: AdamW for moments and parameters in bfloat16 and for the compiler, Lion, and SGD.
 
-Invariant: which parameters decay follows from names and shapes only. In our own AdamW, the new value of an
-element depends on its old value, its gradient, the step, the name of its parameter and its place in the whole
-parameter. Neither depends on the sharding or on a random state.
+Invariant: the new value of an element depends on its old value, its gradient, the step, the name of its parameter and
+its place in the whole parameter, and so neither on the sharding nor on a random state.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,41 +18,6 @@ from titanlite.config import schema
 
 CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
-
-
-def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool = False) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) for the parameters of `model`.
-
-    Norms are not decayed, nor is the embedding if decay_embeddings is false. Build it after sharding, because the state
-    gets the dtype, device and layout of the parameters.
-    """
-    decayed, not_decayed = [], []
-    for name, parameter in model.named_parameters():
-        exempt = parameter.ndim < 2 or ("tok_embeddings" in name and not config.decay_embeddings)
-        (not_decayed if exempt else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
-    stored = next(model.parameters()).dtype
-    state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
-    if compiled or config.stochastic_rounding or state_dtype != stored:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        # Compiled on a GPU always, because it would be 72 kernels.
-        return AdamW(groups, names, config, state_dtype, compiled or next(model.parameters()).is_cuda)
-    kernels = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-    return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
-
-
-def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step, or leave weights, moments and step counts as they are, bit for bit. The host does not learn which, except
-    with the implementations of torch that are there for comparison.
-
-    Args:
-        skip: Scalar fp32 on the device of the parameters: 1 to skip, else 0.
-    """
-    if isinstance(optimizer, AdamW) or optimizer.defaults.get("fused"):
-        optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]  # as torch's GradScaler sets it
-        optimizer.step()
-    elif not skip:
-        optimizer.step()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -68,6 +32,9 @@ class AdamW(torch.optim.Optimizer):
         compiled: Compile the update of a tensor into one kernel.
     """
 
+    rule: Literal["AdamW", "Lion", "SGD"] = "AdamW"
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
@@ -76,7 +43,8 @@ class AdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         compiled: bool,
     ) -> None:
-        super().__init__(groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps})
+        beta1 = config.momentum if self.rule == "SGD" else config.beta1
+        super().__init__(groups, {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps})
         self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
         self._keys = {parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
@@ -97,58 +65,79 @@ class AdamW(torch.optim.Optimizer):
             for parameter in parameters:
                 if not (state := self.state[parameter]):
                     state["step"] = torch.zeros((), device=parameter.device)
-                    state["exp_avg"] = torch.zeros_like(parameter, dtype=self._state_dtype)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._state_dtype)
+                    state |= {name: torch.zeros_like(parameter, dtype=self._state_dtype) for name in self.moments}
             if not parameters:
                 continue
             done = self.state[parameters[0]]["step"]  # all parameters have taken the same steps
             skip = getattr(self, "found_inf", torch.zeros_like(done))
             step = done + 1
-            factors = 1 - lr * group["weight_decay"], lr / (1 - beta1**step), (1 - beta2**step).rsqrt()
+            rate = lr / (1 - beta1**step) if self.rule == "AdamW" else lr
+            factors = 1 - lr * group["weight_decay"], rate, (1 - beta2**step).rsqrt()
             seed, taken = _mix(step.to(torch.int64)), 1 - skip
             for parameter in parameters:
                 state = self.state[parameter]
                 state["step"].add_(taken)
-                tensors = [local_shard(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+                tensors = [local_shard(t) for t in (parameter, parameter.grad, *map(state.get, self.moments))]
                 size = max(1, tensors[0].numel()) if self._compiled else CHUNK
                 scalars = *factors, seed, self._keys[parameter], skip
-                constants = beta1, beta2, group["eps"], self._stochastic
+                constants = self.rule, beta1, beta2, group["eps"], self._stochastic
                 for start in range(0, tensors[0].numel(), size):
                     parts = [t.view(-1)[start : start + size] for t in tensors]
                     self._update(parts, scalars, constants, self._places[parameter], start)
 
 
+class Lion(AdamW):
+    """Lion (https://arxiv.org/abs/2302.06675): a step is the sign of a mean of gradients, the only moment."""
+
+    rule, moments = "Lion", ("exp_avg",)
+
+
+class SGD(AdamW):
+    """As `torch.optim.SGD` with momentum, but with decoupled decay. torch's fused one does not take DTensors, and the
+    others cannot skip a step on the device."""
+
+    rule, moments = "SGD", ("momentum_buffer",)
+
+
 def _update(
     parts: Sequence[Tensor],
     scalars: Sequence[Tensor],
-    constants: tuple[float, float, float, bool],
+    constants: tuple[str, float, float, float, bool],
     place: tuple[int, int, int],
     start: int,
 ) -> None:
     """Update a part of a flat shard in place, from the element `start` of the shard on.
 
     Args:
-        parts: of the parameter, its gradient and its two moments.
+        parts: of the parameter, its gradient and its moments.
         scalars: factor of the old value; learning rate, with the correction of the first moment; factor of the square
             root of the second moment; seeds of the random bits, of the step and the parameter; 1 to skip, else 0.
-        constants: both betas, eps, and whether values are rounded at random.
+        constants: the rule, both betas, eps, and whether values are rounded at random.
         place: that of the shard: see `_shard_place`.
     """
-    parameter, gradient, exp_avg, exp_avg_sq = parts
+    parameter, gradient, *moments = parts
     decay, rate, correction, seed, key, skip = scalars
-    beta1, beta2, eps, stochastic = constants
+    rule, beta1, beta2, eps, stochastic = constants
     local_width, width, first = place
-    gradient = gradient.float()
-    mean = exp_avg.float().lerp(gradient, 1 - beta1)
-    square = exp_avg_sq.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
-    value = parameter.float() * decay - rate * mean / (square.sqrt() * correction + eps)
+    gradient, mean = gradient.float(), moments[0].float()
+    means = [mean.lerp(gradient, 1 - beta1)]
+    if rule == "AdamW":
+        means.append(moments[1].float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2))
+        change = rate * means[0] / (means[1].sqrt() * correction + eps)
+    elif rule == "Lion":
+        change, means = rate * means[0].sign(), [mean.lerp(gradient, 1 - beta2)]
+    else:
+        means = [mean * beta1 + gradient]
+        change = rate * means[0]
+    value = parameter.float() * decay - change
     bits = torch.zeros((), dtype=torch.int64)
     if stochastic:
         index = torch.arange(len(parameter), device=parameter.device) + start
         if local_width != width:  # if they are equal, the divisions are left out, because they take long
             index = index // local_width * width + index % local_width
         bits = _mix(_mix(index + first & BITS) ^ _mix(seed ^ key))
-    for old, new, chance in (parameter, value, bits), (exp_avg, mean, bits >> 16), (exp_avg_sq, square, _mix(bits)):
+    chances = bits, bits >> 16, _mix(bits)
+    for old, new, chance in zip((parameter, *moments), (value, *means), chances, strict=False):
         old.copy_(torch.where(skip > 0, old, _rounded(new, old.dtype, chance, stochastic)))
 
 

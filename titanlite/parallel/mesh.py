@@ -28,6 +28,7 @@ class Mesh:
         data_rank: Which part of every global batch this rank reads, of `data_degree` parts.
         data_group: The ranks that read different data and have the same place in every other dimension.
         loss_group: The ranks whose shares of the loss must be summed: all with the same place in `tensor`.
+        stage_group: The ranks that hold parts of the same weights: all with the same place in `pipeline`.
         groups: All process groups of the training that this rank is in, each once. Those of the checkpoints are not
             among them, because to write a large checkpoint may take longer than any collective of the training.
     """
@@ -40,6 +41,7 @@ class Mesh:
     data_rank: int
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
+    stage_group: dist.ProcessGroup
     groups: tuple[dist.ProcessGroup, ...]
 
     @property
@@ -66,7 +68,8 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
     # (pipeline, replicate, shard, context, tensor)
     grid = torch.arange(degree.world).view(degree.pipeline, degree.replicate, degree.shard, degree.context, -1)
     data_group, loss_group = _group_along(grid, 1, 2), _group_along(grid, 0, 1, 2, 3)
-    groups = [dist.group.WORLD, *mesh.get_all_groups(), data_group, loss_group]
+    stage_group = _group_along(grid, 1, 2, 3, 4)
+    groups = [dist.group.WORLD, *mesh.get_all_groups(), data_group, loss_group, stage_group]
     context = None
     if degree.context > 1:
         context = DeviceMesh.from_group(_group_along(grid, 3), device_type, mesh_dim_names=("cp",))
@@ -81,6 +84,7 @@ def build_mesh(degree: Degrees, device_type: str) -> Mesh:
         data_rank=replicate * degree.shard + shard,
         data_group=data_group,
         loss_group=loss_group,
+        stage_group=stage_group,
         groups=tuple(group for group in dict.fromkeys(groups) if group is not None),
     )
 

@@ -210,14 +210,14 @@ class Counted(NamedTuple):
 def _trace(run: Run, rank: int, gpu: Gpu | None, whole: bool) -> Counted:
     """A step of a rank on fake tensors."""
     on_gpu, fp8 = gpu is not None and not gpu.cpu, lambda: gpu is not None and gpu.fp8 > 0
-    # A fake tensor does not tell the host whether to skip, which only these implementations ask.
-    steps = patch("titanlite.train.step.step_unless", lambda _, optimizer: optimizer.step())
+    # A fake tensor does not tell the host whether to skip, which some optimizers ask.
+    steps = patch("titanlite.optim.build.is_set", lambda _: False)
     with (
         fake_world(run.world_size, rank),
         as_on_gpu() if on_gpu else nullcontext(),
         compiling(),
         patch("titanlite.parallel.float8.has_float8_hardware", fp8),
-        steps if run.job.optimizer.implementation != "fused" else nullcontext(),
+        steps,
     ):
         mesh = build_mesh(run.degrees, DEVICE.type)
         sharded = build_model(run, mesh, torch.device("meta"), lambda _: None)
@@ -326,7 +326,8 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, int, int]]:
     """Name of a process group -> the dimension that it runs along, its number of ranks, and their span."""
-    named: dict[str, dist.ProcessGroup] = {"world": mesh.world_group, "loss": mesh.loss_group, "data": mesh.data_group}
+    named: dict[str, dist.ProcessGroup] = {"stage": mesh.stage_group, "loss": mesh.loss_group}
+    named |= {"world": mesh.world_group, "data": mesh.data_group}
     dims = {"pipeline": mesh.pipeline, "context": mesh.context, "tensor": mesh.tensor}
     named |= {name: dim.get_group() for name, dim in dims.items() if dim is not None}
     names = ("replicate", "fsdp") if mesh.fsdp.ndim == 2 else ("fsdp",)

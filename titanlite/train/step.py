@@ -13,11 +13,10 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
-from titanlite.config.registry import OPTIMIZERS
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.meter import Part
-from titanlite.optim.adamw import step_unless
+from titanlite.optim.build import build_optimizer, set_learning_rate, step_unless
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
@@ -32,8 +31,8 @@ class TrainStep:
         self._job, self._mesh, self._device = run.job, mesh, device
         self.model = sharded.whole
         self.forward_backward = build_forward_backward(sharded, mesh, run, device)
-        compiled, config = run.compiles("optimizer"), run.job.optimizer
-        self.optimizer = OPTIMIZERS.make(config.name, run.job, self.model, config, compiled)
+        settings, compiled = self._job.optimizer, run.compiles("optimizer")
+        self.optimizer = build_optimizer(self.model, settings, compiled, mesh.stage_group, self._job)
         self._compiles_clip = run.compiles("clip")
 
     def __call__(
@@ -61,8 +60,7 @@ class TrainStep:
             share = loss / self._mesh.degrees.tensor  # tensor ranks have the same one
             sums = clip_grad_norm_(self.model.parameters(), self._job.training.max_norm, self._compiles_clip, share)
         skip = (~(sums.grad_norm + sums.loss).isfinite()).float()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         for hook in hooks:
             hook.before_update(step, sums, skip)
         with record_function("optimizer"):
