@@ -1,10 +1,10 @@
 """Loss over tokens of Muon beside tuned AdamW: the same models, rows and seeds.
 
-    python benchmarks/optimizers.py [--models debug 20m] [--seeds 0 1 2] [--out DIR]
+    python benchmarks/optimizers.py [--models debug 20m] [--seeds 0 1 2] [--factor 1] [--out DIR]
 
 AdamW's rate is the best of 3e-3 times powers of two, for the first seed: the search ends when both neighbours of the
-best one are worse. Muon takes that rate, and is not tuned. Each run is a `titanlite train`, whose metrics.jsonl stays
-in DIR; a run that is there is not repeated.
+best one are worse. Muon takes that rate, or a multiple of it, and is not tuned. Each run is a `titanlite train`, whose
+metrics.jsonl stays in DIR; a run that is there is not repeated.
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ def tuned(folder: Path, name: str, seed: int) -> float:
         tried[missing[0]] = last(losses(folder, name, "AdamW", missing[0], seed))
 
 
-def compare(folder: Path, name: str, seeds: list[int]) -> list[list[str]]:
+def compare(folder: Path, name: str, seeds: list[int], factor: float) -> list[list[str]]:
     """A row for each seed and optimizer: the mean loss of each quarter's last tenth, and of the whole's."""
     rate, rows, gains = tuned(folder, name, seeds[0]), [], []
     for seed in seeds:
-        curves = {optimizer: losses(folder, name, optimizer, rate, seed) for optimizer in ("AdamW", "Muon")}
+        rates = {"AdamW": rate, "Muon": rate * factor}
+        curves = {optimizer: losses(folder, name, optimizer, own, seed) for optimizer, own in rates.items()}
         for optimizer, curve in curves.items():
             ends = [len(curve) * part // PARTS for part in range(1, PARTS + 1)]
-            rows.append([name, f"{rate:g}", str(seed), optimizer, *(f"{last(curve[:end]):.3f}" for end in ends)])
+            rows.append(
+                [name, f"{rates[optimizer]:g}", str(seed), optimizer, *(f"{last(curve[:end]):.3f}" for end in ends)]
+            )
         gains.append(last(curves["AdamW"]) - last(curves["Muon"]))
     spread = statistics.stdev(gains) if len(gains) > 1 else 0.0
     rows.append([name, "", "", "AdamW - Muon", *[""] * (PARTS - 1), f"{statistics.mean(gains):+.3f} ± {spread:.3f}"])
@@ -86,9 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--factor", type=float, default=1.0, help="of Muon's rate")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "optimizers")
     options = parser.parse_args()
-    rows = [row for name in options.models for row in compare(options.out, name, options.seeds)]
+    rows = [row for name in options.models for row in compare(options.out, name, options.seeds, options.factor)]
     parts = [f"loss at {part / PARTS:.0%}" for part in range(1, PARTS + 1)]
     print("\n".join(table(["model", "rate", "seed", "optimizer", *parts], rows)))
 

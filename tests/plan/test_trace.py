@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulation": (2, {"training": {"global_batch_size": 20}}),
     "reduce each": (2, {"training": {"global_batch_size": 20}, **REDUCE}),
     "bfloat16, tied": (2, {"model": {"n_layers": 9, "tied_embeddings": True}, **BF16}),
+    "muon": (2, {"optimizer": {"name": "Muon"}}),
     "float8, full": (2, {"float8": FLOAT8, "activation_checkpoint": {"mode": "full"}}),
 }
 ONLY_PLANNED: dict[str, tuple[int, dict[str, Any]]] = {

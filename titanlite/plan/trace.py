@@ -153,10 +153,13 @@ def _ranks(run: Run, whole: bool) -> list[int]:
 def _spare_blocks(run: Run) -> int:
     """How many blocks each stage can lose so that the extension is exact.
 
-    None can go if they are not alike, because each second or third one is recomputed, if blocks are so small that FSDP
-    puts several into a group, or if a single rank keeps them gathered.
+    None can go if they are not alike, because each second or third one is recomputed or because Muon gives their
+    matrices to ranks, if blocks are so small that FSDP puts several into a group, or if a single rank keeps them
+    gathered.
     """
     layout, recompute = run.job.parallelism, run.job.activation_checkpoint
+    if run.job.optimizer.name == "Muon":
+        return 0
     if recompute.mode == "selective" and recompute.selective_ac_option != "op":
         return 0
     # So many blocks that those between do not feel the ends.
