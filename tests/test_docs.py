@@ -41,7 +41,7 @@ def run(command: str, folder: Path, **variables: str) -> str:
 TUTORIALS = {  # and what its commands say
     "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
     "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
-    "hugging_face": ["step-00000000", "from transformers import"],
+    "hugging_face": ["starting from the weights in model", "from transformers import"],
     "../extending": ["--lion.beta2", "lion.beta2: 0.99 -> 0.98 (changes the curve)", "2,5."],
 }
 
