@@ -65,7 +65,7 @@ def absent(sample: str, said: str) -> list[str]:
 TUTORIALS = {  # and what its commands say
     "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
     "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
-    "hugging_face": ["step-00000000", "from transformers import"],
+    "hugging_face": ["starting from the weights in model", "from transformers import"],
     "../extending": ["--signum.beta", "signum.beta: 0.9 -> 0.8 (changes the curve)", "2,5."],
 }
 

@@ -1,7 +1,5 @@
 """Plugins: examples/gemma is a whole model. docs/extending.md has a thing of each kind, and test_docs.py runs it."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +8,7 @@ from small_runs import SMALL, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
-LAYOUTS = {
-    "fsdp": [],
-    "tensor": ["--parallelism.tensor_parallel_degree", 2],
-    "pipeline": ["--parallelism.pipeline_parallel_degree", 2, "--training.local_batch_size", 1],
-    "context": ["--parallelism.context_parallel_degree", 2],
-}
+LAYOUTS = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel")
 OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
 JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
@@ -23,15 +16,13 @@ JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory):
     """The package as pip would install it."""
-    folder = tmp_path_factory.mktemp("installed")
-    (folder / "titanlite_gemma").symlink_to(EXAMPLE / "titanlite_gemma")
-    described = folder / "titanlite_gemma-1.0.dist-info"
+    described = tmp_path_factory.mktemp("installed") / "titanlite_gemma-1.0.dist-info"
     described.mkdir()
+    (described.parent / "titanlite_gemma").symlink_to(EXAMPLE / "titanlite_gemma")
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: titanlite-gemma\nVersion: 1.0")
     (described / "entry_points.txt").write_text("[titanlite.plugins]\ngemma = titanlite_gemma\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))  # of ranks
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))  # of data workers
+        patch.syspath_prepend(str(described.parent))  # ranks and what they start
         yield
 
 
@@ -51,7 +42,8 @@ def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
-    titanlite(*words(trained.parent, layout, *LAYOUTS[layout]), ranks=2)
+    ways = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
+    titanlite(*words(trained.parent, layout, *ways), ranks=2)
     assert losses(trained.parent / layout) == pytest.approx(losses(trained), rel=2e-6)  # fp32, another order of sums
 
 
@@ -74,7 +66,6 @@ def test_a_checkpoint_or_a_model_folder_causes_no_import(command: str, needed: s
 def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained: Path):
     check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
     assert "did you mean gemma.hidden_act?" in titanlite(*check, code=2)
-    assert "did you mean" not in titanlite(*check, "--job.plugins", "none_such", code=2)
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
 
 

@@ -11,6 +11,7 @@ import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain, pairwise
@@ -29,6 +30,7 @@ from titanlite.data.hub import remedy
 from titanlite.data.sources.files import find_files
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.observe.outputs import FILES
+from titanlite.pretrained import parted, tables_of
 
 Problems = Iterator[tuple[str, str]]
 """A key, such as "training.steps" or "dataset.sources.0.weight", and what is wrong with its value."""
@@ -38,9 +40,10 @@ def load_run(argv: Sequence[str], world_size: int, trusted: bool = True) -> Run:
     """The run of a command line, checked by the schema and by all rules. For `trusted` see `load_job`.
 
     Raises:
-        UserError: anything wrong, all mistakes in one message.
+        UserError: anything wrong, all mistakes in one message; or the model of `--from` cannot be had.
     """
-    return _checked(read_job(argv, trusted), world_size)
+    model, words = parted(argv)
+    return _checked(read_job(words, trusted, None if model is None else partial(tables_of, model)), world_size)
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:

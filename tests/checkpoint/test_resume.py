@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_step_folders import reseal
 from tiny_run import TinyRun, assert_equal, names, weights
 
-from titanlite.checkpoint import step_folders
 from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 
@@ -100,20 +98,6 @@ def test_the_random_state_comes_back_and_what_is_excluded_from_loading_starts_af
     assert not torch.equal(torch.rand(3), drawn)
     assert fresh.manager(folder).load() == saved
     assert torch.equal(torch.rand(3), drawn)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed_from_and_its_other_schedule_is_said_once(tmp_path):
-    run, job = TinyRun(), JobConfig().model_dump(mode="json")
-    run.manager(tmp_path, job=job).save(1, run.train_state(1))
-    body = step_folders.read_manifest(tmp_path / "step-00000001")
-    reseal(tmp_path / "step-00000001", body | {"format": 1})
-    for said in (1, 0):
-        lines: list[str] = []
-        resumed = TinyRun(seed=9)
-        manager = resumed.manager(tmp_path, job=job, lines=lines)
-        state = manager.load()
-        assert sum("lr_scheduler" in line and line.endswith("(changes the curve)") for line in lines) == said
-        manager.save(2, state | {"step": 2})
 
 
 def test_a_resume_says_what_changed_and_what_does_not_fit_is_refused(tmp_path):

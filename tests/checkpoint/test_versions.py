@@ -19,9 +19,11 @@ def test_a_run_of_each_version_goes_on_as_that_version_did(
     shutil.unpack_archive(archive, tmp_path, filter="data")
     monkeypatch.chdir(VERSIONS)
     before = losses(tmp_path)
-    said = titanlite("train", "--job.config_file", "job.toml", "--job.dump_folder", tmp_path, ranks=ranks)
-    assert "Resumed after step 4 " in said
+    train = ["train", "--job.config_file", "job.toml", "--job.dump_folder", tmp_path]
+    assert "Resumed after step 4 " in titanlite(*train, ranks=ranks)
     assert losses(tmp_path) == pytest.approx(before, rel=1e-6)  # fp32; versions of torch add in another order
     if ranks == 1:  # the job is read from the checkpoint
         words = ["--max-new-tokens", 3, "--prompt", "the old"]
         assert "the old" in titanlite("generate", "--checkpoint", tmp_path / "checkpoint/step-00000004", *words)
+        said = titanlite(*train, "--lr_scheduler.decay_ratio", 1.0, "--checkpoint.load_step", 4)
+        assert ("now the rate is torchtitan's" in said) == archive.name.startswith("0.")

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
-    print(f"OK: {run.job.job.config_file} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
+    print(f"OK: {run.job.job.config_file or 'the job'} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
     if note := toy_note(run, load_tokenizer(run.tokenizer_path, run.job)):
         print(printable(f"\n{note}"))
     if options.plot:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,11 +67,22 @@ def load_job(argv: Sequence[str], trusted: bool = True) -> JobConfig:
     return draft.job
 
 
-def read_job(argv: Sequence[str], trusted: bool = True) -> Draft:
+def read_job(
+    argv: Sequence[str], trusted: bool = True, below: Callable[[], dict[str, dict[str, Any]]] | None = None
+) -> Draft:
     """Reads everything and collects the mistakes. If `argv` asks for the help, it is printed and the process exits with
-    0. Raises UserError: the job file cannot be read, or a plugin that it names cannot be imported; see `load_job`."""
+    0.
+
+    Args:
+        trusted: see `load_job`.
+        below: gives the tables over which the file wins, once all plugins are there. Then no file is needed.
+
+    Raises:
+        UserError: the job file cannot be read, or a plugin that it names cannot be imported.
+    """
     values, _ = _command_line(argv)
-    path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE)))
+    needs_file = below is None or CONFIG_FILE in values
+    path, raw = _read_file(str(values.get(CONFIG_FILE, DEFAULT_JOB_FILE))) if needs_file else (Path("--from"), {})
     table = raw.get("job", {})
     named = values.get(PLUGINS, table.get("plugins", ()) if isinstance(table, dict) else ())
     if isinstance(named, list) and all(isinstance(name, str) for name in named):  # otherwise it is a mistake
@@ -79,8 +90,11 @@ def read_job(argv: Sequence[str], trusted: bool = True) -> Draft:
     values, mistakes = _command_line(argv)  # once more, because plugins have keys
     origins = dict.fromkeys(KEYS, "default")
     origins |= {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
-    if isinstance(raw.setdefault("job", {}), dict):  # a saved config.toml names its original
+    if isinstance(raw.setdefault("job", {}), dict) and needs_file:  # a saved config.toml names its original
         raw["job"].setdefault("config_file", str(path))
+    for section, table in below().items() if below else ():
+        if isinstance(raw.setdefault(section, {}), dict) and not (section == "job" and needs_file):
+            raw[section] = table | raw[section]
     if HELP in values:
         _print_help(JobConfig.read(raw if CONFIG_FILE in values else {})[0], values[HELP])
     values.pop(CONFIG_FILE, None)
@@ -157,10 +171,12 @@ def _value(word: str, kinds: set[type]) -> Any:
     return word
 
 
-_TEXT = """usage: titanlite train [--SECTION.KEY VALUE ...]
+_TEXT = """usage: titanlite train [--from FOLDER_OR_NAME] [--SECTION.KEY VALUE ...]
 
-Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. Each key
-below can be given on the command line, too, and wins over the file. `--help SECTION` explains the keys of a section,
+Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. `--from`
+goes on from a model, a folder or OWNER/NAME on the Hugging Face hub, and needs no job file: [model], the tokenizer, the
+length of rows and the learning rate follow from the model, unless the file or the command line has them. Each key below
+can be given on the command line, too, and wins over the file. `--help SECTION` explains the keys of a section,
 `--help KEY` one key, and `--help all` all of them."""
 
 

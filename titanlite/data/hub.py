@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import filter as matching
 from functools import cache
@@ -27,6 +27,7 @@ from titanlite.runtime.logging import note
 
 ENDINGS = {
     "tokenizer": {"tokenizer.json": "", "tokenizer.model": ""},
+    "model": {".safetensors": ""},
     "data": {".parquet": "parquet", ".jsonl": "jsonl", ".gz": "jsonl", ".zst": "jsonl", ".txt": "text"},
 }
 """What the name of a file ends in, the best first, and the dataset.source that reads it."""
@@ -89,16 +90,19 @@ class Files:
         names = [name for name in names if name.endswith(self.ending)]
         if kind == "tokenizer":  # the one at the top, and what says which of its tokens begin and end a document
             names = [name for name in (names[0], names[0].replace(self.ending, CONFIG)) if name in there]
+        elif kind == "model":  # those that say what it is come last: then all of it is there
+            says = "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", CONFIG, "config.json"
+            names = [name for name in names if "/" not in name] + [name for name in says if name in there]
         elif pattern == "*":
             names = [name for name in names if "train" in name] or names
         self.sizes = {name: there[name] for name in names}
 
-    def fetch(self, out: Path) -> None:
-        """Bring those that are not in `out` yet. Raises UserError: the folder cannot be written, or the hub cannot be
-        reached or refuses."""
+    def fetch(self, out: Path, names: Sequence[str] = ()) -> None:
+        """Bring those that are not in `out` yet, of all or of these `names`. Raises UserError: the folder cannot be
+        written, or the hub cannot be reached or refuses."""
         make_folder(out)
         with self._answered():
-            for name, size in self.sizes.items():
+            for name, size in [(name, self.sizes[name]) for name in names or self.sizes]:
                 if (out / name).is_file() and (out / name).stat().st_size == size:
                     continue
                 note(f"{name} ({size:,} bytes)")  # a terminal gets a bar, too
@@ -128,7 +132,8 @@ class Files:
             raise UserError(f"{page} is not there, or it is private: then {token}.") from None
         except Exception as error:  # each version of the library has errors of its own, and its HTTP client others
             why = short(one_line(str(error.__cause__ or error) or repr(error)))
-            ways = "name a mirror by --from URL, or a folder with a copy of it by --from FOLDER"
+            mirror = "HF_ENDPOINT" if self._kind == "model" else "--from URL"
+            ways = f"name a mirror by {mirror}, or a folder with a copy of it by --from FOLDER"
             raise UserError(f"{page} cannot be had: {why}. Start this again, {ways}.") from None
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError, ValidationInfo, field_validator
-from torch import Tensor
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import FileModel
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import explain, short, shown
 from titanlite.config.registry import ARCHITECTURES, resolved
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(gt=0, le=1000)]  # each takes a millisecond before any tensor is read
@@ -62,6 +63,8 @@ def _family(arch: Architecture) -> type[HFConfig]:
 @lru_cache(maxsize=4)
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the model's own order."""
+    import torch  # a job is checked without it
+
     with torch.device("meta"):
         model = resolved(arch.model)(arch)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

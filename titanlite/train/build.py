@@ -79,6 +79,8 @@ def describe(run: Run, device: torch.device, tokenizer: Tokenizer, loader: Loade
         f"{loader.describe()}, {tokens:,} tokens in {training.steps:,} steps of {run.global_batch_size} x "
         f"{training.seq_len}, {run.world_size} x {device.type}"
     )
+    if job.job.config_file is None:
+        yield f"There is no job file. The job as it runs will be in {run.dump_folder / 'config.toml'}."
     if unused := run.arch.vocab_size - tokenizer.vocab_size:
         yield f"{unused:,} of {run.arch.vocab_size:,} rows of the embedding (model.vocab_size) stand for no token."
     if rank == 0:
