@@ -514,8 +514,8 @@ class Checkpoint(Section):
     lost."""
     mirror: PathText | None = None
     """URL of a folder, such as "s3://bucket/my_run", that gets a copy of each checkpoint while training goes on. A
-    start whose own folder is empty, or older, goes on from there. S3 needs the package s3fs; any other storage that fsspec
-    reads will do, too."""
+    start whose own folder is empty, or older, goes on from there. S3 needs the package s3fs; any other storage that
+    fsspec reads will do, too."""
     mirror_mbps: NonNegativeFloat = 0.0
     """Megabits a second that the copies to the mirror may take. 0: as many as they can."""
 
