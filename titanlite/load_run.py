@@ -390,18 +390,14 @@ def _files(run: Run) -> Problems:
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
     resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
-    remote = {"mirror": checkpoint.mirror, "initial_load_path": None if resumes else checkpoint.initial_load_path}
-    for key, url in remote.items() if os.environ.get("RANK", "0") == "0" else ():  # one rank asks a storage for all
-        if checkpoint.enable and storage.url_of(url) and (refusal := storage.problem(str(url), write=key == "mirror")):
-            yield f"checkpoint.{key}", f"cannot be used: {refusal}"
+    start = "" if resumes else checkpoint.initial_load_path or ""
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
         yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
-    if (
-        checkpoint.enable
-        and not resumes
-        and not storage.url_of(path := checkpoint.initial_load_path or ".")
-        and not os.path.isdir(path)
-    ):
+    for key, path in (("mirror", checkpoint.mirror), ("initial_load_path", start)) if checkpoint.enable else ():
+        first = os.environ.get("RANK", "0") == "0"  # one rank asks a storage for all
+        if first and (url := storage.url_of(path)) and (refusal := storage.problem(url, write=key == "mirror")):
+            yield f"checkpoint.{key}", f"cannot be used: {refusal}"
+    if checkpoint.enable and not storage.url_of(start) and not os.path.isdir(start or "."):
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."

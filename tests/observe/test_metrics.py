@@ -21,6 +21,7 @@ KEYS = [
         "spikes",
         "failed_saves",
         "save_waits",
+        "failed_mirrors",
         "failed_writes",
         "source_tokens",
         "source_epochs",

@@ -9,6 +9,7 @@ to another run is never overwritten.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -24,7 +25,7 @@ import xxhash
 from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.config.errors import CheckpointError, Damage, UserError
-from titanlite.config.files import MANIFEST
+from titanlite.config.files import MANIFEST, STEP_FOLDER
 from titanlite.config.storage import PARALLEL, answered, checkpoints, fetch, listing, opened
 from titanlite.runtime.logging import Event
 
@@ -33,10 +34,6 @@ _BLOCK = 1 << 24  # bytes of a part of an object, of which S3 takes 10,000
 _SLICE = 5  # seconds that ranks wait for the first one at a time
 
 T = TypeVar("T")
-
-
-class _Foreign(UserError):
-    """The mirror holds checkpoints of another run."""
 
 
 def _run_of(path: Path) -> str | None:
@@ -117,19 +114,19 @@ class Mirror:
 
     def _look(self, run: str | None = None) -> dict[int, str]:
         """The checkpoints at the mirror that a run resumes from: step -> name, by rising step. A damaged manifest is
-        set aside. Raises _Foreign: they are of another run than `run`."""
+        set aside. Raises UserError: they are of another run than `run`."""
         self._there, known = listing(self._storage, self._root), self._manifests
         names, self._manifests = checkpoints(self._there), {}
         for name in (*names, *checkpoints(self._there, "final/")):
+            place = f"{self._root}/{name}/{MANIFEST}"
             try:
-                raw = b"" if name in known else self._storage.cat_file(f"{self._root}/{name}/{MANIFEST}")
-                manifest = known.get(name) or step_folders.parse_manifest(raw, f"{self._url}/{name}")
+                manifest = known.get(name) or step_folders.parse_manifest(self._storage.cat_file(place), place)
             except Damage as damage:
                 self._set_aside(name, "damaged", damage)
                 continue
             if run and manifest["info"]["train_state"].get("run", run) != run:
                 text = f"{self._url} holds checkpoints of another run than {self._folder.path}, such as {name}"
-                raise _Foreign(f"{text}. Choose another checkpoint.mirror, or another job.dump_folder.")
+                raise UserError(f"{text}. Choose another checkpoint.mirror, or another job.dump_folder.")
             self._manifests[name] = manifest
         return {step_folders.step_of(Path(name)) or 0: name for name in names if name in self._manifests}
 
@@ -167,7 +164,7 @@ class Mirror:
     def _best(self) -> str:
         """The name of what has the lowest validation loss, or ""."""
         losses = {name: step_folders.validation_loss(manifest) for name, manifest in self._manifests.items()}
-        return min((name for name in losses if losses[name] < float("inf")), key=losses.__getitem__, default="")
+        return min((name for name in losses if losses[name] < math.inf), key=losses.__getitem__, default="")
 
     def _set_aside(self, name: str, reason: str, why: object = "") -> None:
         """Rename a manifest, so that no reader takes its step for a checkpoint."""
@@ -175,8 +172,7 @@ class Mirror:
         self._storage.copy(manifest, f"{manifest}.{reason}")
         self._storage.rm_file(manifest)
         self._manifests.pop(name, None)
-        text = f"{self._url}/{name} is {reason}{f' ({why})' if why else ''}"
-        self._log(f"{text}: renamed its manifest to {MANIFEST}.{reason}")
+        self._log(f"{self._url}/{name} is {reason}: renamed its manifest to {MANIFEST}.{reason}. {why}".rstrip(". "))
 
     # -------------------------------------------------------------------------------------------------- in the thread
 
@@ -198,19 +194,18 @@ class Mirror:
         self.sending = None
 
     def _send(self, path: Path, name: str) -> None:
-        step, started = step_folders.step_of(path), time.perf_counter()
+        step, started, url = step_folders.step_of(path), time.perf_counter(), f"{self._url}/{name}"
         for pause in _PAUSES:
             try:
-                with answered(f"{self._url}/{name}", CheckpointError):
+                with answered(url, CheckpointError):
                     if self._copy(path, name):
-                        text = f"copied {name} to {self._url} in {time.perf_counter() - started:.1f} s"
-                        self._log(Event(text, "mirror", step))
+                        self._log(Event(f"copied {url} in {time.perf_counter() - started:.1f} s", "mirror", step))
                     self._done.add(name)
                     return self._purge()
             except UserError as error:
                 if self._ending.is_set() or not (path / MANIFEST).is_file():
                     return  # the run ends, or the checkpoint was removed meanwhile
-                if pause is None or isinstance(error, _Foreign) or self._ending.wait(pause):
+                if pause is None or self._ending.wait(pause):
                     if name not in self.failed:
                         self._log(Event(f"the copy of {name} FAILED ({error})", "failed mirror", step))
                     return self.failed.add(name)
@@ -252,7 +247,7 @@ class Mirror:
         """Wait until so many bytes may be sent. Raises InterruptedError: the run ends first."""
         with self._lock:
             begin = max(self._free, time.monotonic())
-            self._free = begin + (size * 8e-6 / self._config.mirror_mbps if self._config.mirror_mbps else 0.0)
+            self._free = begin + size * 8e-6 / (self._config.mirror_mbps or math.inf)
         if self._ending.wait(max(0.0, begin - time.monotonic())):
             raise InterruptedError("the run has ended")
 
@@ -261,10 +256,8 @@ class Mirror:
         steps, local = self._look(), {self._name(path) for path in self._local()}
         doomed = {steps[step] for step in step_folders.outdated([*steps], self._config)}
         doomed -= {self._best()} if self._config.keep_best else set()
+        begun = {path.rpartition("/")[0] for path in self._there if STEP_FOLDER.fullmatch(path.split("/")[-2:][0])}
         described = {path.rpartition("/")[0] for path in self._there if f"/{MANIFEST}" in path}
-        begun = {
-            name for path in self._there if step_folders.step_of(Path(name := path.rpartition("/")[0])) is not None
-        }
         for name in doomed | (begun - described - local):
             if name in self._manifests:
                 self._storage.rm_file(f"{self._root}/{name}/{MANIFEST}")

@@ -118,7 +118,7 @@ def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
     """
 
     def copy(path: str) -> None:
-        unfinished = (to / path).with_name(f".{secrets.token_hex(8)}")
+        unfinished = (to / path).with_name(f".{(to / path).name}.unfinished")
         storage.get_file(f"{root}/{path}", str(unfinished))
         if (found := unfinished.stat().st_size) != sizes[path]:
             raise OSError(f"{path}: {found:,} of {sizes[path]:,} bytes came")
@@ -148,12 +148,9 @@ def local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Pat
         return Path(path)
     with answered(url):
         storage, root = opened(url)
-        folder, _, name = root.rpartition("/") if storage.isfile(root) else (root, "", "")
-        there = (
-            listing(storage, folder, deep)
-            if not name
-            else {n: storage.info(f"{folder}/{n}") for n in (name, beside) if n and storage.exists(f"{folder}/{n}")}
-        )
+        folder, name = os.path.split(root) if storage.isfile(root) else (root, "")
+        files = [each for each in (name, beside) if name and each and storage.exists(f"{folder}/{each}")]
+        there = {each: storage.info(f"{folder}/{each}") for each in files} or listing(storage, folder, deep)
         if not there:
             raise FileNotFoundError("no files")
         known = repr([url, *sorted((path, *identity(info)) for path, info in there.items())])
