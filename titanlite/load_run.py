@@ -285,7 +285,9 @@ def _float8(run: Run) -> Problems:
 
 
 def _others(run: Run) -> Problems:
-    profiling = run.job.profiling
+    profiling, log_freq = run.job.profiling, run.job.metrics.log_freq
+    if run.job.evaluation.freq % log_freq:
+        yield "evaluation.freq", f"must be a multiple of metrics.log_freq = {log_freq}: a logged step has its numbers."
     if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
         yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
     if (needed := profiling.profiler_warmup + profiling.profiler_active) > profiling.profile_freq:
@@ -302,6 +304,7 @@ def _without_effect(run: Run) -> Problems:
     compiled = run.degrees.tensor > 1 and run.compiles("model")
     gathers, scales = float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp
     for key, has_no_effect, needed in (
+        ("evaluation.freq", job.evaluation.freq and not job.evaluation.tasks, "evaluation.tasks"),
         ("samples.freq", job.samples.freq and not job.samples.prompts, "samples.prompts"),
         ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
@@ -401,3 +404,5 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
+    if run.job.evaluation.freq and find_spec("lm_eval") is None:
+        yield "evaluation.freq", "needs the package lm_eval: pip install 'titanlite[eval]'."

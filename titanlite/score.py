@@ -27,7 +27,7 @@ from titanlite.config.run import Run, sequence_divisor
 from titanlite.config.schema import JobConfig, Parallelism
 from titanlite.data.sources.files import open_source, source_of_file
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.data.validation import TextWindows
+from titanlite.data.validation import TextWindows, window_batches
 from titanlite.load_run import layout_rules, mistake_of, world_size
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import build_mesh
@@ -172,7 +172,7 @@ def _sum_of_losses(
         folder = use_newest(checkpoint, load, check=ranks.check, look=ranks.on_rank0, log=log)
         log(f"{folder}: {run.job.model.flavor}, {run.job.training.dtype} on {run.world_size} x {device.type}")
         total, said = torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
-        for batch in texts.batches(run, mesh.data_rank, device):
+        for batch, _ in window_batches(texts, run, mesh.data_rank, device):
             total += forward_backward.evaluate(batch)
             if time.monotonic() - said > _SAY_EVERY:
                 said = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -28,8 +27,6 @@ class Average(Options):
     weights: Annotated[tuple[PositiveFloat, ...], Field(strict=False)] = ()
     """One number for each checkpoint, in their order: its share of the mean is this by the sum of all. Left out: all
     count the same."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON object and nothing else."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,5 +57,4 @@ def main(argv: Sequence[str]) -> None:
         kept["job"] = job_of(newest).model_dump(mode="json")
     origin = f"the mean of {', '.join(map(str, paths))}, weights {', '.join(f'{each:g}' for each in factors)}"
     path = import_weights(make_folder(options.out), mean, origin, step, kept)
-    found = {"checkpoint": str(path), "averaged": list(map(str, paths)), "weights": list(factors)}
-    print(json.dumps(found) if options.as_json else f"Wrote {path}: {origin}")
+    print(f"Wrote {path}: {origin}")

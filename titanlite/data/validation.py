@@ -7,7 +7,7 @@ rank with more would wait for the others in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -127,17 +127,22 @@ class TextWindows:
                     yield Window(window, end - reached)
                     reached = end
 
-    def batches(self, run: Run, dp_rank: int, device: torch.device) -> Iterator[list[Microbatch]]:
-        """The microbatches of one data-parallel rank, some at a time. All ranks get the same number of the same shapes.
 
-        Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
-        """
-        rows, ranks, windows = run.job.training.local_batch_size, run.degrees.data, iter(self)
-        while chunk := list(islice(windows, _BATCHES * rows * ranks)):
-            chunk.sort(key=lambda window: -len(window.tokens))
-            batches = []
-            for start in range(0, len(chunk), rows * ranks):
-                part = chunk[start : start + rows * ranks]
-                length = padded_length(run, len(part[0].tokens) - 1)
-                batches.append(padded_microbatch(part[dp_rank::ranks], rows, length, device))
-            yield batches
+def window_batches(
+    windows: Iterable[Window], run: Run, dp_rank: int, device: torch.device
+) -> Iterator[tuple[list[Microbatch], list[list[int]]]]:
+    """The microbatches of one data-parallel rank, some at a time, and for each the numbers of its windows, from 0. All
+    ranks get the same number of the same shapes.
+
+    Every rank reads all windows, because a model takes much longer than a tokenizer and the ranks need not agree.
+    """
+    rows, ranks, numbered = run.job.training.local_batch_size, run.degrees.data, enumerate(windows)
+    while chunk := list(islice(numbered, _BATCHES * rows * ranks)):
+        chunk.sort(key=lambda each: -len(each[1].tokens))
+        batches, numbers = list[Microbatch](), list[list[int]]()
+        for start in range(0, len(chunk), rows * ranks):
+            part = chunk[start : start + rows * ranks]
+            own, length = part[dp_rank::ranks], padded_length(run, len(part[0][1].tokens) - 1)
+            batches.append(padded_microbatch([window for _, window in own], rows, length, device))
+            numbers.append([number for number, _ in own])
+        yield batches, numbers

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.completion import Completion, Decoding, choose
 from titanlite.data.batch import IGNORED, Window, padded_length, padded_microbatch
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.optim.loss import fp32_logits
+from titanlite.parallel.forward_backward import Microbatch
 
 
 class Samples(Hook):
@@ -68,33 +70,46 @@ class Samples(Hook):
     def _next_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Logits (N, V) of the tokens after N rows, in fp32 on the CPU of every rank.
 
-        Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token
-        and a part of the vocabulary, so the largest value over all ranks is the logit.
+        Every data-parallel rank computes all rows. The logits of a row are on the ranks that have the row's last token,
+        so the largest value over all ranks is the logit.
         """
         size, length = self._run.job.training.local_batch_size, padded_length(self._run, max(map(len, rows)))
         windows = [Window(np.append(row, 0), 1) for row in rows]  # a label where the next token is asked for
         parts = [windows[i : i + size] for i in range(0, len(rows), size)]
         microbatches = [padded_microbatch(part, size, length, self._device) for part in parts]
-        logits = torch.full((len(parts) * size, self._run.arch.vocab_size), -torch.inf, device=self._device)
-        blocks = iter(logits.split(size))
+        logits = torch.full((len(parts), size, self._run.arch.vocab_size), -torch.inf, device=self._device)
 
-        def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-            if (block := next(blocks, None)) is not None:  # a pipeline's schedule adds microbatches at the end
-                self._fill(block, hidden, weight, labels)
-            return torch.zeros_like(scale)
+        def fill(number: int, row: Tensor, labels: Tensor, found: Tensor) -> None:
+            logits[number, row] = found
 
-        self._training.forward_backward.evaluate(microbatches, keep)
+        use_logits(self._training, microbatches, fill)
         dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
-        return logits[: len(rows)].cpu()
+        return logits.flatten(0, 1)[: len(rows)].cpu()
 
-    def _fill(self, logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-        """Write into `logits` (B, V) those at the labels that this rank has, of the classes that it has."""
-        first_class = 0
-        if self._mesh.tensor is not None:
-            assert isinstance(hidden, DTensor)
-            assert isinstance(weight, DTensor)
-            first_class = -(-weight.shape[0] // self._mesh.tensor.size()) * self._mesh.tensor.get_local_rank()
-            hidden, weight = hidden.redistribute(placements=[Replicate()]).to_local(), weight.to_local()
-        row, place = (labels != IGNORED).nonzero(as_tuple=True)
-        if len(row):
-            logits[row, first_class : first_class + len(weight)] = fp32_logits(hidden[row, place], weight)
+
+def use_logits(
+    training: Training, microbatches: Sequence[Microbatch], use: Callable[[int, Tensor, Tensor, Tensor], None]
+) -> None:
+    """Run the model forward, and hand over the logits of the tokens with a label, at most 256 at once.
+
+    Args:
+        use: Gets the number of the microbatch, and of n tokens their rows (n,), labels (n,) and logits (n, V) in fp32,
+            on the ranks that have the token. All tensor ranks have it.
+    """
+    mesh, numbers = training.mesh.tensor, iter(range(len(microbatches)))
+
+    def keep(hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        number, classes = next(numbers, None), weight.shape[0]
+        if mesh is not None:
+            hidden = cast(DTensor, hidden).redistribute(placements=[Replicate()]).to_local()
+            weight = cast(DTensor, weight).to_local()
+        tokens = torch.stack((labels != IGNORED).nonzero(as_tuple=True))
+        for at in tokens.split(256, dim=1) if number is not None else ():  # a pipeline's schedule adds microbatches
+            logits = fp32_logits(hidden[*at], weight)
+            if mesh is not None:
+                whole = torch.Size((len(logits), classes)), (classes, 1)
+                logits = DTensor.from_local(logits, mesh, [Shard(1)], shape=whole[0], stride=whole[1]).full_tensor()
+            use(cast(int, number), at[0], labels[*at], logits)
+        return torch.zeros_like(scale)
+
+    training.forward_backward.evaluate(microbatches, keep)

@@ -47,12 +47,18 @@ def standard_hooks(training: Training) -> list[Hook]:
     if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides
         saves = [validation, BestCheckpoint(checkpoints), checkpoints]
     profiles = profiling.enable_profiling or profiling.enable_memory_snapshot
+    benchmarks = None
+    if job.evaluation.freq:
+        from titanlite.hooks.benchmarks import Benchmarks  # of an extra, and slow to import
+
+        benchmarks = Benchmarks(watch.alive)
     hooks = [
         watch,
         StopSignals(),
         GarbageCollection(),
         Profiler(profiling, training.run.dump_folder) if profiles else None,
         Ema(job.ema.decay) if job.ema.decay else None,
+        benchmarks,
         Norms() if job.metrics.details else None,
         Stragglers() if training.run.world_size > 1 else None,
         records,
