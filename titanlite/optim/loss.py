@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
 # Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many.
-VOCAB_BLOCK = {"cpu": 2048, "cuda": 8192}
+VOCAB_BLOCK = {"cpu": 2048, "cuda": 65536}
 TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
