@@ -168,7 +168,7 @@ TRAFFIC = {
     (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 24},
     (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 24},
     (2, "accumulation"): {  # of two microbatches; the output stays gathered between them
-        ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + C + 4 * BLOCKS) // 2,
+        ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + 2 * C + 4 * BLOCKS) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 24,
     },

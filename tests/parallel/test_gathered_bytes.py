@@ -35,14 +35,14 @@ def test_fp8_halves_what_travels_of_the_blocks() -> None:
 def test_each_microbatch_gathers_but_the_output_matrix_and_reduces_if_asked() -> None:
     """The embedding is gathered in the forward passes only, because its gradient needs the tokens alone."""
     rows = {"global_batch_size": 12}
-    gathered = 4 * (EMBEDDING + NORM + 3 * (EMBEDDING + 2 * BLOCKS)), 1 + 3 * (1 + 2 * 3)
-    assert traffic(training=rows) == (*gathered, 2 + 3)
-    assert traffic(training=rows, parallelism={"fsdp_reduce": "microbatch"}) == (*gathered, 3 * (2 + 3))
+    gathered = 4 * (EMBEDDING + 3 * (NORM + EMBEDDING + 2 * BLOCKS)), 1 + 3 * (2 + 2 * 3)
+    assert traffic(training=rows) == (*gathered, 3 + 3)
+    assert traffic(training=rows, parallelism={"fsdp_reduce": "microbatch"}) == (*gathered, 3 * (3 + 3))
 
 
 def test_small_blocks_share_a_group() -> None:
-    """Three blocks of 37,000 parameters; besides them the embedding, and norm with output."""
-    groups = {0: (2 + 2 * 3, 2 + 3), 60_000: (2 + 2 * 2, 2 + 2), 120_000: (2 + 1, 2 + 1), 1_000_000: (1, 1)}
+    """Three blocks of 37,000 parameters; besides them the embedding, norm and output."""
+    groups = {0: (3 + 2 * 3, 3 + 3), 60_000: (3 + 2 * 2, 3 + 2), 120_000: (3 + 1, 3 + 1), 1_000_000: (1, 1)}
     for least, counts in groups.items():
         layout = {"fsdp_min_num_params": least}
         assert traffic(training={"global_batch_size": 4}, parallelism=layout)[1:] == counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,39 @@ def rope_frequencies(arch: Architecture, device: torch.device | None = None) -> 
     return frequencies * (keep + (1.0 - keep) / arch.rope_scaling_factor)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, T, H, D) by the angles of its positions. cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
+def apply_rope(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Rotate each x (B, T, H, D) by the angles of its positions. cos and sin are (T, 1, D / 2) or (B, T, 1, D / 2).
 
     Channel i is paired with i + D / 2, as in Hugging Face's Llama. Both halves are contiguous, so this vectorises.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+    if not torch.compiler.is_compiling():
+        turns = torch.complex(cos, sin)
+        return [_Turn.apply(x, turns) for x in xs]  # pyright: ignore
+    turned = []
+    for x in xs:
+        first, second = x.float().chunk(2, dim=-1)
+        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x))
+    return turned
+
+
+class _Turn(torch.autograd.Function):
+    """The same in complex numbers, bit for bit: three kernels instead of ten in each pass. No compiler knows them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
+        ctx.save_for_backward(turns)
+        return _turned(x, turns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _turned(grads[0], ctx.saved_tensors[0].conj()), None
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    pairs = torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).to(torch.float32, **how))
+    halves = torch.view_as_real(pairs.mul_(turns)).transpose(-1, -2)  # (B, T, H, 2, D / 2)
+    return halves.to(x.dtype, **how).flatten(-2)
 
 
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:
@@ -92,7 +118,7 @@ class Attention(nn.Module):
         v = v.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = apply_rope((q, k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(k, v)

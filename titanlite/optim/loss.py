@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
 # Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many.
-VOCAB_BLOCK = {"cpu": 2048, "cuda": 8192}
+VOCAB_BLOCK = {"cpu": 2048, "cuda": 65536}
 TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
@@ -137,22 +137,23 @@ def linear_cross_entropy_sum(
     # One kernel of a GPU instead of nine. On a CPU it is not worth the seconds that its compilation takes.
     at_labels = compiled_once(logits_at) if compiled and hidden.is_cuda else logits_at
     rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)
-    gradients = (torch.empty_like(rows), torch.zeros_like(matrix, dtype=torch.float32)) if needs_grad else None
+    gradients: list[Tensor] = []
 
     def loss_of(part: slice) -> Tensor:
         chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
         logits = chunk @ matrix.T if compiled else fp32_logits(chunk, matrix)  # (n, V)
         at_label = at_labels(logits, chunk_labels, first_class)
         loss, logits_grad = softmax(logits, at_label, chunk_labels, scale, needs_grad, z_loss, first_class, group)
-        if gradients is not None:
-            assert logits_grad is not None
-            _gradients(logits_grad, chunk, matrix, gradients[0][part], gradients[1])
+        if logits_grad is not None:
+            if part.start == 0:  # not before the first logits, which fit where the weights were received
+                gradients.extend((torch.empty_like(rows), torch.empty_like(matrix, dtype=torch.float32)))
+            _gradients(logits_grad, chunk, matrix, gradients[0][part], gradients[1], first=part.start == 0)
         return loss
 
     size = tokens_per_chunk(len(rows), rows.element_size() if compiled else 4)
     with torch.no_grad():
         total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
-    if gradients is None:
+    if not needs_grad:
         return total
     # Two autograd nodes, because pipeline schedules that split the backward pass need each gradient at another time.
     with_hidden: Tensor = _WithGradient.apply(hidden, total, gradients[0].view_as(hidden))  # pyright: ignore
@@ -175,11 +176,13 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, hidden_grad: Tensor, weight_grad: Tensor) -> None:
+def _gradients(
+    logits_grad: Tensor, hidden: Tensor, weight: Tensor, hidden_grad: Tensor, weight_grad: Tensor, first: bool
+) -> None:
     """Writes logits_grad (n, V) @ weight (V, C) to `hidden_grad`, and adds logits_grad.T @ hidden (n, C) to
-    `weight_grad`."""
+    `weight_grad`. The first chunk writes it, because it was not initialised."""
     if hidden.dtype == torch.float32:
-        weight_grad.addmm_(logits_grad.T, hidden)
+        weight_grad.addmm_(logits_grad.T, hidden, beta=not first)
         torch.mm(logits_grad, weight, out=hidden_grad)
         return
     block = VOCAB_BLOCK[hidden.device.type]
@@ -189,10 +192,11 @@ def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, hidden_grad:
             new.copy_(old.to(new.dtype))
         logits_grad = converted
     if hidden.is_cuda:
-        torch.addmm(weight_grad, logits_grad.T, hidden, out_dtype=torch.float32, out=weight_grad)
+        how = {"beta": int(not first), "out_dtype": torch.float32}
+        torch.addmm(weight_grad, logits_grad.T, hidden, **how, out=weight_grad)
     else:
         for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
-            rows_grad.add_(columns.T @ hidden)
+            (rows_grad.copy_ if first else rows_grad.add_)(columns.T @ hidden)
     torch.mm(logits_grad, weight, out=hidden_grad)
 
 
@@ -209,4 +213,5 @@ class _WithGradient(torch.autograd.Function):
         if ctx.gradient is None:
             raise RuntimeError("The gradient of this loss was computed once and has been handed out.")
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(grads[0]).to(ctx.dtype), None, None
+        result = gradient if gradient.dtype == ctx.dtype else torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, grads[0], out=result), None, None  # one kernel multiplies and converts

@@ -19,6 +19,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.spare_copies import spare_copies
 
+RANKS_OF_A_MACHINE = 8
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
@@ -50,8 +51,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
             # Its gradient needs the token ids only.
             cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
         if model.norm is not None and model.output is not None:
-            shard([model.norm, model.output], reshard == "always")
+            shard(model.output, reshard == "always")
+            cast(FSDPModule, model.output).set_unshard_in_backward(False)  # the loss has computed its gradient
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
+        if model.norm is not None and model.output is not None:
+            # FSDP2 waits for a reduction before it begins the next one. The output's holds 2 GiB (8b). Within a machine
+            # it takes 5 ms, and the norm's is the next one, so that the memory is free for the last block.
+            if mesh.size(-1) <= RANKS_OF_A_MACHINE:
+                shard(model.norm, reshard == "always")
+            else:
+                groups[-1].append(model.norm)
     # A single group of blocks stays gathered, because the backward pass begins with it. The blocks also stay gathered
     # if they are small and there is a single rank: copying them again would cost a hundredth of a small step.
     little = mesh.size() == 1 and _size(model.layers.values()) < 16 * job.parallelism.fsdp_min_num_params
@@ -73,9 +82,13 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     ahead, behind = job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch
+    targets = [*leaders, *([cast(FSDPModule, model.output)] if leaders and isinstance(model.output, FSDPModule) else [])]
     for i, leader in enumerate(leaders):  # 0: as FSDP2 does by itself
-        leader.set_modules_to_forward_prefetch(leaders[i + 1 : i + 1 + ahead])
+        leader.set_modules_to_forward_prefetch(targets[i + 1 : i + 1 + max(1, ahead)])
         leader.set_modules_to_backward_prefetch(leaders[max(0, i - behind) : i][::-1])
+    # All-gathers take the memory of the main stream, and none that only they can use. Their input is made in that stream,
+    # before the block that is computed while they run.
+    cast(Any, model)._set_unshard_async_op(True)
 
 
 class _ReduceScatter:
@@ -122,6 +135,8 @@ def set_gradient_sync(model: Llama, reduce: bool, last_microbatch: bool) -> None
     for module in (model, model.output):  # a tied output is in the root's group
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(last_microbatch, recurse=False)
+    if isinstance(model.output, FSDPModule):
+        model.output.set_reshard_after_forward(last_microbatch, recurse=False)
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -23,7 +23,11 @@ def spare_copies(modules: Iterable[FSDPModule], dtype: torch.dtype | None) -> No
     """
     for module in modules:
         group: Any = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group else ():
+        own = group.fsdp_params if group else ()
+        gathered = [hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather") for parameter in own]
+        if own and dtype is not None and not any(gathered):
+            group.wait_for_unshard = partial(_convert_all, group, dtype)
+        for parameter in own:
             parameter.accumulate_unsharded_grad_if_needed = partial(_take_gradient, group, parameter)
             if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
                 continue
@@ -43,6 +47,23 @@ def _convert(parameter: Any, dtype: torch.dtype, *_: object, **__: object) -> No
         data = parameter._sharded_param_data
         parameter.all_gather_outputs = [torch.empty(data.numel(), dtype=dtype, device=data.device)]
     parameter.param_dtype = None  # so that the copy into the output converts
+
+
+def _convert_all(group: Any, dtype: torch.dtype) -> None:
+    """As `_convert` and FSDP2 would, in one call for all parameters of the group."""
+    if group._all_gather_result is None:
+        return
+    shards, outputs = [parameter._sharded_param_data for parameter in group.fsdp_params], []
+    for parameter, shard in zip(group.fsdp_params, shards, strict=True):
+        parameter.init_all_gather_outputs([shard.numel()], [dtype], 1, shard.device)
+        parameter.alloc_all_gather_outputs()
+        outputs += parameter.all_gather_outputs
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+        torch._foreach_copy_(outputs, shards)
+    for parameter in group.fsdp_params:
+        parameter.init_unsharded_param()
+    group._to_unsharded()
+    group._all_gather_result = None
 
 
 def _take_gradient(group: Any, parameter: Any) -> None:
