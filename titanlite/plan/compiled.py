@@ -51,10 +51,8 @@ def compiling() -> Iterator[None]:
                 return function(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            weights, constants = (
-                dict(module.named_parameters()),
-                [None if i in places else leaf for i, leaf in enumerate(leaves)],
-            )
+            weights = dict(module.named_parameters())
+            constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
             tensors = [*weights.values(), *(leaves[i] for i in places)]
             names = list(weights)
             del leaves, args, kwargs, weights  # the graph lives longer than they

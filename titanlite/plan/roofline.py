@@ -19,7 +19,7 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
-from titanlite.plan.counter import Work
+from titanlite.plan.counter import FLEX_OPS, Work
 from titanlite.plan.trace import RankTrace
 
 # Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, and NCCL's buffers, about 0.1 GiB for each
@@ -163,7 +163,7 @@ def _kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     moving = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     if len(work.shape) == 5:
-        flex = work.shape[2] < work.shape[3] and gpu.fp8 > 0  # queries of one rank, keys of all
+        flex = work.op.removeprefix("aten.") in FLEX_OPS and gpu.fp8 > 0
         reached = (min(gpu.attention, FLEX) if flex else gpu.attention) * (5 / 6 if "backward" in work.op else 1)
         return "attention", work.flops / (peak * 1e12 * reached)
     if len(work.shape) != 3:

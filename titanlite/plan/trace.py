@@ -265,6 +265,21 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     return Counted(peaks, pools, amounts)
 
 
+class _FusedNorm(torch.autograd.Function):
+    """What a GPU's kernels of RMSNorm keep, read and write. Those of a CPU are many, on tensors in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., 0].float())  # the last one stands for 1 / rms
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        of_x = grad + x
+        return of_x, of_x.sum(tuple(range(x.ndim - 1)), dtype=weight.dtype)
+
+
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
@@ -280,7 +295,8 @@ def as_on_gpu() -> Iterator[None]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        own = torch.compiler.is_compiling()  # the compiler has its own
+        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0] if own else _FusedNorm.apply(x, weight)
 
     seen = _ALWAYS_SAVED - {torch.ops.aten._scaled_dot_product_flash_attention.default}
     masks = dict.fromkeys(("document_mask", "context_mask"), lambda *_: ())
