@@ -1,7 +1,7 @@
 """How far the time of `titanlite plan` is off: torchtitan's published figures beside the plans of the same jobs.
 
     python benchmarks/published.py [--only TEXT]
-    python benchmarks/published.py --search [--only TEXT]
+    python benchmarks/published.py --search [--only TEXT] [--most N]
 
 The figures are those of the folder benchmarks/ in torchtitan's repository, of its own trainer. Plans are of ours, with
 the same model, layout, batch and recomputation, so they differ where the trainers do. With --search: the first choice
@@ -22,7 +22,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
 from titanlite.observe.gpus import find_gpu
-from titanlite.plan.advice import options, search, workers
+from titanlite.plan.advice import MOST, options, search, workers
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import RankTrace, trace_run, with_keys
 
@@ -122,12 +122,12 @@ def searches() -> Iterator[tuple[str, int, Sections]]:
     yield "llama_405b.toml", 512, _job("405b", 4, batch=256, pp=8, pipeline_parallel_schedule="Interleaved1F1B", **wide)
 
 
-def compare_search(name: str, ranks: int, recipe: Sections) -> list[str]:
+def compare_search(most: int, name: str, ranks: int, recipe: Sections) -> list[str]:
     """A line of the table: the recipe, and what a search finds."""
     gpu, given = find_gpu("H100"), load_run(["--job.config_file", name], ranks)
     began = cpu_seconds()
     with workers() as pool:
-        found, traced, of = search(given, gpu, pool.map)
+        found, traced, of = search(given, gpu, pool.map, most)
     settings, first = found[0]
     spent, run = cpu_seconds() - began, Run(JobConfig.model_validate(recipe), ranks)
     planned = forecast(run, trace_run(run, gpu), gpu)
@@ -146,12 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--search", action="store_true", help="what a search finds beside torchtitan's recipes")
+    parser.add_argument("--most", type=int, default=MOST, help="jobs that a search traces")
     given = parser.parse_args()
     only, lines, traced = given.only, list[list[str]](), dict[str, tuple[RankTrace, ...]]()
     if given.search:
         for job in searches():
             if only in f"{job[0]} {job[1]}":
-                lines.append(compare_search(*job))
+                lines.append(compare_search(given.most, *job))
                 print(*lines[-1], sep="  ", flush=True)
         heads = ["job", "GPUs", "recipe, tokens/s", "search, tokens/s", "ratio", "traced", "CPU, s", "first choice"]
         print("\n".join(table(heads, lines)))

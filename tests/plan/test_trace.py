@@ -153,7 +153,8 @@ def test_a_device_with_fp8_is_planned_with_its_matmuls_and_compiled_blocks_keep_
     run = tiny_run({"float8": FLOAT8 | {"emulate": False}, "compile": {"enable": True}}, 2)
     ops = {name: {work.op for work in trace_run(run, find_gpu(name))[0].work} for name in ("H100", "A100")}
     assert "aten._scaled_mm" in ops["H100"] - ops["A100"]
-    assert not {"aten.rsqrt", "aten.pow"} & {work.op for work in trace_run(tiny_run({}, 2), find_gpu("H100"))[0].work}
+    eager = trace_run(tiny_run({}, 2), find_gpu("H100"))[0].work
+    assert "aten.rsqrt" not in {work.op for work in eager}  # a norm is one kernel
     job = {"model": {"n_layers": 9}, "activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}}
     less, more = (
         trace_run(tiny_run(merge(job, {"activation_checkpoint": {"memory_budget": each}}), 2))[0] for each in (0.2, 1)

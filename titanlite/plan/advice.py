@@ -25,12 +25,13 @@ from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
 from titanlite.plan.counter import Work
 from titanlite.plan.roofline import forecast
-from titanlite.plan.trace import MOST_TOKENS, RankTrace, trace_run, with_keys
+from titanlite.plan.trace import RankTrace, trace_run, with_keys
 from titanlite.runtime.logging import note, working
 from titanlite.runtime.process import PARENT, serve_parent
 
 WORKERS = 2  # processes that trace
 MOST = 16  # jobs that a search traces: one or two minutes for a model of 8 billion parameters on two cores
+MOST_TOKENS = 2**22  # of a batch that is looked for: a trace would take minutes, because the loss is a loop over chunks
 Settings = Mapping[str, Any]
 """A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
@@ -191,10 +192,8 @@ def _remedies(run: Run) -> tuple[list[Settings], list[Settings]]:
         single.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         single.append(SELECTIVE)
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor and run.world_size % degree == 0:
-            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
-            single.append({**layout, "training.global_batch_size": batch})
+    layout = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": batch}
+    single += [{**layout, "parallelism.tensor_parallel_degree": n} for n in (2, 4, 8) if n > run.degrees.tensor]
     together = {**(fewer[-1] if fewer else {}), **FULL}
     return single, [{**together, **more} for more in ({}, HALF_STATE, BF16, {**BF16, **OFFLOAD})]
 
@@ -202,31 +201,27 @@ def _remedies(run: Run) -> tuple[list[Settings], list[Settings]]:
 def layouts(run: Run, gpu: Gpu) -> list[Settings]:
     """Layouts, recomputation, precisions and batch sizes for the ranks of a run that the rules allow and that may fit,
     those first that may be fastest; of each layout two batch sizes. A global batch that the job names stays."""
-    world, training = run.world_size, run.job.training
+    world, training, layers = run.world_size, run.job.training, run.arch.n_layers
     several = world > gpu.machine
-    degrees: dict[str, list[int]] = {
-        "tensor_parallel": [n for n in _POWERS if n <= min(gpu.machine, run.arch.n_kv_heads)],
-        "pipeline_parallel": [n for n in _POWERS if n == 1 or (several and 2 * n <= run.arch.n_layers)],
-        "context_parallel": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
-        "data_parallel_replicate": [1, world // gpu.machine] if several else [1],
+    values: dict[str, Sequence[Any]] = {
+        "parallelism.tensor_parallel_degree": [n for n in _POWERS if n <= min(gpu.machine, run.arch.n_kv_heads)],
+        "parallelism.pipeline_parallel_degree": [n for n in _POWERS if n == 1 or (several and 2 * n <= layers)],
+        "parallelism.context_parallel_degree": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
+        "parallelism.data_parallel_replicate_degree": [1, world // gpu.machine] if several else [1],
+        "parallelism.pipeline_parallel_schedule": ["1F1B", "Interleaved1F1B"],
+        "float8.enable": [False, True] if gpu.fp8 else [False],
+        "activation_checkpoint.mode": ["none", "selective", "full"],
     }
-    compiles = not gpu.cpu or run.compiles("model")
-    float8 = [False, True] if gpu.fp8 and compiles else [False]
-    again: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
-    schedules = ("1F1B", "Interleaved1F1B")
     found = list[tuple[float, Settings]]()
-    for sizes, schedule, fp8, recompute in itertools.product(
-        itertools.product(*degrees.values()), schedules, float8, again
-    ):
-        tensor, pipeline, context, _ = sizes
-        if pipeline == 1 and schedule != schedules[0]:
+    for layout in (dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())):
+        tensor, pipeline, context, _, _, fp8, _ = layout.values()
+        if pipeline == 1 and layout.pop("parallelism.pipeline_parallel_schedule") != "1F1B":
             continue
-        layout: dict[str, Any] = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
-        layout = {**layout, "parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **recompute}
+        layout["parallelism.data_parallel_shard_degree"] = -1
         layout["parallelism.enable_async_tensor_parallel"] = tensor > 1 and not gpu.cpu
-        layout |= {"compile.enable": True} if compiles else {}
+        layout["activation_checkpoint.selective_ac_option"] = "op"
+        layout["compile.enable"] = not gpu.cpu or run.job.compile.enable
         layout |= dict.fromkeys(FP8_GATHER, fp8 and run.job.float8.recipe_name == "tensorwise")
-        layout |= {"parallelism.pipeline_parallel_schedule": schedule} if pipeline > 1 else {}
         fit = list[tuple[float, Settings]]()
         for rows in _POWERS:
             batch = training.global_batch_size
@@ -243,9 +238,9 @@ def layouts(run: Run, gpu: Gpu) -> list[Settings]:
 
 def _guess(run: Run, gpu: Gpu) -> Forecast:
     """A guess at the plan of a compiled run, which decides only what is traced, and in which order."""
-    job, arch, degree, of_model = run.job, run.arch, run.degrees, num_params(run.arch)
+    job, arch, degree = run.job, run.arch, run.degrees
     again, kept = {"none": (0.0, 1.0), "full": (1.0, 0.08)}.get(job.activation_checkpoint.mode, (0.5, 0.4))
-    layers, weights = arch.n_layers / degree.pipeline, of_model / degree.tensor / degree.pipeline
+    layers, weights = arch.n_layers / degree.pipeline, num_params(arch) / degree.tensor / degree.pipeline
     together = job.training.local_batch_size * job.training.seq_len // degree.context  # tokens of a microbatch
     tokens = run.microbatches * together
     # What blocks keep of a token: the residual stream, twice; queries, keys, values and the output of attention; three
@@ -257,13 +252,12 @@ def _guess(run: Run, gpu: Gpu) -> Forecast:
     dtype, size = ("float8", 1) if job.float8.enable else ("bfloat16", 2)
     attention = 4 * arch.attended(job.training.seq_len) * arch.q_dim * layers / degree.tensor
     gathers, shards = 2 * (1 if degree.pipeline > 1 else run.microbatches), degree.shard * degree.context
-    tensor, fsdp = ("tensor", degree.tensor, degree.tensor), ("fsdp", shards, shards * degree.tensor)
-    replicas = "replicate", degree.replicate, run.world_size
+    fsdp, replicas = ("fsdp", shards, shards * degree.tensor), ("replicate", degree.replicate, run.world_size)
     work = (
         ("mm", dtype, (1,) * 3, None, 1, (6 + 2 * again) * weights * tokens, 0),
         ("attention", "bfloat16", (1,) * 5, None, 1, (4 + (again == 1)) * attention * tokens, 0),
         ("other", "", (), None, 1, 0, 20 * values * tokens * layers),
-        ("all_gather", "", (), tensor, 1, 0, (8 + 4 * again) * 2 * arch.dim * tokens * layers),
+        ("all_gather", "", (), ("tensor", degree.tensor, 1), 1, 0, (8 + 4 * again) * 2 * arch.dim * tokens * layers),
         ("all_gather", "", (), fsdp, gathers * layers, 0, gathers * weights * size),
         ("reduce_scatter", "", (), fsdp, layers, 0, 4 * weights),
         ("all_reduce", "", (), replicas, layers, 0, 4 * weights / degree.shard),
@@ -280,9 +274,5 @@ def changed(run: Run, settings: Settings) -> Run | None:
 
 def options(settings: Settings) -> tuple[str, ...]:
     """The options of a command line that make these settings."""
-    listed: list[str] = []
-    for key, value in settings.items():
-        section, name = key.split(".")
-        listed.append(f"--{section}.no-{name}" if value is False else f"--{key}")
-        listed += [] if isinstance(value, bool) else [str(value)]
-    return tuple(listed)
+    words = ((f"--{key.replace('.', '.no-') if value is False else key}", value) for key, value in settings.items())
+    return tuple(str(word) for pair in words for word in pair if not isinstance(word, bool))

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.plan.counter import MATMULS, Counter
+from titanlite.plan.counter import MATMULS, Counter, bytes_of
 
 SMALL = 8  # A value of so many times fewer bytes than what it is computed from is a sum or a maximum.
 
@@ -234,6 +234,4 @@ def _name(node: Node) -> str:
 
 
 def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
+    return bytes_of(node.meta.get("val"))

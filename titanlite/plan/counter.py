@@ -203,10 +203,10 @@ class Counter(TorchDispatchMode):
         """What a call did."""
         name, phase = signature.name, self.place.phase
         if op := _collective(name):
-            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(_bytes, (*args, result))))
-        moved = _bytes(result) if signature.returns_new else 0
+            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(bytes_of, (*args, result))))
+        moved = bytes_of(result) if signature.returns_new else 0
         for i, (argument, times) in enumerate(signature.arguments):
-            moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
+            moved += times * bytes_of(kwargs.get(argument, args[i] if i < len(args) else None))
         inputs, shape, flops = _tensors(args), (), 0
         if name.removeprefix("aten::") in MATMULS:
             a, b = inputs[1:3] if "add" in name else inputs[:2]
@@ -308,5 +308,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
-def _bytes(value: Any) -> int:
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

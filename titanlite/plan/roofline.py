@@ -82,7 +82,6 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         hidden_seconds=hidden,
         tokens_per_second=speed,
         mfu=speed * flops_per_token(run.arch, training.seq_len) / (gpu.bf16 * 1e12),
-        basis="one matmul and one copy, timed now" if gpu.cpu else f"data sheet of {gpu.name}",
     )
 
 
@@ -97,7 +96,7 @@ def this_cpu() -> Gpu:
     side, data = torch.randn(768, 768), torch.ones(32 << 20)
     bandwidth = 2 * data.nbytes / seconds("a.clone()", data) / 1e9
     return Gpu(
-        name=f"{cores} CPU core{'s' if cores > 1 else ''}",
+        name=f"{cores} CPU core{'s' if cores > 1 else ''} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=machine_memory() / GIB,
         bf16=2 * 768**3 / seconds("a @ a", side.bfloat16()) / 1e12,

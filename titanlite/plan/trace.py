@@ -26,7 +26,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import V_SHAPED, Run, stage_rank
 from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.hook import Hook
@@ -43,8 +42,6 @@ from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place
 from titanlite.train.step import TrainStep
 
 DEVICE = torch.device("cpu")  # of the fake tensors: torch without CUDA cannot follow those of a GPU backward
-# Beyond that a trace would take minutes: the loss is a loop over chunks of tokens.
-MOST_TOKENS = 2**22
 FEWEST = 6  # microbatches of a pipeline from which on some are left out
 # Methods of a pipeline's stage, and their phases. The last two hand over what is sent.
 _ACTIONS = {
@@ -92,16 +89,7 @@ def trace_run(
         gpu: What each rank has. None: a CPU. It need not be there.
         apply: Does the parts of the work, of which none needs another: `map`, or that method of a pool of processes.
         whole: Run all blocks and all microbatches, on all pipeline ranks. The results are the same.
-
-    Raises:
-        UserError: A forward pass has too many tokens to be followed.
     """
-    training = run.job.training
-    if training.local_batch_size * training.seq_len // run.degrees.context > MOST_TOKENS:
-        raise UserError(
-            f"training.local_batch_size = {training.local_batch_size}, training.seq_len = {training.seq_len}: a plan "
-            f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
-        )
     run = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})
     spare = 0 if whole else _spare_blocks(run)
     runs = [_without_blocks(run, lost) for lost in ((spare, spare - 1) if spare else (0,))]
