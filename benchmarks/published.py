@@ -1,15 +1,18 @@
 """How far the time of `titanlite plan` is off: torchtitan's published figures beside the plans of the same jobs.
 
     python benchmarks/published.py [--only TEXT]
+    python benchmarks/published.py --search [--only TEXT] [--most N]
 
 The figures are those of the folder benchmarks/ in torchtitan's repository, of its own trainer. Plans are of ours, with
-the same model, layout, batch and recomputation, so they differ where the trainers do. Prints a table for
-docs/planning.md.
+the same model, layout, batch and recomputation, so they differ where the trainers do. With --search: the first choice
+of `titanlite plan --search` for a job file beside torchtitan's recipe, both planned on the H100 of the data sheet.
+Prints tables for docs/planning.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +20,9 @@ from runs import table
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
+from titanlite.load_run import load_run
 from titanlite.observe.gpus import find_gpu
+from titanlite.plan.advice import MOST, options, search, workers
 from titanlite.plan.roofline import forecast
 from titanlite.plan.trace import RankTrace, trace_run, with_keys
 
@@ -107,10 +112,51 @@ def rows() -> Iterator[Row]:
                 yield Row("2025-06", f"{flavor}{recipe}, {'async ' * asynchronous}TP 8", figure, ranks, job)
 
 
+def searches() -> Iterator[tuple[str, int, Sections]]:
+    """A job file, a number of GPUs, and torchtitan's recipe for them: the fastest that is published, or, for 70b on 64,
+    that of its job file."""
+    wide: dict[str, Any] = {"fp8": FP8, "full": True, "tp": 8, "enable_async_tensor_parallel": True}
+    yield "llama_8b.toml", 8, _job("8b", 2, fp8=FP8)
+    yield "llama_70b.toml", 64, _job("70b", 8, full=True, tp=8)
+    yield "llama_70b.toml", 256, _job("70b", 16, **wide)
+    yield "llama_405b.toml", 512, _job("405b", 4, batch=256, pp=8, pipeline_parallel_schedule="Interleaved1F1B", **wide)
+
+
+def compare_search(most: int, name: str, ranks: int, recipe: Sections) -> list[str]:
+    """A line of the table: the recipe, and what a search finds."""
+    gpu, given = find_gpu("H100"), load_run(["--job.config_file", name], ranks)
+    began = cpu_seconds()
+    with workers() as pool:
+        found, traced, of = search(given, gpu, pool.map, most)
+    settings, first = found[0]
+    spent, run = cpu_seconds() - began, Run(JobConfig.model_validate(recipe), ranks)
+    planned = forecast(run, trace_run(run, gpu), gpu)
+    words = " ".join(options(settings)).replace("--", "") or "(as it is)"
+    speeds = [f"{plan.tokens_per_second:,.0f}" for plan in (planned, first)]
+    ratio = f"{first.tokens_per_second / planned.tokens_per_second:.2f}"
+    return [name, str(ranks), *speeds, ratio, f"{traced} of {of}", f"{spent:,.0f}", words]
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    only, lines, traced = parser.parse_args().only, [], dict[str, tuple[RankTrace, ...]]()
+    parser.add_argument("--search", action="store_true", help="what a search finds beside torchtitan's recipes")
+    parser.add_argument("--most", type=int, default=MOST, help="jobs that a search traces")
+    given = parser.parse_args()
+    only, lines, traced = given.only, list[list[str]](), dict[str, tuple[RankTrace, ...]]()
+    if given.search:
+        for job in searches():
+            if only in f"{job[0]} {job[1]}":
+                lines.append(compare_search(given.most, *job))
+                print(*lines[-1], sep="  ", flush=True)
+        heads = ["job", "GPUs", "recipe, tokens/s", "search, tokens/s", "ratio", "traced", "CPU, s", "first choice"]
+        print("\n".join(table(heads, lines)))
+        return
     for row in (row for row in rows() if only in row.name):
         run, gpu = row.run, H200 if row.table == "H200" else H100
         alike = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})  # has the same trace

@@ -128,6 +128,14 @@ def test_async_tensor_parallelism_hides_a_part_and_a_ring_of_many_machines_start
     assert 16 * near < far < 20 * near  # 112 hops within machines and 15 between them, beside 7
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["llama_8b.toml 8", "llama_70b.toml 64", "llama_70b.toml 256", "llama_405b.toml 512"])
+def test_the_first_choice_of_a_search_is_as_fast_as_the_recipe_of_torchtitan(job: str):
+    command = [sys.executable, "benchmarks/published.py", "--search", "--only", job]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout.splitlines()[-1].split("|")[5]) >= 1, done.stdout
+
+
 @pytest.mark.slow
 def test_plans_of_published_jobs_are_as_fast_as_published():
     command = [sys.executable, "benchmarks/published.py", "--only", "8b, FSDP 8,"]
@@ -178,12 +186,15 @@ def test_changes_that_fit_are_listed_cheapest_first(
 
 def test_the_search_lists_what_keeps_the_rules_and_fits_fastest_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(advice, "trace_run", trace_of_rows)
-    job = run(16, compile={"enable": True})
-    found, traced, candidates = advice.search(job, H100, map)
+    job, gpu = run(16, compile={"enable": True}), find_gpu("A100-80GB")
+    found, traced, candidates = advice.search(job, gpu, map)
     jobs = [advice.with_keys(job, settings) for settings, _ in found]
     rowwise = run(8, float8={"recipe_name": "rowwise"})
-    assert any(each.get("float8.enable") for each in advice.layouts(rowwise, H100))
-    assert traced == advice.MOST < candidates == 1 + len([*advice.layouts(job, H100)])
+    tried = [*advice.layouts(rowwise, H100), *advice.layouts(run(512, model={"flavor": "405b"}), H100)]
+    keys = ("float8.enable", "compile.enable", "parallelism.enable_async_tensor_parallel")
+    assert all(any(each.get(key) for each in tried) for key in keys)
+    assert any(each.get("parallelism.pipeline_parallel_schedule") == "Interleaved1F1B" for each in tried)
+    assert traced == advice.MOST < candidates == 1 + len(advice.layouts(job, gpu))
     assert all(settings for settings, _ in found[:-1])  # nothing stands behind the job as it is
     assert all(plan.fits for _, plan in found)
     assert {new.degrees.world for new in jobs} == {16}

@@ -133,6 +133,15 @@ def test_all_flops_of_a_step_are_counted() -> None:
     assert sum(work.flops for work in counted.work) == pytest.approx(4 / 3 * useful - head / 4, rel=0.05)
 
 
+def test_ranks_that_share_a_row_share_its_attention() -> None:
+    flops = list[int]()
+    for ranks in (1, 2):
+        layout = {"context_parallel_degree": ranks, "data_parallel_shard_degree": 1}
+        (counted,) = trace_run(tiny_run({"parallelism": layout}, ranks), find_gpu("H100"))
+        flops.append(ranks * sum(work.flops for work in counted.work if len(work.shape) == 5))
+    assert flops[0] == flops[1] > 0
+
+
 def test_offloaded_state_and_gradients_are_in_host_memory() -> None:
     offloaded, kept = (trace_run(tiny_run({"training": {"enable_cpu_offload": each}}, 2))[0] for each in (True, False))
     state = kept.kinds["weights"] + kept.kinds["optimizer state"]
@@ -145,6 +154,8 @@ def test_a_device_with_fp8_is_planned_with_its_matmuls_and_compiled_blocks_keep_
     run = tiny_run({"float8": FLOAT8 | {"emulate": False}, "compile": {"enable": True}}, 2)
     ops = {name: {work.op for work in trace_run(run, find_gpu(name))[0].work} for name in ("H100", "A100")}
     assert "aten._scaled_mm" in ops["H100"] - ops["A100"]
+    eager = trace_run(tiny_run({}, 2), find_gpu("H100"))[0].work
+    assert "aten.rsqrt" not in {work.op for work in eager}  # a norm is one kernel
     job = {"model": {"n_layers": 9}, "activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}}
     less, more = (
         trace_run(tiny_run(merge(job, {"activation_checkpoint": {"memory_budget": each}}), 2))[0] for each in (0.2, 1)

@@ -118,7 +118,7 @@ def _described(run: Run, plan: Forecast) -> Iterator[str]:
     yield from (f"  {name:<36}{size / GIB:>10.3f}" for name, size in sizes.items() if size >= MIB)
     fits = "fits" if plan.fits else "DOES NOT FIT"
     yield f"  {f'together, of {plan.memory / GIB:.1f}: {fits}':<36}{plan.needs / GIB:>10.3f}"
-    yield f"\nTime of a step, s ({plan.basis}; a roofline, right to a third)"
+    yield f"\nTime of a step, s (by the numbers of {plan.gpu}; a roofline, right to a third)"
     parts = plan.parts | {"(communication behind other work)": plan.hidden_seconds, "step": plan.step_seconds}
     yield from (f"  {name:<36}{seconds:>10.4f}{seconds / plan.step_seconds:>7.0%}" for name, seconds in parts.items())
     days = plan.step_seconds * run.job.training.steps / 86400

@@ -50,8 +50,6 @@ class Forecast(FileModel):
     tokens_per_second: float
     """Of one device."""
     mfu: float
-    basis: str
-    """Where the rates come from."""
     largest_local_batch_size: int | None = None
     """Rows per forward pass that still fit; None if it was not asked for, or if not even one fits."""
     changes: Annotated[tuple[str, ...], Field(strict=False)] = ()

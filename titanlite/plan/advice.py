@@ -13,22 +13,25 @@ from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import active_children, get_context
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.load_run import broken_rules
-from titanlite.observe.flops import state_bytes
+from titanlite.observe.flops import num_params, state_bytes
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, Gpu
 from titanlite.optim.loss import TOKENS_OF_FULL_CHUNKS
+from titanlite.plan.counter import Work
 from titanlite.plan.roofline import forecast
-from titanlite.plan.trace import MOST_TOKENS, trace_run, with_keys
+from titanlite.plan.trace import RankTrace, trace_run, with_keys
 from titanlite.runtime.logging import note, working
 from titanlite.runtime.process import PARENT, serve_parent
 
 WORKERS = 2  # processes that trace
-MOST = 40  # jobs that a search traces: two minutes for a model of 8 billion parameters on two cores
+MOST = 16  # jobs that a search traces: one or two minutes for a model of 8 billion parameters on two cores
+MOST_TOKENS = 2**22  # of a batch that is looked for: a trace would take minutes, because the loss is a loop over chunks
 Settings = Mapping[str, Any]
 """A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
@@ -36,10 +39,7 @@ SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.s
 HALF_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 OFFLOAD = {"training.enable_cpu_offload": True}
-FP8_GATHER = {
-    "float8.enable_fsdp_float8_all_gather": True,
-    "float8.precompute_float8_dynamic_scale_for_fsdp": True,
-}
+FP8_GATHER = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
 _POWERS = (1, 2, 4, 8, 16)
 Apply = Callable[..., Iterable[Any]]
 """`map`, or that method of a pool of processes."""
@@ -141,7 +141,7 @@ def search(run: Run, gpu: Gpu, apply: Apply, most: int = MOST) -> tuple[list[tup
     Returns:
         The settings and their plans; how many jobs were traced; and of how many.
     """
-    tries = sorted(layouts(run, gpu), key=lambda each: _guessed_time(with_keys(run, each)))
+    tries = layouts(run, gpu)
     chosen: list[Settings] = [{}, *tries[: most - 1]]
     found = _fastest(run, chosen, gpu, apply, f"Tracing {len(chosen)} of {1 + len(tries)} jobs")
     own = next((place for place, (settings, _) in enumerate(found) if not settings), len(found))
@@ -192,75 +192,78 @@ def _remedies(run: Run) -> tuple[list[Settings], list[Settings]]:
         single.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
         single.append(SELECTIVE)
-    for degree in (2, 4, 8):
-        if degree > run.degrees.tensor and run.world_size % degree == 0:
-            layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": -1}
-            single.append({**layout, "training.global_batch_size": batch})
+    layout = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": batch}
+    single += [{**layout, "parallelism.tensor_parallel_degree": n} for n in (2, 4, 8) if n > run.degrees.tensor]
     together = {**(fewer[-1] if fewer else {}), **FULL}
     return single, [{**together, **more} for more in ({}, HALF_STATE, BF16, {**BF16, **OFFLOAD})]
 
 
-def layouts(run: Run, gpu: Gpu) -> Iterator[Settings]:
-    """Layouts, recomputation, precisions and batch sizes for the ranks of a run that the rules allow: of the batch
-    sizes those two that are the largest of which an estimate says that they fit. A global batch that the job names
-    stays."""
-    world, training = run.world_size, run.job.training
+def layouts(run: Run, gpu: Gpu) -> list[Settings]:
+    """Layouts, recomputation, precisions and batch sizes for the ranks of a run that the rules allow and that may fit,
+    those first that may be fastest; of each layout two batch sizes. A global batch that the job names stays."""
+    world, training, layers = run.world_size, run.job.training, run.arch.n_layers
     several = world > gpu.machine
-    degrees: dict[str, list[int]] = {
-        "tensor_parallel": [n for n in _POWERS if n <= min(gpu.machine, run.arch.n_kv_heads)],
-        "pipeline_parallel": [n for n in _POWERS if n == 1 or (several and 2 * n <= run.arch.n_layers)],
-        "context_parallel": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
-        "data_parallel_replicate": [1, world // gpu.machine] if several else [1],
+    values: dict[str, Sequence[Any]] = {
+        "parallelism.tensor_parallel_degree": [n for n in _POWERS if n <= min(gpu.machine, run.arch.n_kv_heads)],
+        "parallelism.pipeline_parallel_degree": [n for n in _POWERS if n == 1 or (several and 2 * n <= layers)],
+        "parallelism.context_parallel_degree": [n for n in _POWERS if n == 1 or training.seq_len >= 16384 * n],
+        "parallelism.data_parallel_replicate_degree": [1, world // gpu.machine] if several else [1],
+        "parallelism.pipeline_parallel_schedule": ["1F1B", "Interleaved1F1B"],
+        "float8.enable": [False, True] if gpu.fp8 else [False],
+        "activation_checkpoint.mode": ["none", "selective", "full"],
     }
-    compiles = not gpu.cpu or run.compiles("model")
-    float8 = [False, True] if gpu.fp8 and compiles else [False]
-    again: list[Settings] = [{"activation_checkpoint.mode": "none"}, SELECTIVE, FULL]
-    schedules = ("1F1B", "Interleaved1F1B")
-    for sizes, schedule, fp8, recompute in itertools.product(
-        itertools.product(*degrees.values()), schedules, float8, again
-    ):
-        tensor, pipeline, context, _ = sizes
-        if pipeline == 1 and schedule != schedules[0]:
+    found = list[tuple[float, Settings]]()
+    for layout in (dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())):
+        tensor, pipeline, context, _, _, fp8, _ = layout.values()
+        if pipeline == 1 and layout.pop("parallelism.pipeline_parallel_schedule") != "1F1B":
             continue
-        layout: dict[str, Any] = {f"parallelism.{name}_degree": n for name, n in zip(degrees, sizes, strict=True)}
-        layout = {**layout, "parallelism.data_parallel_shard_degree": -1, "float8.enable": fp8, **recompute}
-        layout |= {"compile.enable": True} if compiles else {}
-        layout |= FP8_GATHER if fp8 and run.job.float8.recipe_name == "tensorwise" else {}
-        layout |= {"parallelism.pipeline_parallel_schedule": schedule} if pipeline > 1 else {}
-        fit: list[Settings] = []
+        layout["parallelism.data_parallel_shard_degree"] = -1
+        layout["parallelism.enable_async_tensor_parallel"] = tensor > 1 and not gpu.cpu
+        layout["activation_checkpoint.selective_ac_option"] = "op"
+        layout["compile.enable"] = not gpu.cpu or run.job.compile.enable
+        layout |= dict.fromkeys(FP8_GATHER, fp8 and run.job.float8.recipe_name == "tensorwise")
+        fit = list[tuple[float, Settings]]()
         for rows in _POWERS:
             batch = training.global_batch_size
             if batch == -1 and pipeline > 1:  # so that a fifth of the time is idle at the most
                 batch = 4 * pipeline * rows * (world // (tensor * pipeline * context))
             settings = {**layout, "training.local_batch_size": rows, "training.global_batch_size": batch}
             new = changed(run, settings)
-            if new and state_bytes(new) + _kept_by_blocks(new) < gpu.memory:
-                fit.append(settings)
-        yield from fit[-2:]
+            if new and new.job != run.job and (guess := _guess(new, gpu)).fits:
+                new_keys = {key: value for key, value in settings.items() if attrgetter(key)(run.job) != value}
+                fit.append((-guess.tokens_per_second, new_keys))
+        found += sorted(fit, key=itemgetter(0))[:2]
+    return [settings for _, settings in sorted(found, key=itemgetter(0))]
 
 
-def _kept_by_blocks(run: Run) -> float:
-    """About what the blocks of a rank keep for their backward passes, bytes: see model/llama.py, line by line."""
-    training, recompute, arch, degree = run.job.training, run.job.activation_checkpoint, run.arch, run.degrees
-    # The residual stream and its norms, twice; queries, keys and values; SwiGLU; a tenth for rotary embedding in fp32.
-    values = 5 * arch.dim + 2 * arch.q_dim + 2 * arch.kv_dim + 4 * arch.ffn_dim
-    of_token = 1.1 * (2 + run.job.float8.enable) * values / degree.tensor + 2 * arch.dim
-    if recompute.mode == "full":
-        of_token = 4 * arch.dim / degree.tensor  # its input
-    elif recompute.mode == "selective":
-        of_token *= 0.4  # of 8b: every second matmul and the attention
-    waiting = min(run.microbatches, degree.pipeline)
-    tokens = training.local_batch_size * training.seq_len / degree.context * waiting
-    return tokens * of_token * arch.n_layers / degree.pipeline
-
-
-def _guessed_time(run: Run) -> float:
-    """A guess at the time of a token, of which only the order counts: the jobs that are traced first."""
-    degree, job = run.degrees, run.job
-    again = {"full": 4 / 3, "selective": 7 / 6}.get(job.activation_checkpoint.mode, 1.0)
-    idle = 1 + (degree.pipeline - 1) / run.microbatches * degree.pipeline / len(run.stages)
-    traffic = 1 + 0.1 * (degree.tensor > 1) + 0.1 * (degree.context > 1)
-    return again * idle * traffic / (1.5 if job.float8.enable else 1.0) - 0.001 * job.training.local_batch_size
+def _guess(run: Run, gpu: Gpu) -> Forecast:
+    """A guess at the plan of a compiled run, which decides only what is traced, and in which order."""
+    job, arch, degree = run.job, run.arch, run.degrees
+    again, kept = {"none": (0.0, 1.0), "full": (1.0, 0.08)}.get(job.activation_checkpoint.mode, (0.5, 0.4))
+    layers, weights = arch.n_layers / degree.pipeline, num_params(arch) / degree.tensor / degree.pipeline
+    together = job.training.local_batch_size * job.training.seq_len // degree.context  # tokens of a microbatch
+    tokens = run.microbatches * together
+    # What blocks keep of a token: the residual stream, twice; queries, keys, values and the output of attention; three
+    # of SwiGLU; and the norms, which tensor parallelism gathers.
+    values = (2 * arch.dim + 2 * arch.q_dim + 2 * arch.kv_dim + 3 * arch.ffn_dim) / degree.tensor + 2 * arch.dim
+    peak = state_bytes(run) + 2 * values * kept * together * layers * min(run.microbatches, degree.pipeline)
+    # Gradients that wait for the last microbatch are whole, and so are the weights of a pipeline's stages.
+    peak += weights * (4 * (run.microbatches > 1) + (2 if degree.pipeline > 1 else 6 / layers))
+    dtype, size = ("float8", 1) if job.float8.enable else ("bfloat16", 2)
+    attention = 4 * arch.attended(job.training.seq_len) * arch.q_dim * layers / degree.tensor
+    gathers, shards = 2 * (1 if degree.pipeline > 1 else run.microbatches), degree.shard * degree.context
+    fsdp, replicas = ("fsdp", shards, shards * degree.tensor), ("replicate", degree.replicate, run.world_size)
+    work = (
+        ("mm", dtype, (1,) * 3, None, 1, (6 + 2 * again) * weights * tokens, 0),
+        ("attention", "bfloat16", (1,) * 5, None, 1, (4 + (again == 1)) * attention * tokens, 0),
+        ("other", "", (), None, 1, 0, 20 * values * tokens * layers),
+        ("all_gather", "", (), ("tensor", degree.tensor, 1), 1, 0, (8 + 4 * again) * 2 * arch.dim * tokens * layers),
+        ("all_gather", "", (), fsdp, gathers * layers, 0, gathers * weights * size),
+        ("reduce_scatter", "", (), fsdp, layers, 0, 4 * weights),
+        ("all_reduce", "", (), replicas, layers, 0, 4 * weights / degree.shard),
+    )
+    works = tuple(Work("backward", *each[:4], *map(int, each[4:])) for each in work)
+    return forecast(run, [RankTrace(0, int(peak), "", {}, 0, works, int(1.1 * peak))], gpu)
 
 
 def changed(run: Run, settings: Settings) -> Run | None:
@@ -271,9 +274,5 @@ def changed(run: Run, settings: Settings) -> Run | None:
 
 def options(settings: Settings) -> tuple[str, ...]:
     """The options of a command line that make these settings."""
-    listed: list[str] = []
-    for key, value in settings.items():
-        section, name = key.split(".")
-        listed.append(f"--{section}.no-{name}" if value is False else f"--{key}")
-        listed += [] if isinstance(value, bool) else [str(value)]
-    return tuple(listed)
+    words = ((f"--{key.replace('.', '.no-') if value is False else key}", value) for key, value in settings.items())
+    return tuple(str(word) for pair in words for word in pair if not isinstance(word, bool))

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.plan.counter import MATMULS, Counter
+from titanlite.plan.counter import MATMULS, Counter, bytes_of
 
 SMALL = 8  # A value of so many times fewer bytes than what it is computed from is a sum or a maximum.
 
@@ -51,10 +51,8 @@ def compiling() -> Iterator[None]:
                 return function(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            weights, constants = (
-                dict(module.named_parameters()),
-                [None if i in places else leaf for i, leaf in enumerate(leaves)],
-            )
+            weights = dict(module.named_parameters())
+            constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
             tensors = [*weights.values(), *(leaves[i] for i in places)]
             names = list(weights)
             del leaves, args, kwargs, weights  # the graph lives longer than they
@@ -236,6 +234,4 @@ def _name(node: Node) -> str:
 
 
 def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
+    return bytes_of(node.meta.get("val"))

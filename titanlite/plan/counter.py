@@ -42,6 +42,8 @@ _MARKS: Mapping[str, Sequence[tuple[str, int | str]]] = {
 }
 GENERATED = "compiled"  # `Work.op` of kernels that a compiler makes
 MATMULS = {"mm", "_scaled_mm", "bmm", "addmm", "addmm_", "baddbmm"}
+FLEX_OPS = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+"""What stands for flex attention on a GPU (`trace.as_on_gpu`)."""
 _NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::set_", "aten::empty", "aten::new_empty", "c10d::recv_")
 _NO_KERNEL += ("c10d::barrier", "_c10d_functional::wait_tensor")
 
@@ -201,10 +203,10 @@ class Counter(TorchDispatchMode):
         """What a call did."""
         name, phase = signature.name, self.place.phase
         if op := _collective(name):
-            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(_bytes, (*args, result))))
-        moved = _bytes(result) if signature.returns_new else 0
+            return Work(phase, op, "", (), self._group(args), 1, 0, max(map(bytes_of, (*args, result))))
+        moved = bytes_of(result) if signature.returns_new else 0
         for i, (argument, times) in enumerate(signature.arguments):
-            moved += times * _bytes(kwargs.get(argument, args[i] if i < len(args) else None))
+            moved += times * bytes_of(kwargs.get(argument, args[i] if i < len(args) else None))
         inputs, shape, flops = _tensors(args), (), 0
         if name.removeprefix("aten::") in MATMULS:
             a, b = inputs[1:3] if "add" in name else inputs[:2]
@@ -215,9 +217,10 @@ class Counter(TorchDispatchMode):
             backward = "backward" in name
             query, key = inputs[1:3] if backward else inputs[:2]
             shape = (*query.shape[:3], key.shape[2], query.shape[3])
-            # Two matmuls forward, five backward, because the scores are computed again. Each mask is causal, and the
-            # last query sees all keys.
-            flops = math.prod(shape) * (10 if backward else 4) * (2 * shape[3] - shape[2]) // (2 * shape[3])
+            # Two matmuls forward, five backward, because the scores are computed again. Each mask is causal. The last
+            # query sees all keys; but of flex attention, a rank's queries are from the whole row (parallel/context.py).
+            unseen = shape[3] if name.removeprefix("aten::") in FLEX_OPS else shape[2]
+            flops = math.prod(shape) * (10 if backward else 4) * (2 * shape[3] - unseen) // (2 * shape[3])
         dtype = next((t.dtype for t in inputs if t.is_floating_point()), inputs[0].dtype if inputs else torch.float32)
         return Work(phase, name.replace("::", "."), str(dtype).removeprefix("torch."), shape, None, 1, flops, moved)
 
@@ -305,5 +308,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
-def _bytes(value: Any) -> int:
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a value."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

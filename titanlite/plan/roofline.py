@@ -19,7 +19,7 @@ from titanlite.config.run import Run
 from titanlite.observe.flops import flops_per_token
 from titanlite.observe.forecast import Forecast
 from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
-from titanlite.plan.counter import Work
+from titanlite.plan.counter import FLEX_OPS, Work
 from titanlite.plan.trace import RankTrace
 
 # Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, and NCCL's buffers, about 0.1 GiB for each
@@ -82,7 +82,6 @@ def forecast(run: Run, traces: Sequence[RankTrace], gpu: Gpu) -> Forecast:
         hidden_seconds=hidden,
         tokens_per_second=speed,
         mfu=speed * flops_per_token(run.arch, training.seq_len) / (gpu.bf16 * 1e12),
-        basis="one matmul and one copy, timed now" if gpu.cpu else f"data sheet of {gpu.name}",
     )
 
 
@@ -97,7 +96,7 @@ def this_cpu() -> Gpu:
     side, data = torch.randn(768, 768), torch.ones(32 << 20)
     bandwidth = 2 * data.nbytes / seconds("a.clone()", data) / 1e9
     return Gpu(
-        name=f"{cores} CPU core{'s' if cores > 1 else ''}",
+        name=f"{cores} CPU core{'s' if cores > 1 else ''} (one matmul and one copy, timed now)",
         cpu=True,
         memory_gib=machine_memory() / GIB,
         bf16=2 * 768**3 / seconds("a @ a", side.bfloat16()) / 1e12,
@@ -163,7 +162,7 @@ def _kernels(work: Work, gpu: Gpu) -> tuple[str, float]:
     moving = work.bytes / (gpu.bandwidth * 1e9 * BANDWIDTH)
     peak = gpu.fp32 if work.dtype == "float32" else gpu.bf16
     if len(work.shape) == 5:
-        flex = work.shape[2] < work.shape[3] and gpu.fp8 > 0  # queries of one rank, keys of all
+        flex = work.op.removeprefix("aten.") in FLEX_OPS and gpu.fp8 > 0
         reached = (min(gpu.attention, FLEX) if flex else gpu.attention) * (5 / 6 if "backward" in work.op else 1)
         return "attention", work.flops / (peak * 1e12 * reached)
     if len(work.shape) != 3:

@@ -26,7 +26,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config.errors import UserError
 from titanlite.config.run import V_SHAPED, Run, stage_rank
 from titanlite.data.batch import blank_microbatch
 from titanlite.hooks.ema import Ema
@@ -44,8 +43,6 @@ from titanlite.plan.counter import COUNTED, HOST, KINDS, UNKNOWN, Counter, Place
 from titanlite.train.step import TrainStep
 
 DEVICE = torch.device("cpu")  # of the fake tensors: torch without CUDA cannot follow those of a GPU backward
-# Beyond that a trace would take minutes: the loss is a loop over chunks of tokens.
-MOST_TOKENS = 2**22
 FEWEST = 6  # microbatches of a pipeline from which on some are left out
 # Methods of a pipeline's stage, and their phases. The last two hand over what is sent.
 _ACTIONS = {
@@ -93,16 +90,7 @@ def trace_run(
         gpu: What each rank has. None: a CPU. It need not be there.
         apply: Does the parts of the work, of which none needs another: `map`, or that method of a pool of processes.
         whole: Run all blocks and all microbatches, on all pipeline ranks. The results are the same.
-
-    Raises:
-        UserError: A forward pass has too many tokens to be followed.
     """
-    training = run.job.training
-    if training.local_batch_size * training.seq_len // run.degrees.context > MOST_TOKENS:
-        raise UserError(
-            f"training.local_batch_size = {training.local_batch_size}, training.seq_len = {training.seq_len}: a plan "
-            f"follows at most {MOST_TOKENS:,} tokens in a forward pass of a rank. Take fewer or shorter rows."
-        )
     run = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})
     spare = 0 if whole else _spare_blocks(run)
     runs = [_without_blocks(run, lost) for lost in ((spare, spare - 1) if spare else (0,))]
@@ -273,6 +261,21 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
     return Counted(peaks, pools, amounts)
 
 
+class _FusedNorm(torch.autograd.Function):
+    """What a GPU's kernels of RMSNorm keep, read and write. Those of a CPU are many, on tensors in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., 0].float())  # the last one stands for 1 / rms
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        of_x = grad + x
+        return of_x, of_x.sum(tuple(range(x.ndim - 1)), dtype=weight.dtype)
+
+
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Let the trainer take tensors for those of a GPU, with the kernels that it uses there.
@@ -288,7 +291,9 @@ def as_on_gpu() -> Iterator[None]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        if torch.compiler.is_compiling() or weight is None:  # the compiler has its own
+            return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return _FusedNorm.apply(x, weight)
 
     seen = _ALWAYS_SAVED - {torch.ops.aten._scaled_dot_product_flash_attention.default}
     masks = dict.fromkeys(("document_mask", "context_mask"), lambda *_: ())
