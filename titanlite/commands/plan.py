@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--write {options.write}: {problem}")
     run = load_run(words, options.world_size or world_size())
     out = sys.stdout
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the processes that trace
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
         from titanlite.plan import advice
 
@@ -130,10 +132,8 @@ def _advice(run: Run, plan: Forecast) -> str:
         return "\n  ".join(["What makes it fit, cheapest first:", *plan.changes])
     if not plan.fits:
         return plan.remedy()
-    if plan.largest_local_batch_size is None:
-        return ""
-    rows = run.job.training.local_batch_size
-    return f"Largest training.local_batch_size that fits: {plan.largest_local_batch_size} (it is {rows})."
+    largest, rows = plan.largest_local_batch_size, run.job.training.local_batch_size
+    return f"Largest training.local_batch_size that fits: {largest} (it is {rows})." if largest is not None else ""
 
 
 def _listed(best: Sequence[Mapping[str, Any]], traced: str) -> str:

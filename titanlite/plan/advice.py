@@ -35,7 +35,6 @@ MOST_TOKENS = 2**22  # of a batch that is looked for: a trace would take minutes
 Settings = Mapping[str, Any]
 """A change of a job: "section.key" -> value."""
 FULL = {"activation_checkpoint.mode": "full"}
-SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 HALF_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 BF16 = {"training.dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 OFFLOAD = {"training.enable_cpu_offload": True}
@@ -191,7 +190,7 @@ def _remedies(run: Run) -> tuple[list[Settings], list[Settings]]:
     if run.microbatches > 1 and run.degrees.pipeline == 1:
         single.append({"parallelism.fsdp_reduce": "microbatch"})
     if run.job.activation_checkpoint.mode == "none":
-        single.append(SELECTIVE)
+        single.append({"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"})
     layout = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": batch}
     single += [{**layout, "parallelism.tensor_parallel_degree": n} for n in (2, 4, 8) if n > run.degrees.tensor]
     together = {**(fewer[-1] if fewer else {}), **FULL}
