@@ -1,10 +1,8 @@
 """Checkpoints, data, a tokenizer and a model that lie in a bucket: against a server of S3's protocol."""
 
-import gzip
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 import urllib.request
@@ -17,6 +15,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 from ranks import start_small, titanlite
 from small_runs import SMALL, losses
+
+pytestmark = pytest.mark.slow
+MIRROR = "--checkpoint.mirror", "s3://bucket/run"
 
 
 @pytest.fixture
@@ -51,112 +52,96 @@ def there(ending: str = "") -> dict[str, bytes]:
     return {p.removeprefix("bucket/run/"): storage.cat(p) for p in storage.find("bucket/run") if p.endswith(ending)}
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("step-*/*")}
-
-
-def trained(out: Path, *words: object, ranks: int = 1, code: int = 0) -> str:
-    return start_small(out, "--checkpoint.mirror", "s3://bucket/run", *words, ranks=ranks).ends_with(code)
+def files(folder: Path, ending: str = "") -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob(f"step-*/*{ending}")}
 
 
 def damage(step: int) -> None:
-    """Flip a bit of an object."""
     storage, name = bucket(), f"bucket/run/step-{step:08d}/__0_0.distcp"
     content = storage.cat(name)
     storage.pipe(name, content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
 
 
 def test_another_machine_goes_on_from_the_newest_good_checkpoint_on_another_layout(server, tmp_path):
-    keys = "--lr_scheduler.total_steps", 20, "--checkpoint.interval", 3, "--checkpoint.keep_latest_k", 2
-    trained(tmp_path / "one", *keys, "--training.steps", 10, ranks=2)
-    assert sorted(there("manifest.json")) == ["step-00000009/manifest.json", "step-00000010/manifest.json"]
-    assert there() == files(tmp_path / "one/checkpoint")
+    keys = *MIRROR, "--lr_scheduler.total_steps", 20, "--checkpoint.interval", 3, "--checkpoint.keep_latest_k", 2
+    start_small(tmp_path / "one", *keys, "--training.steps", 10, ranks=2).ends_with(0)
+    kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
+    assert (sorted(there("manifest.json")), there()) == (kept, files(tmp_path / "one/checkpoint"))
     damage(10)
-    assert "Resumed after step 9 " in trained(tmp_path / "two", *keys, "--training.steps", 12)
+    assert "Resumed after step 9 " in start_small(tmp_path / "two", *keys).ends_with(0)
     assert losses(tmp_path / "two")[10] == pytest.approx(losses(tmp_path / "one")[10], rel=1e-5)  # sums of two ranks
-    back = "--checkpoint.load_step", 9, "--training.steps", 10
-    assert "Resumed after step 9 " in trained(tmp_path / "back", *keys, *back)
-    assert sorted(there("manifest.json")) == ["step-00000009/manifest.json", "step-00000010/manifest.json"]
-    assert "def" in titanlite("generate", "--checkpoint", "s3://bucket/run", "--prompt", "def", "--max-new-tokens", 3)
+    back = start_small(tmp_path / "back", *keys, "--checkpoint.load_step", 9, "--training.steps", 10)
+    assert "Resumed after step 9 " in back.ends_with(0)
+    assert sorted(there("manifest.json")) == kept
+    titanlite("generate", "--checkpoint", "s3://bucket/run", "--max-new-tokens", 3)
     damage(9)
     damage(10)
-    for _ in range(2):
-        trained(tmp_path / "three", *keys, code=4)
-    assert not there("manifest.json")
+    for _ in range(2):  # now, and at every later start
+        start_small(tmp_path / "three", *keys).ends_with(4)
 
 
 def test_a_copy_that_is_cut_short_is_no_checkpoint_and_is_made_by_the_next_start(server, tmp_path):
-    words = "--checkpoint.mirror", "s3://bucket/run", "--training.steps", 5
+    words = *MIRROR, "--training.steps", 5
     world, deadline = start_small(tmp_path / "one", *words, "--checkpoint.mirror_mbps", 0.1), time.monotonic() + 60
     while not there():
         assert time.monotonic() < deadline
     world.kill(0, signal.SIGKILL)
     world.wait()
-    assert there()
-    assert not there("manifest.json")
+    assert there("manifest.json") == {}
     start_small(tmp_path / "one", *words).ends_with(0)
     assert there() == files(tmp_path / "one/checkpoint")
 
 
-def test_a_run_goes_on_without_the_server_and_the_last_copy_decides_how_it_ends(server, tmp_path):
-    words = "--checkpoint.interval", 20, "--checkpoint.keep_latest_k", 2, "--checkpoint.timeout_seconds", 2
-    world = start_small(tmp_path / "one", "--checkpoint.mirror", "s3://bucket/run", "--training.steps", 10**6, *words)
+def test_a_run_goes_on_without_the_server_and_the_last_copy_decides_how_it_ends(server, tmp_path, request):
+    words = *MIRROR, "--checkpoint.interval", 20, "--checkpoint.keep_latest_k", 2, "--checkpoint.timeout_seconds", 2
+    world = start_small(tmp_path / "one", *words, "--training.steps", 10**6)
+    request.addfinalizer(world.close)
     world.wait_for("step +1/")
     server.stop()
     world.wait_for("saved step 40 ")
     server.start()
-    world.wait_for("copied step-")
+    world.wait_for("copied s3://")
     server.stop()
     world.kill(0, signal.SIGTERM)
     assert "s3://bucket/run" in world.ends_with(4)
     server.start()
-    trained(tmp_path / "one", *words, "--training.steps", 1)
+    start_small(tmp_path / "one", *words, "--training.steps", 1).ends_with(0)
     assert there() == files(tmp_path / "one/checkpoint")
 
 
-@pytest.mark.parametrize(("url", "said"), [("s3://nowhere/run", "does not exist"), ("s3://bucket/run", "Access Key Id"),
-                                           ("runs/copy", "no URL")])  # fmt: skip
+@pytest.mark.parametrize(("url", "said"), {"s3://no/run": "not exist", MIRROR[1]: "Key Id", "run": "no URL"}.items())
 def test_a_mirror_that_cannot_be_used_is_said_before_the_start(server, tmp_path, url, said):
-    if url == "s3://bucket/run":
-        tell("reset-auth", b"0")  # from now on, keys are looked at
+    tell("reset-auth", b"0" if url == MIRROR[1] else b"inf")  # 0: from now on, keys are looked at
     words = start_small(tmp_path / "one", "--checkpoint.mirror", url).ends_with(2)
-    assert "checkpoint.mirror" in words
-    assert said in words
-    assert "Traceback" not in words
+    assert ("checkpoint.mirror" in words, said in words, "Traceback" in words) == (True, True, False)
     assert not (tmp_path / "one").exists()
 
 
 def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path):
     """One source of each kind: the rows of a run, and so its losses, are those from local files, bitwise."""
-    here, remote, texts = tmp_path / "data", "s3://bucket/data", [f"text {i} " * 60 for i in range(200)]
-    here.mkdir()
-    for i in range(2):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[i::2])
-        (here / f"{i}.jsonl").write_text(lines)
-        (here / f"{i}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-        (here / f"{i}.txt").write_text(lines)
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts[i::2]}), here / f"{i}.parquet", row_group_size=20)
-    (tmp_path / "small.toml").write_text(SMALL)
+    here, job, texts = tmp_path / "data", tmp_path / "job.toml", [f"text {i} " * 60 for i in range(200)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    for name, compression in (("a.jsonl", None), ("a.jsonl.gz", "gzip"), ("a.txt", None)):
+        here.mkdir(exist_ok=True)
+        with fsspec.open(here / name, "wt", compression=compression) as file:
+            file.write(lines)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), here / "a.parquet", row_group_size=20)
+    job.write_text(SMALL)
     source = "--dataset.source", "jsonl", "--dataset.path", here / "*.jsonl"
-    titanlite("prepare", "--job.config_file", tmp_path / "small.toml", *source, "--out", here / "shards")
-    shutil.copy("assets/tokenizer/tokenizer.model", here)
+    titanlite("prepare", "--job.config_file", job, *source, "--out", here / "shards")
+    (here / "tokenizer.model").write_bytes(Path("assets/tokenizer/tokenizer.model").read_bytes())
     bucket().put(str(here), "bucket", recursive=True)
-    kinds = {"jsonl": "*.jsonl", "text": "*.txt", "parquet": "*.parquet", "shards": "shards"}
-    seen = []
-    for place, steps in ((here, 12), (remote, 10), (here, 12)):
-        pairs = [*kinds.items(), ("jsonl", "*.jsonl.gz")]
-        table = "".join(f'[[dataset.sources]]\nsource = "{k}"\npath = "{place}/{path}"\n' for k, path in pairs)
-        job = tmp_path / "job.toml"
-        job.write_text(f'{SMALL}\n[tokenizer]\npath = "{place}/tokenizer.model"\n{table}')
-        out = tmp_path / ("local" if not seen else "remote")
-        titanlite("train", "--job.config_file", job, "--job.dump_folder", out, "--training.steps", steps,
-                  "--lr_scheduler.total_steps", 12, "--checkpoint.last_save_in_hf")  # fmt: skip
-        seen.append(losses(out))
-    assert seen[0] == seen[2]
-    assert len(seen[1]) == 10
-    bucket().put(str(tmp_path / "local/final_hf"), "bucket/model", recursive=True)
-    for n, model in enumerate((tmp_path / "local/final_hf", "s3://bucket/model")):
-        titanlite("import", "--hf", model, "--out", tmp_path / f"{n}")
-    assert {k: v for k, v in files(tmp_path / "0").items() if k.endswith("distcp")} == {
-        k: v for k, v in files(tmp_path / "1").items() if k.endswith("distcp")
-    }
+    out = {name: tmp_path / name for name in ("local", "remote")}
+    for name, place, steps, more in (("local", here, 12, ()), ("remote", "s3://bucket/data", 10, MIRROR),
+                                     ("remote", here, 12, MIRROR), ("local", here, 12, MIRROR)):  # fmt: skip
+        kinds = {"*.jsonl": "jsonl", "*.gz": "jsonl", "*.txt": "text", "*.parquet": "parquet", "shards": "shards"}
+        sources = (f'[[dataset.sources]]\nsource = "{kinds[p]}"\npath = "{place}/{p}"\n' for p in kinds)
+        job.write_text(f'{SMALL}\n[tokenizer]\npath = "{place}/tokenizer.model"\n{"".join(sources)}')
+        words = ["--training.steps", steps, "--lr_scheduler.total_steps", 12, "--checkpoint.last_save_in_hf", *more]
+        words = ["train", "--job.config_file", job, "--job.dump_folder", out[name], *words]
+        titanlite(*words, code=2 if (name, more) == ("local", MIRROR) else 0)  # the mirror is another run's by then
+    assert losses(out["local"]) == losses(out["remote"])
+    bucket().put(str(out["local"] / "final_hf"), "bucket/model", recursive=True)
+    for name, model in (("1", out["local"] / "final_hf"), ("2", "s3://bucket/model")):
+        titanlite("import", "--hf", model, "--out", tmp_path / name)
+    assert files(tmp_path / "1", ".distcp") == files(tmp_path / "2", ".distcp")

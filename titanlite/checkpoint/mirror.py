@@ -87,9 +87,9 @@ class Mirror:
         """There may be a new checkpoint in the folder."""
         self._last = self._thread.submit(self._update)
 
-    def finished(self) -> bool:
-        """All ranks, at the end of a run: wait for the copy under way, for `timeout_seconds` at most. Whether the
-        newest checkpoint is at the mirror."""
+    def finished(self, alive: Callable[[], None]) -> bool:
+        """All ranks, at the end of a run: wait for the copy under way, for `timeout_seconds` at most, and call `alive`
+        every few seconds. Whether the newest checkpoint is at the mirror."""
         deadline = time.monotonic() + self._config.timeout_seconds
 
         def look() -> bool | None:
@@ -98,7 +98,7 @@ class Mirror:
             return {self._name(path) for path in self._local()[-1:]} <= self._done if ends else None
 
         while (result := self._ask(look)) is None:
-            pass
+            alive()
         return result
 
     def close(self) -> None:

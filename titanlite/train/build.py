@@ -41,7 +41,7 @@ def standard_hooks(training: Training) -> list[Hook]:
     job, profiling = training.run.job, training.run.job.profiling
     watch = HangReport(training)  # first, because a hang in the build is reported, too
     records = Records(training)  # locks the folder, and opens the log in it
-    checkpoints = Checkpoints() if job.checkpoint.enable else None
+    checkpoints = Checkpoints(watch.alive) if job.checkpoint.enable else None
     validation = Validation() if job.validation.freq else None
     saves: list[Hook | None] = [checkpoints, validation]  # a save comes first, so that nothing is lost meanwhile
     if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides

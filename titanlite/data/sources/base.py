@@ -111,10 +111,8 @@ class Source(ABC):
 
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
-        self.column, self.files = (
-            spec.text_column,
-            [(RemoteFile if storage.url_of(file) else File)(file) for file in files],
-        )
+        self.column = spec.text_column
+        self.files = [(RemoteFile if storage.url_of(file) else File)(file) for file in files]
 
     def describe(self) -> str:
         """One line for the log."""

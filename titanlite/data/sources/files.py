@@ -219,7 +219,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         spec = spec.model_copy(update={"path": str(storage.local_copy(str(spec.path), deep=True))})
         files = find_files(spec)
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
-    if spec.source in ("text", "jsonl") and not packed:  # read at random
+    if storage.url_of(spec.path) and spec.source in ("text", "jsonl") and not packed:  # read at random
         with ThreadPoolExecutor(storage.PARALLEL) as pool:
             files = [*pool.map(storage.local_copy, map(str, files))]
     source: Source = CompressedLines(spec, files) if packed else SOURCES.make(spec.source, job, spec, files)
