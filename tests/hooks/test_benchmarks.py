@@ -30,7 +30,7 @@ def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_
     monkeypatch.chdir(tmp_path)
     start_small(tmp_path / "none", *WORDS, ranks=2).ends_with(0)
     checkpoint, total, right = load_checkpoint(tmp_path / "none"), 0.0, 0
-    encode, begin = checkpoint.tokenizer.encode, checkpoint.tokenizer.bos_id
+    encode, begin = checkpoint.tokenizer.encode, checkpoint.tokenizer.bos_id or 0
 
     def scores_of(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

@@ -25,6 +25,8 @@ from titanlite.model.llama import Llama
 
 AVERAGES = "hooks.Ema."  # in place of "model.": the averages of the weights that the hook of this name keeps
 
+WEIGHTS = ("model.", AVERAGES)
+
 
 @dataclass(frozen=True)
 class LiveState:

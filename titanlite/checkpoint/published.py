@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -311,9 +310,7 @@ def mean_of(sources: Mapping[str, Weights], factors: Sequence[float]) -> Weights
     return Weights(one.arch, dict.fromkeys(one.dtypes, torch.float32), read)
 
 
-def import_weights(
-    out: Path, source: Weights, origin: str, step: int = 0, more: Mapping[str, Any] = MappingProxyType({})
-) -> Path:
+def import_weights(out: Path, source: Weights, origin: str, step: int = 0, **more: Any) -> Path:
     """Write weights that no run has saved as a checkpoint without training state, for `checkpoint.initial_load_path`.
 
     Args:
@@ -329,7 +326,7 @@ def import_weights(
         raise UserError(f"{target} exists already. Choose another folder, or remove it.")
     shapes = parameter_shapes(source.arch)
     tensors = {f"model.{n}": torch.empty(s, dtype=source.dtypes[n], device="meta") for n, s in shapes.items()}
-    info = live_tensors.manifest_info(source.arch, {}) | {"weights_only": True, "origin": origin, **more}
+    info = live_tensors.manifest_info(source.arch, {}) | {"weights_only": True, "origin": origin} | more
     writer = CommittingWriter(out, step, secrets.token_hex(8), info)
     writer.single_file_per_rank = False  # because DCP keeps all tensors of a file in memory until it is written
     try:

@@ -239,9 +239,8 @@ def _check_fit(tensors: dict[str, Tensor], arch: Architecture, reader: SafeReade
 
 
 def _check_finite(path: object, tensors: dict[str, Tensor]) -> None:
-    prefixes = "model.", live_tensors.AVERAGES
-    weights = {name: live_tensors.local(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
-    if bad := sorted(name for name, tensor in weights.items() if not live_tensors.is_finite(tensor)):
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith(live_tensors.WEIGHTS)}
+    if bad := sorted(name for name, each in weights.items() if not live_tensors.is_finite(live_tensors.local(each))):
         raise CheckpointError(f"{path} holds weights that are not finite (NaN or infinite):\n  {abridged(bad)}")
 
 

@@ -124,8 +124,8 @@ class Saver:
         info = live_tensors.manifest_info(arch, train_state, job=self._folder.job, layout=layout)
         if weights_only:
             if not self._ranks.on_rank0(lambda: self._keep_or_supersede(path, step)):
-                wanted = ("model.", live_tensors.AVERAGES)
-                weights = {name: each for name, each in self._live.tensors().items() if name.startswith(wanted)}
+                named = self._live.tensors().items()
+                weights = {name: each for name, each in named if name.startswith(live_tensors.WEIGHTS)}
                 self._write(step, weights, info | {"weights_only": True}, folder)
         elif not self.holds(step):
             self._write(step, self._live.tensors(rng=True), info, folder)

@@ -47,14 +47,13 @@ def main(argv: Sequence[str]) -> None:
     paths = [use_newest(path, lambda step_folder: step_folder, log=note) for path in options.checkpoints]
     manifests = [step_folders.read_manifest(path) for path in paths]
     tokenizers = [(each["info"]["train_state"].get("data") or {}).get("tokenizer") for each in manifests]
-    for path, tokenizer in zip(paths, tokenizers, strict=True):
-        if tokenizer != tokenizers[0]:
-            raise UserError(f"{path} was trained with another tokenizer than {paths[0]}. Take others.")
+    if odd := [path for path, tokenizer in zip(paths, tokenizers, strict=True) if tokenizer != tokenizers[0]]:
+        raise UserError(f"{odd[0]} was trained with another tokenizer than {paths[0]}. Take others.")
     mean = mean_of({str(path): checkpoint_weights(path) for path in paths}, factors)
     step, newest = max((manifest["step"], path) for manifest, path in zip(manifests, paths, strict=True))
     kept: dict[str, Any] = {"train_state": {"data": {"tokenizer": tokenizers[0]}}}
     with suppress(CheckpointError):  # imported weights have no job
         kept["job"] = job_of(newest).model_dump(mode="json")
     origin = f"the mean of {', '.join(map(str, paths))}, weights {', '.join(f'{each:g}' for each in factors)}"
-    path = import_weights(make_folder(options.out), mean, origin, step, kept)
+    path = import_weights(make_folder(options.out), mean, origin, step, **kept)
     print(f"Wrote {path}: {origin}")

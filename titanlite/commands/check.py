@@ -53,13 +53,11 @@ def plot(run: Run, width: int) -> str:
     curves += [("rows of a step", "{:,}", 4, [run.batch_size(step) for step in done])]
     curves += [(f"share of {s.source} {s.path or ''}", "{:.0%}", 2, of) for s, of in zip(specs, shares, strict=True)]
     lines = list[str]()
-    for name, form, height, values in curves:
-        if height < 8 and len({*values}) == 1:
-            continue  # it never changes
+    for name, form, height, values in (curve for curve in curves if len({*curve[3]}) > 1):  # the others never change
         top, lines = max(values), [*lines, f"{'':{_MARGIN}}{name}"[:width]]
         for row in reversed(range(height)):
             levels = (round(8 * (value / top * height - row)) for value in values)
             label = form.format(top) if row == height - 1 else "" if row else "0"
-            lines.append(f"{label:>{_MARGIN - 2}} |" + "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level))] for level in levels))
-    lines = [line.rstrip() for line in lines]
+            drawn = "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level))] for level in levels)
+            lines.append(f"{label:>{_MARGIN - 2}} |{drawn}".rstrip())
     return "\n".join([*lines, f"{'step':>{_MARGIN - 2}}  1{steps:>{max(1, columns - 1)},}"])

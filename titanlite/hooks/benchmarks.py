@@ -51,16 +51,12 @@ class Benchmarks(Hook):
                 raise UserError(f"evaluation.tasks: {task.config.task} asks the model to write. {remedy}")
 
     def numbers(self, step: int) -> Mapping[str, Any]:
-        found: Any = None
-        if step % self._config.freq == 0 or step == self._steps:
-            found = evaluate(self._model, self._tasks, self._config.limit, bootstrap_iters=0, log_samples=False)
-        numbers = {  # of the first rank of a machine; the others get None
-            f"{task}/{key.removesuffix(',none')}": value
-            for task, values in (found["results"].items() if found else ())
-            for key, value in values.items()
-            if "," in key and "_stderr" not in key
-        }
-        return {"benchmarks": numbers}
+        if step % self._config.freq and step != self._steps:
+            return {}
+        found: Any = evaluate(self._model, self._tasks, self._config.limit, bootstrap_iters=0, log_samples=False)
+        results = found["results"] if found else {}  # the first rank of a machine has them
+        scores = ((f"{task}/{key}", value) for task, values in results.items() for key, value in values.items())
+        return {"benchmarks": {k.removesuffix(",none"): v for k, v in scores if "," in k and "_stderr" not in k}}
 
 
 def _leaves(tasks: Mapping[Any, Any]) -> Iterator[Any]:
@@ -88,8 +84,7 @@ class _Model(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """The windows are those of `titanlite eval`."""
-        windows, sums = list[Window](), np.zeros(len(requests))
-        owners = list[int]()
+        windows, owners, sums = list[Window](), list[int](), np.zeros(len(requests))
         for i, request in enumerate(requests):
             windows += TextWindows(cast(Any, [request.args]), self._tokenizer, self._length, self._length // 2)
             owners += [i] * (len(windows) - len(owners))
@@ -101,20 +96,16 @@ class _Model(LM):
 
     def _scores(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
         """Of each window: the sum of the log-probabilities of its scored tokens, and whether each is the likeliest."""
-        training = self._training
-        sums = torch.zeros(2, len(windows), dtype=torch.float64, device=training.device)  # and tokens that are not
-        for microbatches, numbers in window_batches(windows, training.run, training.mesh.data_rank, training.device):
+        training, device, places = self._training, self._training.device, list[Tensor]()
+        sums = torch.zeros(2, len(windows), dtype=torch.float64, device=device)  # and how many tokens are not
 
-            def add(
-                number: int, row: Tensor, labels: Tensor, logits: Tensor, numbers: list[list[int]] = numbers
-            ) -> None:
-                window, scores = (
-                    torch.tensor(numbers[number], dtype=torch.int64, device=row.device)[row],
-                    logits.log_softmax(dim=1),
-                )
-                sums[0].index_add_(0, window, scores.gather(1, labels[:, None])[:, 0].double())
-                sums[1].index_add_(0, window, (scores.argmax(dim=1) != labels).double())
+        def add(number: int, row: Tensor, labels: Tensor, logits: Tensor) -> None:
+            window, scores = places[number][row], logits.log_softmax(dim=1)
+            sums[0].index_add_(0, window, scores.gather(1, labels[:, None])[:, 0].double())
+            sums[1].index_add_(0, window, (scores.argmax(dim=1) != labels).double())
 
+        for microbatches, numbers in window_batches(windows, training.run, training.mesh.data_rank, device):
+            places[:] = [torch.tensor(each, dtype=torch.int64, device=device) for each in numbers]
             use_logits(training, microbatches, add)
             self._alive()
         dist.all_reduce(sums, group=training.mesh.loss_group)

@@ -42,7 +42,7 @@ class SpikeGuard(Hook):
 
     def built(self, training: Training) -> None:
         self._training, self._config = training, training.run.job.guards
-        self._skips = self._config.on_spike == "skip"
+        self._skips, self._rolls_back = (self._config.on_spike == policy for policy in ("skip", "roll_back"))
         device = local_shard(next(training.model.parameters())).device if self._skips else "cpu"
         # Loss and norm of the last steps, each at its number modulo the size. NaN until they are known.
         size = self._config.spike_history
@@ -84,9 +84,7 @@ class SpikeGuard(Hook):
         self._read()  # the history is complete then
 
     def act(self, step: int, asked: Request) -> None:
-        if self._config.on_spike != "roll_back":
-            return
-        if asked.save or asked.validate:  # which come next
+        if self._rolls_back and (asked.save or asked.validate):  # which come next
             self._read()
         if self._goes_back:
             self._roll_back(step)
@@ -109,7 +107,7 @@ class SpikeGuard(Hook):
             parts = zip(("loss", "gradient norm"), *rows[:3], strict=True)
             if said := [f"{name} {value:.4g} is above {limit:.4g}" for name, spike, value, limit in parts if spike]:
                 self._spikes += 1
-                self._goes_back = True
+                self._goes_back = self._rolls_back
                 line = f"Step {step} is a spike: {', '.join(said)} (guards.spike_deviations)."
                 self._training.log(Event(line, "spike", step))
 

@@ -26,8 +26,11 @@ from titanlite.runtime.logging import Event
 SLOW = 1.2  # times the median of the ranks
 LINES = 3  # in a row, because any rank is late now and then
 LEAST = (1e-3, 1e-3, 0.0)  # seconds that it must be slower in each step: below that, nobody waits long
-PARTS = ("waits for its data {:.3g} s a step", "needs for the optimizer {:.3g} s a step")
-PARTS += ("needs for a matrix product, which each rank computes alone, {:.3g} s",)
+PARTS = (
+    "waits for its data {:.3g} s a step",
+    "needs for updates {:.3g} s a step",
+    "takes {:.3g} s for products",
+)
 
 
 class Stragglers(Hook):
