@@ -17,6 +17,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint import find, step_folders
 from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
@@ -332,11 +333,15 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
 
 def _tokenizer_remedy(run: Run) -> str:
     """How to get or make a tokenizer that is not there."""
-    if storage.url_of(run.job.tokenizer.path) or os.path.lexists(run.tokenizer_path):
+    path, job, rows = run.job.tokenizer.path, run.job.job.config_file, run.arch.vocab_size
+    if storage.url_of(path) or os.path.isfile(run.tokenizer_path):
         return ""
-    job, out = run.job.job.config_file, os.path.dirname(run.job.tokenizer.path)
-    train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {run.arch.vocab_size} --out {out or '.'}`"
-    return remedy("tokenizer", run.job.tokenizer.path) or f"; {train} makes one of the text of this job"
+    if os.path.isdir(run.tokenizer_path):
+        return f" Name the file in it, such as {os.path.join(path, 'tokenizer.json')}."
+    out, name = os.path.split(path)
+    out = out if name in ("tokenizer.json", "tokenizer.model") else os.path.splitext(path)[0]
+    train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {rows} --out {out}`"
+    return remedy("tokenizer", path, rows) or f"; {train} makes {out}/tokenizer.json of the text of this job"
 
 
 def _dataset(run: Run) -> Problems:
@@ -386,6 +391,7 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
+    saved = step_folders.list_checkpoints(saves) if checkpoint.enable else []
     resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
     remote = {"mirror": checkpoint.mirror, "initial_load_path": None if resumes else checkpoint.initial_load_path}
     for key, url in remote.items() if os.environ.get("RANK", "0") == "0" else ():  # one rank asks a storage for all
@@ -393,12 +399,18 @@ def _files(run: Run) -> Problems:
             yield f"checkpoint.{key}", f"cannot be used: {refusal}"
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
         yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
-    if (
-        checkpoint.enable
-        and not resumes
-        and not storage.url_of(path := checkpoint.initial_load_path or ".")
-        and not os.path.isdir(path)
-    ):
-        yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
+    path, step = checkpoint.initial_load_path, checkpoint.load_step
+    if checkpoint.enable and not resumes and path is not None and not storage.url_of(path):
+        try:
+            if not os.path.isdir(path):
+                raise UserError("is no folder; the folder of a checkpoint is needed")
+            if not checkpoint.initial_load_in_hf:
+                find.use_newest(Path(path), step_folders.read_manifest, check=lambda step_folder: None)
+        except UserError as error:
+            yield "checkpoint.initial_load_path", f"{str(error).rstrip('.')}."
+    is_there = step in (-1, *map(step_folders.step_of, saved)) or find.went_back(saved, step)
+    if checkpoint.enable and not checkpoint.mirror and not is_there:
+        there = ", ".join(folder.name for folder in saved) or "none"
+        yield "checkpoint.load_step", f"is not there. In {saves} there are: {there}."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
