@@ -86,8 +86,10 @@ def looked_at(run: Run, tokenizer: Tokenizer) -> list[Size]:
         for spec in source_specs(getattr(job, documents.section)):
             if (source := open_quickly(spec, job)) is not None:
                 look_into(source, documents, job.training.seq_len)
-            is_known = source is not None and source.num_documents is not None
-            sizes.append(measured(source, tokenizer) if is_known else guessed(spec, tokenizer))
+            if source is None or source.num_documents is None:
+                sizes.append(guessed(spec, tokenizer))
+            else:
+                sizes.append(measured(source, tokenizer))
     return sizes[: len(source_specs(job.dataset))]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, one_line
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
 from titanlite.data import hub
@@ -192,6 +192,9 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
         logging.getLogger(library).setLevel(logging.ERROR)
     path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
     streaming = spec.streaming or spec.source == "c4"
+    place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
+    what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
+    logging.getLogger("titanlite").info(f"Loading {what} from {place}")
     try:
         if spec.source == "arrow":
             saved: Any = datasets.load_from_disk(path)
@@ -201,9 +204,9 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
             return MappedDataset(spec, loaded)
         return StreamedDataset(spec, loaded, [file for file in Path(path).rglob("*") if file.is_file()])
     except Exception as error:  # each part of the library raises errors of its own
-        place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
-        what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
-        raise UserError(f"cannot load {what} from {place}: {error.__cause__ or error!r}") from None
+        why = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
+        remedy = "Check dataset.path and the network. `titanlite get data OWNER/NAME` downloads what is on the hub"
+        raise UserError(f"dataset.path: cannot load {what} from {place}: {why}. {remedy}.") from None
 
 
 def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
