@@ -49,6 +49,8 @@ _HEADINGS = {"train": "Train", "watch": "Look", "import": "Convert", "get": "Dat
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code: 0, that of a UserError, or 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if not os.environ.get("HF_ENDPOINT"):
+        os.environ.pop("HF_ENDPOINT", None)  # empty, which its library would take for an address
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints a line at each start and stop
     return run_quietly(lambda: _dispatch(words))
 
@@ -69,7 +71,11 @@ def _dispatch(words: list[str]) -> object:
     if name in ("help", "-h", "--help"):  # `titanlite help check`, `titanlite help training.steps`
         name, rest = (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
     if name not in COMMANDS:
-        print(f"titanlite {name}: unknown command.\n\n{usage()}", file=sys.stderr)
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1) or ["train ..."] * name.startswith("--")
+        near = f" did you mean `titanlite {near[0]}`?" if near else ""
+        print(f"titanlite {name}: unknown command;{near} `titanlite --help` lists them.", file=sys.stderr)
         return 2
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)

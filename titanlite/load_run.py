@@ -18,6 +18,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint import find, step_folders
 from titanlite.config import storage
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable
@@ -338,11 +339,15 @@ def _tokenizer(run: Run, tokenizer: Tokenizer) -> Problems:
 
 def _tokenizer_remedy(run: Run) -> str:
     """How to get or make a tokenizer that is not there."""
-    if storage.url_of(run.job.tokenizer.path) or os.path.lexists(run.tokenizer_path):
+    path, job, rows = run.job.tokenizer.path, run.job.job.config_file, run.arch.vocab_size
+    if storage.url_of(path) or os.path.isfile(run.tokenizer_path):
         return ""
-    job, out = run.job.job.config_file, os.path.dirname(run.job.tokenizer.path)
-    train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {run.arch.vocab_size} --out {out or '.'}`"
-    return remedy("tokenizer", run.job.tokenizer.path) or f"; {train} makes one of the text of this job"
+    if os.path.isdir(run.tokenizer_path):
+        return f" Name the file in it, such as {os.path.join(path, 'tokenizer.json')}."
+    out, name = os.path.split(path)
+    out = out if name in ("tokenizer.json", "tokenizer.model") else os.path.splitext(path)[0]
+    train = f"`titanlite tokenizer train --job.config_file {job} --vocab-size {rows} --out {out}`"
+    return remedy("tokenizer", path, rows) or f"; {train} makes {out}/tokenizer.json of the text of this job"
 
 
 def _dataset(run: Run) -> Problems:
@@ -392,6 +397,7 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
+    saved = step_folders.list_checkpoints(saves) if checkpoint.enable else []
     resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
     start = "" if resumes else checkpoint.initial_load_path or ""
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
@@ -400,8 +406,19 @@ def _files(run: Run) -> Problems:
         first = os.environ.get("RANK", "0") == "0"  # one rank asks a storage for all
         if first and (url := storage.url_of(path)) and (refusal := storage.problem(url, write=key == "mirror")):
             yield f"checkpoint.{key}", f"cannot be used: {refusal}"
-    if checkpoint.enable and not storage.url_of(start) and not os.path.isdir(start or "."):
-        yield "checkpoint.initial_load_path", "is no folder; the folder of a checkpoint is needed."
+    if checkpoint.enable and start and not storage.url_of(start):
+        try:
+            if not os.path.isdir(start):
+                raise UserError("is no folder; the folder of a checkpoint is needed")
+            if not checkpoint.initial_load_in_hf:
+                find.use_newest(Path(start), step_folders.read_manifest, check=lambda step_folder: None)
+        except UserError as error:
+            yield "checkpoint.initial_load_path", f"{str(error).rstrip('.')}."
+    step = checkpoint.load_step
+    is_there = step in (-1, *map(step_folders.step_of, saved)) or find.went_back(saved, step)
+    if checkpoint.enable and not checkpoint.mirror and not is_there:
+        there = ", ".join(folder.name for folder in saved) or "none"
+        yield "checkpoint.load_step", f"is not there. In {saves} there are: {there}."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
     if run.job.evaluation.freq and find_spec("lm_eval") is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,6 +161,20 @@ def job_of(step_folder: Path) -> JobConfig:
     if found := [each.found for each in mistakes if each.kind not in ("gone", "literal_error")]:
         raise CheckpointError(f"{step_folder}: its job has keys that this version does not read: {'; '.join(found)}")
     return read
+
+
+def checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
+    """[checkpoint] of the job that saved this."""
+    return (info["job"] or {}).get("checkpoint", {})
+
+
+def went_back(checkpoints: Sequence[Path], step: int) -> bool:
+    """Whether the newest of these is of a run that has started from checkpoint.load_step = `step` already."""
+    for path in reversed(checkpoints):
+        with suppress(Damage):  # damaged: the one before tells
+            since = (step_folders.step_of(path) or 0) > step
+            return since and checkpoint_keys(step_folders.read_manifest(path)["info"]).get("load_step") == step
+    return False
 
 
 def resume_hint(run: Run, argv: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ its own name and shape, all of them finite, and no tensor of a model in the chec
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors, weights_of
-from titanlite.checkpoint.find import on_this_machine, use_newest
+from titanlite.checkpoint.find import checkpoint_keys, on_this_machine, use_newest, went_back
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
 from titanlite.checkpoint.job_diff import CURVE, REFUSED, REMEDY, DataChanges, compare_jobs
 from titanlite.checkpoint.published import load_hf_weights
@@ -73,7 +72,7 @@ class Resumer:
         candidates = ranks.on_rank0(lambda: step_folders.list_checkpoints(folder))
         earlier, later = ranks.on_rank0(lambda: step_folders.list_set_aside(folder)), []
         found = [f"{path.name}: set aside earlier" for path in earlier]
-        if step != -1 and not ranks.on_rank0(lambda: self._went_back(candidates)):
+        if step != -1 and not ranks.on_rank0(lambda: went_back(candidates, step)):
             present = ", ".join(path.name for path in candidates) or "none"
             found = [f"checkpoint.load_step = {step}; present: {present}"]
             later = [path for path in candidates if (step_folders.step_of(path) or 0) > step]
@@ -110,15 +109,6 @@ class Resumer:
         aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
         self._log(f"{why} renamed to {aside.name}")
 
-    def _went_back(self, candidates: list[Path]) -> bool:
-        """On rank 0: whether the newest checkpoint is of a run that has started from `load_step` already."""
-        for path in reversed(candidates):
-            with contextlib.suppress(Damage):  # damaged: the one before tells
-                since = (step_folders.step_of(path) or 0) > self._config.load_step
-                keys = _checkpoint_keys(step_folders.read_manifest(path)["info"])
-                return since and keys.get("load_step") == self._config.load_step
-        return False
-
     def _load(self, path: Path) -> dict[str, Any]:
         """One checkpoint into model and optimizer. Raises Damage on all ranks, before anything is loaded."""
         manifest = self._ranks.check(path)
@@ -129,7 +119,7 @@ class Resumer:
         place = (state.get("data") or {}).get("schedule", {"step": 0, "rows": []})
         if place["step"] > state["step"] or sum(place["rows"]) > state["tokens"]:  # a row has a token at least
             raise Damage("manifest.json: a place in the data that no run comes to")
-        if done := self._excluded & set(_checkpoint_keys(info).get("exclude_from_loading", ())):
+        if done := self._excluded & set(checkpoint_keys(info).get("exclude_from_loading", ())):
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
             self._log(f"{path.name} was saved after {words}")
@@ -188,11 +178,6 @@ class Resumer:
             load = partial(load_checked_weights, model=live.model, ranks=ranks)
             path = use_newest(path, load, check=ranks.check, look=ranks.on_rank0, log=self._log)
         self._log(f"starting from the weights in {path}")
-
-
-def _checkpoint_keys(info: dict[str, Any]) -> dict[str, Any]:
-    """[checkpoint] of the job that saved this."""
-    return (info["job"] or {}).get("checkpoint", {})
 
 
 def load_checked_weights(path: Path, model: Llama, ranks: Ranks = _ALONE, averaged: bool = False) -> Path:

@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 from titanlite.config.errors import printable
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
-from titanlite.data.amounts import toy_note
+from titanlite.data.amounts import looked_at, toy_note
 from titanlite.data.mixture import source_shares
 from titanlite.data.stream import source_specs
 from titanlite.data.tokenizer import load_tokenizer
@@ -36,8 +36,10 @@ def main(argv: Sequence[str]) -> None:
     ranks = options.world_size or world_size()
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
+    tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+    sizes = looked_at(run, tokenizer)
     print(f"OK: {run.job.job.config_file or 'the job'} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
-    if note := toy_note(run, load_tokenizer(run.tokenizer_path, run.job)):
+    if note := toy_note(run, tokenizer, sizes):
         print(printable(f"\n{note}"))
     if options.plot:
         print(f"\n{plot(run, get_terminal_size().columns)}")

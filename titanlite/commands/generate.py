@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from titanlite.checkpoint.find import checkpoints_at
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
 from titanlite.config.options import CheckpointOptions, Generation, OptionPath, parse
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts)
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
+    checkpoints_at(options.checkpoint)
     from titanlite.completion import generate, generate_many, load_checkpoint  # torch: a mistake does not wait for it
 
     loaded = load_checkpoint(options.checkpoint, ema=options.ema)

@@ -50,10 +50,12 @@ def main(argv: Sequence[str]) -> None:
     options, words = parse_beside_job(Import, argv, "import", _KEYS)
     if bool(words) != (options.torchtitan is not None):
         raise UserError(" ".join([*words[:1], _KEYS, "The other formats say it themselves."]))
+    origin = local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
+    if not origin.is_dir():
+        raise UserError(f"{origin}: there is no such folder.")
     from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
     from titanlite.torchtitan.weights import torchtitan_weights
 
-    origin = local_copy(cast(Path, options.hf or options.meta or options.torchtitan))
     if options.torchtitan:
         source = torchtitan_weights(origin, load_job(words).model)
     else:

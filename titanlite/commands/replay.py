@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from pydantic import PositiveInt
@@ -52,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     )
     words = "that step was not logged" if before is None else "as logged, bit for bit"
     if before not in (None, now):
-        words = f"NOT as logged: {before}. On other ranks, devices or packages sums are rounded differently"
+        words = f"NOT as logged: {_shown(before)}. On other ranks, devices or packages sums are rounded differently"
     result = {"step": options.step, "now": now, "logged": before}
-    print_result(result, f"step {options.step}: {now}, {words}", options.as_json)
+    print_result(result, f"step {options.step}  {_shown(now)}, {words}", options.as_json)
     return 0
+
+
+def _shown(numbers: dict[str, Any] | None) -> str:
+    """As a line of the log has them; what is not finite is a text."""
+    return "loss {loss:.4f}  grad_norm {grad_norm:.3f}".format(**{k: float(v) for k, v in (numbers or {}).items()})

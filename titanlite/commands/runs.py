@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,8 +33,10 @@ def main(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: there is no such folder, or no run in it."""
     options = parse(Runs, argv, "runs")
     rows = list_runs(options.dir)
-    table = [_HEAD, *map(_cells, rows)]
+    table: list[tuple[str, ...]] = [_HEAD, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if sys.stdout.isatty() and sum(widths[:-1]) + 2 * len(widths) > shutil.get_terminal_size().columns:
+        table, widths = [(*cells[:3], cells[-1]) for cells in table], [*widths[:3], 0]
     lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
     problems = [f"{one_line(row['run'])}: {one_line(problem)}" for row in rows for problem in row["problems"]]
     print_result({"runs": rows}, "\n".join([*lines, *problems]), options.as_json)

@@ -148,7 +148,10 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
             keys = ", ".join(f"{flag}.{key}" for key in SECTIONS[key].model_fields)
             mistakes.append(Mistake(flag, flag, f"is a section, whose keys are {keys}."))
         elif field is None or (key != name and bool not in kinds):
-            mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
+            told = unknown(JobConfig, name if field else key)
+            if name.startswith("no_") and name[3:] in KEYS:
+                told = told._replace(remedy=f"unknown; did you mean --{name[3:].replace('.', '.no-')}?")
+            mistakes.append(told._replace(key=flag, found=flag))
         elif bool in kinds and not given:
             values[key] = key == name
         elif typing.get_origin(field.annotation) is tuple:
@@ -156,7 +159,8 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
         elif bool not in kinds and len(given) == 1:
             values[key] = _value(given[0], kinds)
         else:
-            wanted = "no value: alone it is true, and false with no- before the key" if bool in kinds else "one value"
+            off = f"no value: alone it is true, and {'--' + key.replace('.', '.no-')} is false"
+            wanted = off if bool in kinds else "one value"
             mistakes.append(Mistake(flag, " ".join([flag, *given]), f"takes {wanted}. {field.description}"))
     return values, mistakes
 
@@ -243,4 +247,4 @@ def resolve_path(path: str) -> Path:
     """The path itself if it is absolute or exists in the current folder, otherwise the path within titanlite's own
     folder. Of a tokenizer at a URL that of a copy. Raises UserError: there is none."""
     here = local_copy(os.path.expanduser(path), beside="tokenizer_config.json")
-    return here if here.is_absolute() or here.exists() else PACKAGE / here
+    return here if here.exists() or not (PACKAGE / here).exists() else PACKAGE / here

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shutil
 import textwrap
 import typing
@@ -70,6 +71,7 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
         found = " ".join([f"--{place[0].replace('_', '-')}", *given])
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
+    text = "is not of the form that is needed" if error["type"] == "string_pattern_mismatch" else text
     for name in place:
         if field := model.model_fields.get(name):
             about, model = field.description or "", table_within(field.annotation) or model
@@ -78,7 +80,19 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
         elif error["type"] == "extra_forbidden" and not name.isdecimal():
             found = f"[{key}]" if isinstance(value, dict) else found
             return Mistake(key, found, _near(whole, model, place[: place.index(name) + 1], place[-1]), error["type"])
-    return Mistake(key, found, f"{text}. {about}", error["type"])
+    return Mistake(key, found, f"{text}. {_hint(text, value, place)}{about}", error["type"])
+
+
+def _hint(text: str, value: object, place: Sequence[str]) -> str:
+    """What was meant, where the value shows it: one of the words in `text`, a list, or a whole number."""
+    if isinstance(value, float) and "integer" in text and value.is_integer():
+        return f"Write {value:.0f}. "
+    if isinstance(value, str) and "," in value and place[-1].isdecimal():
+        words = re.findall(r"[^\s,\[\]]+", value)
+        return f"A list is {' '.join(words)} on the command line, and [{', '.join(words)}] in a file. "
+    words = {word.lower(): word for word in re.findall(r"[\w.-]+", text)} if text.startswith("must be ") else {}
+    near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+    return f"Did you mean {words[near[0]]}? " if near else ""
 
 
 def unknown(whole: type[BaseModel], name: str) -> Mistake:

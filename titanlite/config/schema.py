@@ -215,7 +215,7 @@ class Training(Section):
     gc_freq: PositiveInt = 50
     """Steps between two of Python's garbage collections. All ranks collect at the same step, because a rank that
     collects alone makes all others wait."""
-    num_threads: NonNegativeInt = 0
+    num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads per process. 0: the value of OMP_NUM_THREADS if it is set, otherwise the cores of the machine divided
     by the number of its processes."""
 

@@ -1,7 +1,6 @@
 """How much text a run has, how often it reads it, and what is said where that or the vocabulary is a toy.
 
-Invariant: torch is not imported. `guessed` reads one block of a source, whatever its size, because `titanlite check`
-answers at once. `measured` is for a start, which has opened its sources.
+Invariant: torch is not imported. `titanlite check` answers at once, so it guesses by one block of a large source.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from titanlite.config.storage import url_of
 from titanlite.data.hub import known
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, Source
-from titanlite.data.sources.files import COMPRESSIONS, find_files
+from titanlite.data.sources.files import COMPRESSIONS, find_files, open_quickly
 from titanlite.data.sources.shards import MOST_BYTES, Manifest
-from titanlite.data.stream import source_specs
+from titanlite.data.stream import documents_of, look_into, source_specs
 from titanlite.data.tokenizer import Tokenizer
 
 # Up to here, text that is read again teaches almost as much as new text: "Scaling Data-Constrained Language Models"
@@ -78,6 +77,22 @@ def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
     return Size(name, sum(file.stat().st_size for file in files) * tokens // max(1, len(raw)))
 
 
+def looked_at(run: Run, tokenizer: Tokenizer) -> list[Size]:
+    """The sizes of a run's sources, after the look into them and into those of the validation that a start takes:
+    measured if that takes no time, guessed otherwise. Raises UserError as `open_sources`."""
+    sizes, job = list[Size](), run.job
+    for validation in (False, True) if job.validation.freq else (False,):
+        documents = documents_of(run, tokenizer, validation)
+        for spec in source_specs(getattr(job, documents.section)):
+            if (source := open_quickly(spec, job)) is not None:
+                look_into(source, documents, job.training.seq_len)
+            if source is None or source.num_documents is None:
+                sizes.append(guessed(spec, tokenizer))
+            else:
+                sizes.append(measured(source, tokenizer))
+    return sizes[: len(source_specs(job.dataset))]
+
+
 def reads(run: Run, sizes: Sequence[Size]) -> list[tuple[float, float]]:
     """Of each source: its share of the rows, and how often a run reads it, which is 0 where that is unknown."""
     dones, rows = zip(*run.rows, strict=True)
@@ -96,11 +111,10 @@ def table(run: Run, sizes: Sequence[Size]) -> str:
     return "\n".join(lines)
 
 
-def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size] = ()) -> str:
+def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size]) -> str:
     """What is said, so that nobody overlooks it, where the data or the vocabulary is too small for the run. Empty if
-    neither is. `sizes` left out: they are guessed."""
+    neither is."""
     lines, rows, specs = list[str](), run.arch.vocab_size, source_specs(run.job.dataset)
-    sizes = sizes or [guessed(spec, tokenizer) for spec in specs]
     for spec, (text, tokens, _), (_, epochs) in zip(specs, sizes, reads(run, sizes), strict=True):
         if epochs > MOST_EPOCHS and not spec.max_epochs:
             lines += [f"{text}: this run reads all of it {epochs:,.1f} times, because it has about {tokens:,} tokens."]
@@ -111,5 +125,5 @@ def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size] = ()) -> str:
         lines += ["(model.vocab_size). The others are never trained. For a tokenizer that fits:"]
         fits = [name for name, row in known().items() if row.get("tokens", math.inf) <= rows]
         lines += [f"    titanlite get {['tokenizer gpt2', *fits][-1]}"]
-    lines = [f"{' THIS RUN TRAINS A TOY ':=^100}", *lines, "Each command prints the lines for the job file.", "=" * 100]
+    lines = [f"{' THIS RUN TRAINS A TOY ':=^56}", *lines, "Each command prints the lines for the job file.", "=" * 56]
     return "\n".join(lines) if len(lines) > 3 else ""

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import filter as matching
@@ -33,6 +34,9 @@ ENDINGS = {
 """What the name of a file ends in, the best first, and the dataset.source that reads it."""
 
 
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
 @cache
 def known() -> dict[str, dict[str, Any]]:
     """What has a name here, such as "tokenizer gpt2" or "data c4"; hub.toml explains its values."""
@@ -40,10 +44,15 @@ def known() -> dict[str, dict[str, Any]]:
     return {f"{kind} {name}": row for kind, rows in kinds.items() for name, row in rows.items()}
 
 
-def remedy(kind: str, path: str) -> str:
-    """The command that gets what a job names by `path`, if it has a name here; otherwise empty."""
-    found = (asked for part in Path(path).parts if (asked := f"{kind} {part}") in known())
-    return next((f"; `titanlite get {asked}` downloads it" for asked in found), "")
+def remedy(kind: str, path: str, rows: int = 0) -> str:
+    """The command that gets what a job names by `path`, if it has a name here; of a tokenizer also if it is OWNER/NAME,
+    or one of so many ids has a name. Otherwise empty."""
+    found = [asked for part in Path(path).parts if (asked := f"{kind} {part}") in known()]
+    if kind == "tokenizer" and not found:
+        is_id = _REPOSITORY.fullmatch(path) and not path.endswith((".json", ".model"))
+        found = [f"tokenizer {path}"] if is_id else [name for name, row in known().items() if row.get("tokens") == rows]
+    part = known().get(found[0], {}).get("part") if found else None
+    return f"; `titanlite get {found[0]}` downloads it{f', and {part}' if part else ''}" if found else ""
 
 
 class Files:
@@ -76,7 +85,7 @@ class Files:
                 self._place["revision"] = api.repo_info(self.repo, **self._place).sha
                 tree = api.list_repo_tree(self.repo, recursive=True, **self._place)
                 there = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        elif self._folder.is_dir():
+        elif origin and self._folder.is_dir():
             there = {str(path.relative_to(self._folder)): path.stat().st_size for path in self._folder.rglob("*.*")}
         else:
             raise UserError(f"--from {origin}: is no URL, and there is no such folder.")
@@ -125,13 +134,16 @@ class Files:
         page = f"{hub}/{'datasets/' if self._kind == 'data' else ''}{self.repo}"
         token = f"make a token on {hub}/settings/tokens, and give it by `hf auth login` or the variable HF_TOKEN"
         try:
-            yield
+            with warnings.catch_warnings(action="ignore"):  # of a full disk, which is answered below
+                yield
         except GatedRepoError:
             raise UserError(f"{self.repo} is for those who accept its licence: do so on {page}, {token}.") from None
         except RepositoryNotFoundError:
             raise UserError(f"{page} is not there, or it is private: then {token}.") from None
         except Exception as error:  # each version of the library has errors of its own, and its HTTP client others
             why = short(one_line(str(error.__cause__ or error) or repr(error)))
+            if "No space left" in why:
+                raise UserError(f"{self.repo}: {why}. Free some space, or name another folder by --out.") from None
             mirror = "HF_ENDPOINT" if self._kind == "model" else "--from URL"
             ways = f"name a mirror by {mirror}, or a folder with a copy of it by --from FOLDER"
             raise UserError(f"{page} cannot be had: {why}. Start this again, {ways}.") from None
@@ -140,7 +152,8 @@ class Files:
 def _row(asked: str) -> dict[str, Any]:
     """What is known of "KIND NAME". Raises UserError: nothing."""
     kind, name = asked.split(" ", 1)
-    if asked in known() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    name = re.sub("^https?://[^/]+/(datasets/)?", "", name)  # the address of its page
+    if asked in known() or _REPOSITORY.fullmatch(name):
         return known().get(asked, {"repo": name})
     near = difflib.get_close_matches(name.lower(), [each.split()[1] for each in known()], n=1)
     near = [each for each in known() if each.split()[1] in near] or [each for each in known() if each.startswith(kind)]

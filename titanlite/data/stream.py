@@ -32,7 +32,16 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.mixture import Mixture
 from titanlite.data.shuffle import epoch_order, permuted
-from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
+from titanlite.data.sources.base import (
+    NO_FIELD,
+    BadRecord,
+    Prepared,
+    RandomAccess,
+    Record,
+    Sequential,
+    Source,
+    text_hash,
+)
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import Tokenizer
@@ -149,7 +158,8 @@ class DocumentTokenizer:
         if isinstance(record, BadRecord):
             if not self.skip_bad:
                 key = f"{self.section}.on_bad_record"
-                raise BadRecord(f'{record}. Mend the record, or leave such records out by {key} = "skip".')
+                remedy = f"Set {self.section}.text_column" if NO_FIELD in str(record) else "Mend the record"
+                raise BadRecord(f'{record}. {remedy}, or leave such records out by {key} = "skip".')
             if not again:
                 self.skipped.append(str(record))
             return self._end[:0]
@@ -269,9 +279,16 @@ class PackedDataset:
 
 def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
     """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
-    dataset, holdout = run.job.dataset, run.job.validation.holdout
-    documents = DocumentTokenizer(tokenizer, holdout, skip_bad=dataset.on_bad_record == "skip")
-    return PackedDataset(dataset, documents, run.data_seed, run.job.training.seq_len, run.global_batch_size, run.job)
+    documents, length = documents_of(run, tokenizer), run.job.training.seq_len
+    return PackedDataset(run.job.dataset, documents, run.data_seed, length, run.global_batch_size, run.job)
+
+
+def documents_of(run: Run, tokenizer: Tokenizer, validation: bool = False) -> DocumentTokenizer:
+    """What reads the documents that a run trains on, or validates on; its `section` says which table names them."""
+    held_out = validation and run.job.validation.holdout > 0
+    section = "validation" if validation and not held_out else "dataset"
+    skip_bad = getattr(run.job, section).on_bad_record == "skip"
+    return DocumentTokenizer(tokenizer, run.job.validation.holdout, held_out, skip_bad, section)
 
 
 def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:
@@ -409,15 +426,16 @@ def open_sources(
     """
     sources = [open_source(spec, job) for spec in source_specs(dataset)]
     for source in sources:
-        if isinstance(source, Shards):
-            source.check(tokenizer.tokenizer, tokenizer.holdout)
-        _look_into(source, replace(tokenizer), seq_len)
+        look_into(source, tokenizer, seq_len)
     return sources
 
 
-def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> None:
-    """Read from the front of `source` until one row is full of text, then a sample of its documents."""
-    tokens = 0
+def look_into(source: Source, documents: DocumentTokenizer, seq_len: int) -> None:
+    """Read from the front of `source` until one row is full of text, then a sample of its documents. Raises UserError:
+    it holds less text, or a record that cannot be read."""
+    tokens, tokenizer = 0, replace(documents)
+    if isinstance(source, Shards):
+        source.check(tokenizer.tokenizer, tokenizer.holdout)
     for document in map(tokenizer.encode, source):
         tokens += len(document) if len(document) > tokenizer.empty_length else 0
         if tokens > seq_len:
@@ -425,7 +443,8 @@ def _look_into(source: Source, tokenizer: DocumentTokenizer, seq_len: int) -> No
     else:
         which = "held-out documents" if tokenizer.held_out else "documents"
         few = f"have {tokens:,} tokens together, fewer than one row of text: training.seq_len is {seq_len:,}"
-        raise UserError(f"the {which} of {source.name} {few}. Lower it, or add text.")
+        remedy = "Lower it, or add text" if tokens else "There is no text in them: name other ones"
+        raise UserError(f"the {which} of {source.name} {few}. {remedy}.")
     for record in map(source.record, source.sample()) if isinstance(source, RandomAccess) else ():
         if isinstance(record, BadRecord):
             tokenizer.encode(record)

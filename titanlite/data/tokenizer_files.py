@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import make_folder, write_whole
+from titanlite.config.files import make_folder, not_writable, write_whole
 from titanlite.config.schema import Dataset, JobConfig
 from titanlite.data import tokenizer as formats
 from titanlite.data.mixture import stage_weights
@@ -74,7 +74,8 @@ def train_tokenizer(
     for file in (made.tiktoken, made.json):
         if os.path.lexists(file):
             raise UserError(f"{file} exists already. Choose another folder, or remove it.")
-    make_folder(out)
+    if problem := not_writable(out.absolute()):
+        raise UserError(f"{out} cannot be made: {problem}")
     (_, weights), *_ = stage_weights(dataset)
     most = [int(max_bytes * weight / sum(weights)) for weight in weights]
     shares = [(open_source(spec, job), share) for spec, share in zip(source_specs(dataset), most, strict=True) if share]
@@ -84,6 +85,7 @@ def train_tokenizer(
     tokens = _train(chain(sample, texts), vocab_size)
     if len(tokens) + len(llama3_special_tokens()) < vocab_size:
         raise UserError(f"There is too little text for {vocab_size:,} ids. Lower --vocab-size.")
+    make_folder(out)
     write_whole(made.tiktoken, b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens)))
     tokenizer = TiktokenTokenizer(made.tiktoken)
     write_whole(made.json, tiktoken_to_json(tokenizer).to_str().encode())

@@ -19,7 +19,14 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
 from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
 from titanlite.data.sources.base import BadRecord, Prepared, Source
-from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
+from titanlite.data.stream import (
+    BatchReader,
+    OutOfData,
+    PackedDataset,
+    Row,
+    documents_of,
+    report_skipped,
+)
 from titanlite.data.tokenizer import Tokenizer
 
 _BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
@@ -43,15 +50,13 @@ class ValidationSet:
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
         validation, dataset, training = run.job.validation, run.job.dataset, run.job.training
-        held_out, local, ranks = validation.holdout > 0, training.local_batch_size, run.degrees.data
-        chosen, section = (dataset, "dataset") if held_out else (validation, "validation")
-        keys = chosen.model_dump(include=set(Dataset.model_fields))
+        documents, local, ranks = documents_of(run, tokenizer, True), training.local_batch_size, run.degrees.data
+        held_out = documents.held_out
+        keys = getattr(run.job, documents.section).model_dump(include=set(Dataset.model_fields))
         for table in (keys, *keys["sources"]):
             table["max_epochs"] = 1
         for stage in keys.get("stages", ()):
             stage["global_batch_size"] = None  # of the training
-        skip_bad = chosen.on_bad_record == "skip"
-        documents = DocumentTokenizer(tokenizer, validation.holdout, held_out, skip_bad, section)
         once = Dataset.model_validate(keys)
         data = PackedDataset(once, documents, run.validation_seed, training.seq_len, validation.sequences, run.job)
         self._device, self._document_mask = device, dataset.document_mask
@@ -115,7 +120,7 @@ class TextWindows:
         for text in (text for source in self.sources for text in source):
             assert not isinstance(text, Prepared)
             if isinstance(text, BadRecord):
-                raise text
+                raise BadRecord(str(text).replace("(text_column)", "(--text-column)"))
             tokens = np.append(begin, self.tokenizer.encode_array(text))
             self.documents += 1
             self.tokens += len(tokens) - 1

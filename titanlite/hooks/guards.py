@@ -110,9 +110,10 @@ class NonFiniteGuard(Hook):
                 self._training.log(Event(line, "skip", self._training.steps_done))
             return
         step, count = self._training.steps_done, self._longest
-        problem = f"Step {step}: {count} steps in a row were skipped, more than guards.max_skipped = {self._most}."
+        problem = f"Step {step}: {count} steps in a row were skipped, more than guards.max_skipped = {self._most}:"
+        clip = "or" if self._training.run.job.training.max_norm else "set"
         remedy = (
-            "Before you start again, lower optimizer.lr or training.max_norm, or raise lr_scheduler.warmup_steps. If "
-            "it happens at the same step whatever you set, look at the rows of that step."
+            f"Before you start again, lower optimizer.lr {clip} training.max_norm, or raise lr_scheduler.warmup_steps. "
+            "If it happens at the same step whatever you set, look at the rows of that step."
         )
         raise GuardError("\n".join([problem, *lines[-10:], remedy]))

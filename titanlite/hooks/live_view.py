@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titanlite.hooks.hook import Hook
+from titanlite.hooks.hook import Hook, Training
 from titanlite.report.run_files import read_status
-from titanlite.runtime.logging import is_live_terminal
+from titanlite.runtime.logging import STOPPING, is_live_terminal
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 class LiveRun(Hook):
@@ -21,14 +25,19 @@ class LiveRun(Hook):
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._shows = folder, rank == 0 and is_live_terminal()
 
+    def built(self, training: Training) -> None:
+        self._training = training
+
     def train_begins(self, step: int) -> None:
         if self._shows:
             from titanlite.report.view import View
 
-            self._live = View(
-                get_renderable=lambda: read_status(self._folder).text(), refresh_per_second=0.5, transient=True
-            )
+            self._live = View(get_renderable=self._view, refresh_per_second=0.5, transient=True)
             self._live.start(refresh=True)
+
+    def _view(self) -> Text:
+        text = read_status(self._folder).text()
+        return text.append(f"\n{STOPPING}") if any(hook.stopping() for hook in self._training.hooks) else text
 
     def ended(self, step: int, stopped: str) -> None:
         if self._live is not None:

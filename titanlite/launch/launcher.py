@@ -88,7 +88,8 @@ def output_folder(run: Run) -> Iterator[None]:
     it has made if it ends by an answer or a signal and has trained nothing."""
     from titanlite.checkpoint import find, step_folders
 
-    folder, refusal, existed = run.dump_folder, None, os.path.lexists(run.dump_folder)
+    folder, refusal = run.dump_folder, None
+    new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     if (held := step_folders.lock(folder / "run", step_folders.LOCK_PATIENCE, note)) is not None:
         os.close(held)  # for the rank that locks it
     try:
@@ -98,13 +99,16 @@ def output_folder(run: Run) -> Iterator[None]:
     events = folder / EVENTS_FILE
     said = events.read_text(encoding="utf-8") if events.exists() else ""
     needed = any(f'"event": "{kind}"' in said for kind in ("finish", "guard", "failure", "hang"))
-    if not existed and not needed and not find.is_saved(run) and not (folder / "metrics.jsonl").exists():
+    if new and not needed and not find.is_saved(run) and not (folder / "metrics.jsonl").exists():
         logging.getLogger(LOGGER_NAME).handlers.clear()  # or the reason of the end would be written there
         with suppress(UserError):  # another run has the folder by now
             held = step_folders.lock(folder / "run", 0.0, note)
             shutil.rmtree(folder, ignore_errors=True)
             if held is not None:
                 os.close(held)
+            with suppress(OSError):  # another run has a folder beside it
+                for path in new[1:]:
+                    path.rmdir()
     if refusal is not None:
         raise refusal
 
@@ -129,7 +133,8 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
         wrong = error.errors()[0]
         name = str(wrong["loc"][0])
         about = Variables.model_fields[name].description
-        raise UserError(f"{name}={one_line(given[name][:40])}: {wrong['msg']}. {about}") from None
+        text = wrong["msg"].replace("Input should", "must").partition(",")[0]
+        raise UserError(f"{name}={one_line(given[name][:40])}: {text}. {about}") from None
     if 0 < gpus < variables.NGPU:
         raise UserError(
             f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)"

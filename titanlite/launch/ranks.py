@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config.errors import ERROR_FOLDER, CheckpointError, GuardError, StoppedBySignal, UserError
-from titanlite.runtime.logging import LOG_FILE, note, note_end
+from titanlite.runtime.logging import LOG_FILE, STOPPING, is_live_terminal, note, note_end
 from titanlite.runtime.process import STOP_SIGNALS, STORE, start_python, stop_signals
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that only this machine can reach
@@ -134,7 +134,8 @@ class Ranks:
                 if self._stopped_by:
                     return number == signal.SIGINT
                 self._stopped_by = number
-                _say("\nStopping after this step and a save. Ctrl-C again stops at once, without saving.")
+                if not (0 in self.ranks and is_live_terminal()):  # otherwise its view says so, and a line would tear it
+                    _say(f"\n{STOPPING}")
             for process in self._processes.values():
                 process.send_signal(number)  # none if it has ended
         return False
@@ -170,6 +171,8 @@ class Ranks:
             text = f"Rank {root.rank} failed first: {how}.{late}\n{text}".rstrip()
         if not root.reason:
             text = f"{text}\n{self.resume_hint()}".strip()
+        if not root.reason and is_live_terminal():
+            note("")  # rank 0 may have left the cursor behind its view
         in_log = root.rank == 0 and root.reason  # rank 0 has said it there
         kinds = {UserError.exit_code: "refusal", CheckpointError.exit_code: "refusal", GuardError.exit_code: "guard"}
         _say(text, "" if in_log else "stop" if self._stopped_by else kinds.get(code, "failure"), folder)

@@ -203,7 +203,12 @@ def _state(status: RunStatus, events: Sequence[dict[str, Any]]) -> tuple[State, 
     if kind in ENDS:
         text = last["text"].strip()
         # The reason of a traceback is its last line.
-        reason = text.rpartition("\n")[2] if text.startswith("Traceback") else text.partition("\n")[0]
+        head, _, more = text.partition("\n")
+        head += f" {more.strip().partition(chr(10))[0]}" if head.endswith(":") else ""
+        reason = text.rpartition("\n")[2] if text.startswith("Traceback") else head
+        before = [event.get("event") for event in begun[:-1] if event.get("event") != "data"][-1:]
+        if kind == "refusal" and before == ["finish"]:
+            return "finished", f"a later start was refused: {reason}"
         answered: State = "failed" if begun[-2:-1] and begun[-2].get("event") == "start" else "refused"
         states: dict[Any, State] = {"finish": "finished", "stop": "stopped", "guard": "stopped", "refusal": answered}
         return states.get(kind, "crashed"), reason * (kind != "finish")

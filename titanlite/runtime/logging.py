@@ -26,6 +26,7 @@ EVENTS_FILE = "events.jsonl"
 SAY_SECONDS = 10.0  # between two lines about what a command works at
 LONGEST_EVENT = 4000  # characters of its text; the last ones are kept, because a traceback ends with its reason
 
+STOPPING = "Stopping after this step and a save. Ctrl-C again stops at once, without saving."
 # The kinds of events that end a run. A failure is a crash; a refusal is an answer to what is wrong.
 ENDS = ("stop", "guard", "refusal", "failure", "hang", "finish")
 

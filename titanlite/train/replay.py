@@ -11,6 +11,7 @@ from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.checkpoint.resume import Resumer
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
 from titanlite.hooks.hook import Hook, Training
 from titanlite.observe.logged_step import LoggedStep
@@ -22,15 +23,15 @@ from titanlite.train.loop import Trainer
 class Earlier(Hook):
     """Loads the newest good checkpoint before a step. Without one, the run begins anew."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, job: JobConfig) -> None:
+        self._step, self._job = step, job  # the job as the user has it
 
     def built(self, training: Training) -> None:
         self._training = training
 
     def load(self) -> None:
         training, run = self._training, self._training.run
-        live, job = LiveState(training.model, training.optimizer, training.hook_tensors), run.job
+        live, job = LiveState(training.model, training.optimizer, training.hook_tensors), self._job
         saved = job.model_dump(mode="json")
         folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, saved, changes=False)
         training.opened.callback(folder.ranks.close)
@@ -60,9 +61,9 @@ def replay(run: Run, step: int) -> list[LoggedStep]:
         raise UserError(f"--step {step}: the run has {run.job.training.steps} (training.steps)")
     metrics = run.job.metrics.model_copy(update={"log_freq": 1})
     patient = run.job.guards.model_copy(update={"max_skipped": step})  # for the step that has ended the run
-    run = Run(run.job.model_copy(update={"metrics": metrics, "guards": patient}), run.world_size)
+    job, run = run.job, Run(run.job.model_copy(update={"metrics": metrics, "guards": patient}), run.world_size)
     found: list[LoggedStep] = []
-    with _Replayed(run, hooks=[Earlier(step), *guards()], standard=False) as trainer:
+    with _Replayed(run, hooks=[Earlier(step, job), *guards()], standard=False) as trainer:
         while trainer.steps_done < step:
             try:
                 entry = trainer.step()

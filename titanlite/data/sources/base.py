@@ -24,6 +24,7 @@ from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
 _REMOTE_BLOCK = 1 << 20  # bytes that are read ahead
+NO_FIELD = "no field"  # in what is said of a record without the text column
 _ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
 
@@ -213,18 +214,24 @@ def text_of(raw: object, column: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}. {_ONE_A_LINE}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"this is a {type(record).__name__}. {_ONE_A_LINE}")
+        raise ValueError(f"this is {_kind(record)}. {_ONE_A_LINE}")
     check_column(column, record)
     if not isinstance(text := record[column], str):
-        raise ValueError(f"field {column!r} must be a string, it is {type(text).__name__}")
+        raise ValueError(f"field {column!r} must be a string, it is {_kind(text)}")
     text.encode()  # an escape in JSON can be one half of a surrogate pair
     return text
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value."""
+    kinds = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def check_column(column: str, columns: Iterable[str]) -> None:
     """Raises ValueError: the text column is not there."""
     if column not in columns:
-        raise ValueError(f"no field {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
+        raise ValueError(f"{NO_FIELD} {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
 
 
 def sampled_fingerprint(files: list[File], column: str, sample: int = 1 << 16) -> str:

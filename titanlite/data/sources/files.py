@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, one_line
 from titanlite.config.registry import SOURCES
 from titanlite.config.schema import DataSource, JobConfig, TextSource
 from titanlite.data import hub
@@ -36,6 +36,7 @@ _KINDS = {**dict.fromkeys((".jsonl", ".json", *COMPRESSIONS), "jsonl"), ".parque
 _INSIDE = {"shards": "manifest.json", "arrow": "dataset_*.json"}
 _OWN = frozenset(SOURCES)  # before a plugin has brought others
 _SCAN_BYTES = 1 << 22
+_QUICK_BYTES = 1 << 25  # of text, whose lines are counted in a tenth of a second
 _BLOCK_BYTES = 1 << 18  # of text, in memory for each compressed file that is open
 _BLANK = bytes(range(0x21))  # a line of these alone is no document
 _SAMPLE_DOCUMENTS = 64
@@ -191,6 +192,9 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
         logging.getLogger(library).setLevel(logging.ERROR)
     path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
     streaming = spec.streaming or spec.source == "c4"
+    place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
+    what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
+    logging.getLogger("titanlite").info(f"Loading {what} from {place}")
     try:
         if spec.source == "arrow":
             saved: Any = datasets.load_from_disk(path)
@@ -200,9 +204,9 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
             return MappedDataset(spec, loaded)
         return StreamedDataset(spec, loaded, [file for file in Path(path).rglob("*") if file.is_file()])
     except Exception as error:  # each part of the library raises errors of its own
-        place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
-        what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
-        raise UserError(f"cannot load {what} from {place}: {error.__cause__ or error!r}") from None
+        why = one_line(str(error.__cause__ or error) or repr(error)).rstrip(".")
+        remedy = "Check dataset.path and the network. `titanlite get data OWNER/NAME` downloads what is on the hub"
+        raise UserError(f"dataset.path: cannot load {what} from {place}: {why}. {remedy}.") from None
 
 
 def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
@@ -226,6 +230,17 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
     return source
+
+
+def open_quickly(spec: TextSource, job: JobConfig) -> Source | None:
+    """As `open_source`, for a look that takes a second at most: None for what a network or a plugin has, and for much
+    plain text. Of many JSON lines it is a source that has not counted them."""
+    files = find_files(spec)
+    if spec.source not in _OWN - {"huggingface", "c4"} or storage.url_of(spec.path):
+        return None
+    if spec.source in ("python_stdlib", "text", "jsonl") and sum(file.stat().st_size for file in files) > _QUICK_BYTES:
+        return CompressedLines(spec, files) if spec.source == "jsonl" else None
+    return open_source(spec, job)
 
 
 def source_of_file(file: Path, column: str) -> DataSource:
@@ -253,6 +268,9 @@ def find_files(spec: TextSource) -> list[Path]:
     # A name that holds glob characters is still a name.
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     files: list[Any] = [Path(name) for name in names if os.path.isfile(name)]
+    if not files and os.path.isdir(pattern) and is_own:
+        ending = {"text": "txt"}.get(spec.source, spec.source)
+        raise UserError(f"is a folder; {os.path.join(pattern, f'*.{ending}')} names the files in it")
     if not (files := storage.matching(pattern) if storage.url_of(pattern) else files) and is_own:
         here = f"(of {pattern}; current folder: {Path.cwd()})"
         raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")

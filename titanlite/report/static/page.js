@@ -23,12 +23,12 @@ const number = (v) => {
 const flat = (value, prefix = "") => Object.assign({}, ...Object.entries(value).map(([key, inner]) =>
   inner !== null && typeof inner === "object" && !Array.isArray(inner) ? flat(inner, `${prefix}${key}.`) : { [prefix + key]: inner }));
 
-// Where a step lies on an axis of a run: between the logged steps beside it.
+// Where a step lies on an axis of a run: between the logged steps beside it, or behind the last ones at their pace.
 function place(run, axis, step) {
   const steps = run.curves.x.step || [], values = run.curves.x[axis] || [];
   if (axis === "step" || !values.length) return step;
-  const after = steps.findIndex((s) => s >= step);
-  if (after < 0) return values[values.length - 1];
+  let after = steps.findIndex((s) => s >= step);
+  if (after < 0) after = steps.length - 1;
   const [s0, v0] = after ? [steps[after - 1], values[after - 1]] : [0, 0];
   return v0 + (values[after] - v0) * (steps[after] > s0 ? (step - s0) / (steps[after] - s0) : 1);
 }
@@ -95,7 +95,7 @@ function full() {
   let low = Infinity, high = -Infinity;
   for (const run of shown())
     for (const x of [run.curves.x[state.axis], run.validations.x[state.axis], run.events[state.axis]])
-      if (x && x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
+      if (x && x.length) { low = Math.min(low, ...x); high = Math.max(high, ...x); }
   if (low > high) return [0, 1];
   return low === high ? [low - 1, high + 1] : [low, high];
 }
@@ -337,8 +337,9 @@ function overview() {
     const validated = run.validations.y.loss ? (run.validations.y.loss.min || run.validations.y.loss.mean).filter((v) => v !== null) : [];
     return [
       (box) => {
-        node("span", box, "dot").style.background = `var(--c${i % 10})`;
-        node("span", box, "name", run.name);
+        const name = node("span", box, "name");
+        node("span", name, "dot").style.background = `var(--c${i % 10})`;
+        name.append(run.name);
         node("div", box, "muted", run.config["job.description"] || "");
       },
       (box) => {
@@ -348,7 +349,7 @@ function overview() {
       },
       count(run.step) + (run.total_steps === null ? "" : ` of ${count(run.total_steps)}`),
       count(run.numbers.tokens),
-      number((run.curves.x.hours || []).at(-1)),
+      run.curves.x.hours?.length ? number(Number(run.curves.x.hours.at(-1).toFixed(2))) : "-",
       number(run.numbers.loss),
       number(validated.length ? Math.min(...validated) : null),
       count(run.numbers.tps),
