@@ -75,9 +75,9 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         # Otherwise a factor of 1 means PREMUL_SUM, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
     once = training.dtype == training.mixed_precision_reduce and job.parallelism.fsdp_reduce == "step"
-    if mesh.device_type == "cuda" and once and not training.enable_cpu_offload:
+    if once and not training.enable_cpu_offload:
         for module in sharded:
-            module.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+            module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(mesh.device_type)))
     if mesh.size() == 1 and not training.enable_cpu_offload:
         spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
@@ -101,8 +101,12 @@ class _ReduceScatter:
     gradient or sends to the host.
     """
 
+    def __init__(self, device_type: str) -> None:
+        self._streams: Any = torch.get_device_module(device_type)
+        self._main = self._streams.current_stream()
+
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
+        with self._streams.stream(self._main):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> dist.Work | None:
