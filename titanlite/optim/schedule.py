@@ -13,7 +13,7 @@ from titanlite.config import schema
 def rate_of(job: schema.JobConfig, step: int) -> float:
     """The rate of optimizer step `step`, counted from 1, with the factor of its stage (dataset.stages)."""
     rate = learning_rate(step, job.optimizer.lr, job.lr_scheduler, job.training.steps)
-    return rate * job.dataset.staged("lr_factor", step - 1, 1.0)
+    return rate * job.dataset.staged(lambda stage: stage.lr_factor, step - 1, 1.0)
 
 
 def learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
