@@ -422,4 +422,4 @@ def _files(run: Run) -> Problems:
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
     if run.job.evaluation.freq and find_spec("lm_eval") is None:
-        yield "evaluation.freq", "needs the package lm_eval: pip install 'titanlite[eval]'."
+        yield "evaluation.freq", "needs the package lm_eval: pip install 'lm-eval>=0.4.5'."

@@ -97,7 +97,7 @@ class Run:
 
     def batch_size(self, done: int) -> int:
         """Rows of the optimizer step after `done` steps, over all ranks."""
-        return self.job.dataset.staged("global_batch_size", done, self.global_batch_size)
+        return self.job.dataset.staged(lambda stage: stage.global_batch_size, done, self.global_batch_size)
 
     @property
     def rows(self) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ the world size or files are in `titanlite.load_run`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -310,10 +310,10 @@ class Dataset(TextSource):
     prefetch: PositiveInt = 2
     """Number of global batches that each background process may prepare in advance."""
 
-    def staged(self, key: str, done: int, default: Any) -> Any:
-        """The value of a key of `DataStage` for the step after `done` steps. Before a stage has it: `default`."""
+    def staged(self, key: Callable[[DataStage], Any], done: int, default: Any) -> Any:
+        """The value of a key of a stage for the step after `done` steps. Before a stage has it: `default`."""
         stages = sorted(self.stages, key=lambda stage: stage.start_step)
-        found = (getattr(stage, key) for stage in reversed(stages) if stage.start_step <= done)
+        found = (key(stage) for stage in reversed(stages) if stage.start_step <= done)
         return next((value for value in found if value is not None), default)
 
 
@@ -629,7 +629,7 @@ class Samples(Section):
 
 
 class Evaluation(Section):
-    """Tasks of lm-evaluation-harness while the model trains (pip install 'titanlite[eval]')."""
+    """Tasks of lm-evaluation-harness while the model trains (pip install 'lm-eval>=0.4.5')."""
 
     freq: NonNegativeInt = 0
     """Steps between two times, a multiple of metrics.log_freq. The last step has one more. The numbers are those of the

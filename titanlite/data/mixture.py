@@ -44,8 +44,8 @@ class Mixture:
         if weights != self.weights:
             self.weights, self.stage_rows = weights, [0] * len(self.rows)
         total, scale = sum(weights), math.lcm(*filter(None, weights))
-        batch = []
-        for _ in range(self._dataset.staged("global_batch_size", self.step, self._global_batch_size)):
+        batch, default = [], self._global_batch_size
+        for _ in range(self._dataset.staged(lambda stage: stage.global_batch_size, self.step, default)):
             source = self._next_source(total, scale) if len(self.rows) > 1 else 0
             batch.append((source, self.rows[source]))
             self.rows[source] += 1

@@ -26,11 +26,7 @@ from titanlite.runtime.logging import Event
 SLOW = 1.2  # times the median of the ranks
 LINES = 3  # in a row, because any rank is late now and then
 LEAST = (1e-3, 1e-3, 0.0)  # seconds that it must be slower in each step: below that, nobody waits long
-PARTS = (
-    "waits for its data {:.3g} s a step",
-    "needs for updates {:.3g} s a step",
-    "takes {:.3g} s for products",
-)
+PARTS = "waits for its data {:.3g} s a step", "needs for updates {:.3g} s a step", "takes {:.3g} s for a product"
 
 
 class Stragglers(Hook):

@@ -15,7 +15,7 @@ def rate_of(job: schema.JobConfig, step: int) -> float:
     """The rate of optimizer step `step`, counted from 1, with the factor of its stage (dataset.stages)."""
     schedule = job.lr_scheduler
     rate = SCHEDULES.make(schedule.name, job, step, job.optimizer.lr, schedule, job.training.steps)
-    return rate * job.dataset.staged("lr_factor", step - 1, 1.0)
+    return rate * job.dataset.staged(lambda stage: stage.lr_factor, step - 1, 1.0)
 
 
 def learning_rate(step: int, peak: float, config: schema.LRScheduler, steps: int) -> float:
