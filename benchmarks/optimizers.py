@@ -3,8 +3,8 @@
     python benchmarks/optimizers.py [--models debug 20m] [--seeds 0 1 2] [--factor 1] [--out DIR]
 
 AdamW's rate is the best of 3e-3 times powers of two, for the first seed: the search ends when both neighbours of the
-best one are worse. Muon takes that rate, or a multiple of it, and is not tuned. Each run is a `titanlite train`, whose
-metrics.jsonl stays in DIR; a run that is there is not repeated.
+best one are worse. Muon takes that rate, its matrices a multiple of it, and is not tuned. Each run is a `titanlite
+train`, whose metrics.jsonl stays in DIR; a run that is there is not repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ FIRST_RATE, PARTS = 3e-3, 4
 TOKENS = {"training.seq_len": 128, "training.local_batch_size": 16}  # 2,048 tokens a step
 
 
+GROUPS = """
+[[optimizer.groups]]
+params = ["layers.*.w?.weight"]
+lr_factor = {}
+
+[[optimizer.groups]]
+params = ["tok_embeddings.weight", "layers.*norm.weight", "norm.weight", "output.weight"]
+"""
+
+
 class Model(NamedTuple):
     """The debug model with other keys, and how long it trains."""
 
@@ -36,17 +46,21 @@ MODELS = {
 }
 
 
-def losses(folder: Path, name: str, optimizer: str, rate: float, seed: int) -> list[float]:
-    """The training loss of each step."""
-    model, out = MODELS[name], folder / f"{name}-{optimizer}-{rate:g}-{seed}"
-    metrics = out / "metrics.jsonl"
+def losses(folder: Path, name: str, optimizer: str, rate: float, seed: int, factor: float = 1.0) -> list[float]:
+    """The training loss of each step. `factor` is that of the rate of the matrices of blocks."""
+    model, out = MODELS[name], folder / f"{name}-{optimizer}-{rate:g}{f'x{factor:g}' * (factor != 1)}-{seed}"
+    metrics, job = out / "metrics.jsonl", out.with_suffix(f"{out.suffix}.toml")
     if not metrics.exists() or len(metrics.read_text().splitlines()) < model.steps:
         keys = {f"model.{key}": value for key, value in model.keys.items()} | TOKENS
         keys |= {"training.steps": model.steps, "training.seed": seed, "lr_scheduler.warmup_steps": model.steps // 10}
         keys |= {"optimizer.name": optimizer, "optimizer.lr": rate, "job.dump_folder": out, "metrics.log_freq": 1}
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "titanlite", "train", *words, "--checkpoint.no-enable"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        job.write_text(
+            (ROOT / "train_configs" / "debug_model.toml").read_text() + GROUPS.format(factor) * (factor != 1)
+        )
+        words += ["--job.config_file", str(job), "--checkpoint.no-enable"]
+        subprocess.run([sys.executable, "-m", "titanlite", "train", *words], cwd=ROOT, check=True, capture_output=True)
     found = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     print(f"{out.name}: {last(found):.3f}", file=sys.stderr, flush=True)
     return found
@@ -72,14 +86,12 @@ def compare(folder: Path, name: str, seeds: list[int], factor: float) -> list[li
     """A row for each seed and optimizer: the mean loss of each quarter's last tenth, and of the whole's."""
     rate, rows, gains = tuned(folder, name, seeds[0]), [], []
     for seed in seeds:
-        rates = {"AdamW": rate, "Muon": rate * factor}
-        curves = {optimizer: losses(folder, name, optimizer, own, seed) for optimizer, own in rates.items()}
+        curves = {"AdamW": losses(folder, name, "AdamW", rate, seed)}
+        curves[f"Muon x {factor:g}"] = muon = losses(folder, name, "Muon", rate, seed, factor)
         for optimizer, curve in curves.items():
             ends = [len(curve) * part // PARTS for part in range(1, PARTS + 1)]
-            rows.append(
-                [name, f"{rates[optimizer]:g}", str(seed), optimizer, *(f"{last(curve[:end]):.3f}" for end in ends)]
-            )
-        gains.append(last(curves["AdamW"]) - last(curves["Muon"]))
+            rows.append([name, f"{rate:g}", str(seed), optimizer, *(f"{last(curve[:end]):.3f}" for end in ends)])
+        gains.append(last(curves["AdamW"]) - last(muon))
     spread = statistics.stdev(gains) if len(gains) > 1 else 0.0
     rows.append([name, "", "", "AdamW - Muon", *[""] * (PARTS - 1), f"{statistics.mean(gains):+.3f} ± {spread:.3f}"])
     return rows
@@ -89,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--factor", type=float, default=1.0, help="of Muon's rate")
+    parser.add_argument("--factor", type=float, default=1.0, help="of the rate of Muon's matrices")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "optimizers")
     options = parser.parse_args()
     rows = [row for name in options.models for row in compare(options.out, name, options.seeds, options.factor)]

@@ -75,12 +75,9 @@ validation.freq = 5 =>
 validation.holdout = 0.1 ; validation.path = "text.jsonl" => validation.source
 optimizer.lr = nan =>
 optimizer.beta2 = 0.999 ; optimizer.state_dtype = "bfloat16" =>
-optimizer.momentum = 0.9 =>
 optimizer.beta1 = 0.8 ; optimizer.name = "SGD" =>
-optimizer.stochastic_rounding = true ; optimizer.name = "Muon" =>
 metrics.details = ["updates"] ; optimizer.name = "Muon" =>
 optimizer.name = "AdamW8bit" ; training.enable_cpu_offload = true =>
-@2 optimizer.name = "AdamW8bit" ; parallelism.tensor_parallel_degree = 2 =>
 [[optimizer.groups]] ; lr_factor = 2.0 => optimizer.groups.0.params
 [[optimizer.groups]] ; params = ["*", "layers.9.*"] => layers.9.*
 [[optimizer.groups]] ; params = ["layers.*", "tok_*"] => norm.weight and 1 more: in none

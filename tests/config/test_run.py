@@ -41,6 +41,7 @@ def test_a_flavor_has_exactly_its_number_of_parameters(flavor: str):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[flavor]
+    assert sorted(FLAVORS[flavor].parameter_names) == sorted(dict(model.named_parameters()))
 
 
 def test_a_job_overrides_each_number_of_a_flavor():

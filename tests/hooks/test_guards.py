@@ -29,8 +29,6 @@ LAYOUTS = {
     "fp8": f"{FLOAT8} --float8.precompute-float8-dynamic-scale-for-fsdp",
     "bfloat16": "--training.dtype bfloat16 --optimizer.stochastic_rounding",
     "muon": "--optimizer.name Muon --optimizer.state_dtype bfloat16",
-    "lion": "--optimizer.name Lion",
-    "sgd": "--optimizer.name SGD",
     "8 bits": "--optimizer.name AdamW8bit --model.dim 256",
 }
 
