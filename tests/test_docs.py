@@ -42,7 +42,7 @@ TUTORIALS = {  # and what its commands say
     "your_text": ["Question: How do I write 8 3 1 1?", "bits/byte", "report.html: "],
     "two_machines": ["2 x cpu", f"Resumed after step {20 if WHOLE else 4}", "world_size: 2 -> 1"],
     "hugging_face": ["starting from the weights in model", "from transformers import"],
-    "../extending": ["--lion.beta2", "lion.beta2: 0.99 -> 0.98 (changes the curve)", "2,5."],
+    "../extending": ["--signum.decay", "signum.decay: 0.9 -> 0.95 (changes the curve)", "2,5."],
 }
 
 

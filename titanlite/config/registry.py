@@ -73,7 +73,7 @@ class Registry:
 _FILES = "titanlite.data.sources.files:"
 REGISTRIES: dict[Kind, Registry] = {
     "architecture": Registry(llama="titanlite.config.flavors:Architecture"),
-    "optimizer": Registry(AdamW="titanlite.optim.adamw:build_optimizer"),
+    "optimizer": Registry(AdamW="titanlite.optim.adamw:adamw"),
     "schedule": Registry(wsd="titanlite.optim.schedule:learning_rate"),
     "source": Registry(
         **dict.fromkeys(("python_stdlib", "jsonl", "text"), f"{_FILES}FileSpans"),

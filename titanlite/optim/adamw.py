@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,28 +17,50 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
+from titanlite.config.registry import OPTIMIZERS
 
 CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
 
 
-def build_optimizer(model: nn.Module, config: schema.Optimizer, compiled: bool = False) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) for the parameters of `model`.
+@dataclass(frozen=True)
+class Recipe:
+    """What an optimizer is made of.
+
+    Attributes:
+        names: of all parameters, as in the whole model.
+        compiled: Whether the job asks to compile the update.
+    """
+
+    config: schema.Optimizer
+    names: dict[nn.Parameter, str]
+    compiled: bool
+
+
+def build_optimizer(
+    model: nn.Module, config: schema.Optimizer, compiled: bool = False, job: schema.JobConfig | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that the job names, for the parameters of `model`. `job` has the keys of a plugin's.
 
     Norms are not decayed, nor is the embedding if decay_embeddings is false. Build it after sharding, because the state
     gets the dtype, device and layout of the parameters.
     """
+    recipe = Recipe(config, {parameter: name for name, parameter in model.named_parameters()}, compiled)
     decayed, not_decayed = [], []
-    for name, parameter in model.named_parameters():
+    for parameter, name in recipe.names.items():
         exempt = parameter.ndim < 2 or ("tok_embeddings" in name and not config.decay_embeddings)
         (not_decayed if exempt else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
-    stored = next(model.parameters()).dtype
-    state_dtype = stored if config.state_dtype is None else getattr(torch, config.state_dtype)
-    if compiled or config.stochastic_rounding or state_dtype != stored:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+    return OPTIMIZERS.make(config.name, job, groups, recipe)
+
+
+def adamw(groups: Sequence[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW (https://arxiv.org/abs/1711.05101)."""
+    config, parameter = recipe.config, next(iter(recipe.names))
+    state_dtype = parameter.dtype if config.state_dtype is None else getattr(torch, config.state_dtype)
+    if recipe.compiled or config.stochastic_rounding or state_dtype != parameter.dtype:
         # Compiled on a GPU always, because it would be 72 kernels.
-        return AdamW(groups, names, config, state_dtype, compiled or next(model.parameters()).is_cuda)
+        return AdamW(groups, recipe.names, config, state_dtype, recipe.compiled or parameter.is_cuda)
     kernels = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
 

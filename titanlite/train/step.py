@@ -13,11 +13,10 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 from torch.profiler import record_function
 
-from titanlite.config.registry import OPTIMIZERS
 from titanlite.config.run import Run
 from titanlite.hooks.hook import Hook, StepResult
 from titanlite.observe.meter import Part
-from titanlite.optim.adamw import step_unless
+from titanlite.optim.adamw import build_optimizer, step_unless
 from titanlite.optim.clip import clip_grad_norm_
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.forward_backward import Microbatch, build_forward_backward
@@ -32,8 +31,7 @@ class TrainStep:
         self._job, self._mesh, self._device = run.job, mesh, device
         self.model = sharded.whole
         self.forward_backward = build_forward_backward(sharded, mesh, run, device)
-        compiled, config = run.compiles("optimizer"), run.job.optimizer
-        self.optimizer = OPTIMIZERS.make(config.name, run.job, self.model, config, compiled)
+        self.optimizer = build_optimizer(self.model, run.job.optimizer, run.compiles("optimizer"), run.job)
         self._compiles_clip = run.compiles("clip")
 
     def __call__(
