@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
-from titanlite.config.registry import OPTIMIZERS
 
 CHUNK = 2**22  # elements that an eager update handles at a time, so that its temporaries stay below 200 MB
 BITS = 0xFFFFFFFF
