@@ -71,7 +71,7 @@ def run_titanlite(row: Row, folder: Path, text: Path, keys: Sequence[str]) -> No
         unread, guard._unread = guard._unread, []
         torch.stack([result.skipped for _, result in unread]).tolist()
 
-    NonFiniteGuard._read = read
+    NonFiniteGuard._read = read  # pyright: ignore
     words = [*titanlite_options(row.work, folder, text, own=False), "--metrics.log_freq", "1"]
     words += [word for name, value in row.layout.items() for word in (f"--parallelism.{name}", str(value))]
     words += [f"--float8.{name}" for name in GATHER8] * (row.work.precision == "float8")

@@ -436,8 +436,8 @@ class Parallelism(Section):
     gradients of all parameters, 4 bytes per parameter. microbatch: after each microbatch, so that a rank keeps its
     shard of the gradients only; the traffic grows with the number of microbatches."""
     fsdp_forward_prefetch: NonNegativeInt = 0
-    """Number of groups of blocks whose all-gather is issued ahead of the current group in the forward pass. 0: FSDP's
-    own implicit order."""
+    """Number of groups of blocks whose all-gather is issued ahead of the current group in the forward pass. 0: one,
+    as FSDP's own implicit order has it."""
     fsdp_backward_prefetch: NonNegativeInt = 0
     """Number of groups of blocks whose all-gather is issued ahead in the backward pass. 0: FSDP's own implicit prefetch
     of one group."""

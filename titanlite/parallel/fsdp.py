@@ -21,6 +21,7 @@ from titanlite.parallel.spare_copies import spare_copies
 
 RANKS_OF_A_MACHINE = 8
 
+
 def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     """Shard `model` in place: the embedding, each block, norm and output together, then the root.
 
@@ -57,7 +58,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         if model.norm is not None and model.output is not None:
             # FSDP2 waits for a reduction before it begins the next one. The output's holds 2 GiB (8b). Within a machine
             # it takes 5 ms, and the norm's is the next one, so that the memory is free for the last block.
-            if mesh.size(-1) <= RANKS_OF_A_MACHINE:
+            if mesh.size(-1) <= RANKS_OF_A_MACHINE or not groups:
                 shard(model.norm, reshard == "always")
             else:
                 groups[-1].append(model.norm)
@@ -82,12 +83,12 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         spare_copies(sharded, None if training.mixed_precision_param == training.dtype else policy.param_dtype)
     leaders = cast(list[FSDPModule], [group[0] for group in groups])  # the modules of a group share their state
     ahead, behind = job.parallelism.fsdp_forward_prefetch, job.parallelism.fsdp_backward_prefetch
-    targets = [*leaders, *([cast(FSDPModule, model.output)] if leaders and isinstance(model.output, FSDPModule) else [])]
-    for i, leader in enumerate(leaders):  # 0: as FSDP2 does by itself
+    targets = [*leaders, *([model.output] if isinstance(model.output, FSDPModule) else [])]
+    for i, leader in enumerate(leaders):
         leader.set_modules_to_forward_prefetch(targets[i + 1 : i + 1 + max(1, ahead)])
-        leader.set_modules_to_backward_prefetch(leaders[max(0, i - behind) : i][::-1])
-    # All-gathers take the memory of the main stream, and none that only they can use. Their input is made in that stream,
-    # before the block that is computed while they run.
+        leader.set_modules_to_backward_prefetch(leaders[max(0, i - behind) : i][::-1])  # 0: as FSDP2 does by itself
+    # All-gathers take the memory of the main stream, and none that only they can use. Their input is made in that
+    # stream, before the block that is computed while they run.
     cast(Any, model)._set_unshard_async_op(True)
 
 

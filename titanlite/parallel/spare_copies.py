@@ -58,8 +58,8 @@ def _convert_all(group: Any, dtype: torch.dtype) -> None:
         parameter.init_all_gather_outputs([shard.numel()], [dtype], 1, shard.device)
         parameter.alloc_all_gather_outputs()
         outputs += parameter.all_gather_outputs
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
-        torch._foreach_copy_(outputs, shards)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):  # pyright: ignore
+        torch._foreach_copy_(outputs, shards)  # pyright: ignore
     for parameter in group.fsdp_params:
         parameter.init_unsharded_param()
     group._to_unsharded()
