@@ -286,9 +286,7 @@ def _float8(run: Run) -> Problems:
 
 
 def _others(run: Run) -> Problems:
-    profiling, log_freq = run.job.profiling, run.job.metrics.log_freq
-    if run.job.evaluation.freq % log_freq:
-        yield "evaluation.freq", f"must be a multiple of metrics.log_freq = {log_freq}: a logged step has its numbers."
+    profiling = run.job.profiling
     if run.job.activation_checkpoint.mode == "memory_budget" and not run.compiles("model"):
         yield "activation_checkpoint.mode", 'needs compile.enable = true, with "model" in compile.components.'
     if (needed := profiling.profiler_warmup + profiling.profiler_active) > profiling.profile_freq:
@@ -305,7 +303,6 @@ def _without_effect(run: Run) -> Problems:
     compiled = run.degrees.tensor > 1 and run.compiles("model")
     gathers, scales = float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp
     for key, has_no_effect, needed in (
-        ("evaluation.freq", job.evaluation.freq and not job.evaluation.tasks, "evaluation.tasks"),
         ("samples.freq", job.samples.freq and not job.samples.prompts, "samples.prompts"),
         ("validation.source", (validation.path or validation.sources) and no_freq, "validation.freq"),
         ("checkpoint.keep_best", job.checkpoint.keep_best and not validation.freq, "validation.freq"),
@@ -421,5 +418,3 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.load_step", f"is not there. In {saves} there are: {there}."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."
-    if run.job.evaluation.freq and find_spec("lm_eval") is None:
-        yield "evaluation.freq", "needs the package lm_eval: pip install 'lm-eval>=0.4.5'."

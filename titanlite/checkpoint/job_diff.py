@@ -23,7 +23,7 @@ _SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "
 _SHAPE += ("qkv_bias", "qk_norm", "architecture")
 _HARMLESS = {
     *("job", "validation", "parallelism", "activation_checkpoint", "compile", "checkpoint", "metrics", "profiling"),
-    *("samples", "comm", "ema", "evaluation", "training.enable_cpu_offload", "training.deterministic"),
+    *("samples", "comm", "ema", "training.enable_cpu_offload", "training.deterministic"),
     *("training.init_dtype", "optimizer.implementation", "dataset.path", "dataset.streaming", "dataset.num_workers"),
     *("dataset.prefetch", "dataset.on_change", "training.num_threads"),
 }

@@ -628,21 +628,6 @@ class Samples(Section):
     """Seed of the sampling, the same at each step and for each prompt."""
 
 
-class Evaluation(Section):
-    """Tasks of lm-evaluation-harness while the model trains (pip install 'lm-eval>=0.4.5')."""
-
-    freq: NonNegativeInt = 0
-    """Steps between two times, a multiple of metrics.log_freq. The last step has one more. The numbers are those of the
-    step in the metrics. 0: never."""
-    tasks: Names = ()
-    """Names of tasks or groups, such as ["hellaswag", "my_text"], which score given answers or texts. Tasks that ask
-    the model to write are refused."""
-    include_path: PathText | None = None
-    """Folder with task files of one's own."""
-    limit: PositiveInt | None = None
-    """Take only the first so many questions of a task."""
-
-
 class Guards(Section):
     """What a run does where its numbers go wrong."""
 
@@ -731,7 +716,6 @@ class JobConfig(Whole):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
-    evaluation: Evaluation = Evaluation()
     guards: Guards = Guards()
     ema: Ema = Ema()
     comm: Comm = Comm()

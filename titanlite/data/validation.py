@@ -19,14 +19,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
 from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
 from titanlite.data.sources.base import BadRecord, Prepared, Source
-from titanlite.data.stream import (
-    BatchReader,
-    OutOfData,
-    PackedDataset,
-    Row,
-    documents_of,
-    report_skipped,
-)
+from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Row, documents_of, report_skipped
 from titanlite.data.tokenizer import Tokenizer
 
 _BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding

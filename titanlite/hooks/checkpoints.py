@@ -6,7 +6,7 @@ Invariant: what is saved after a step is the state of exactly that step, with wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,7 @@ from titanlite.parallel.float8 import precompute_scales
 
 
 class Checkpoints(Hook):
-    """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to.
-
-    Args:
-        alive: called every few seconds of a long wait at the end.
-    """
-
-    def __init__(self, alive: Callable[[], None]) -> None:
-        self._alive = alive
+    """Loads before the run starts, and saves every checkpoint.interval steps and where it is asked to."""
 
     def built(self, training: Training) -> None:
         self._training, self._interval = training, training.run.job.checkpoint.interval
@@ -97,7 +90,7 @@ class Checkpoints(Hook):
     def ended(self, step: int, stopped: str) -> CheckpointError | None:
         self._saver.settle()
         if self._saver.holds(step):
-            if self._mirror is None or self._mirror.finished(self._alive):
+            if self._mirror is None or self._mirror.finished(self._training.alive):
                 return None
             text = f"The newest checkpoint is saved, but not in {self._training.run.job.checkpoint.mirror}"
             return CheckpointError(f"{stopped and f'{stopped}. '}{text}: the log says why. Start again to copy it.")

@@ -168,6 +168,7 @@ class Training:
         resumed: Whether a checkpoint was loaded.
         model: The part of the model on this rank. Its parameters are sharded (DTensor).
         loader: The training data.
+        alive: To be called now and then by what can take longer than a step may.
     """
 
     run: Run
@@ -185,6 +186,7 @@ class Training:
 
     def __init__(self) -> None:
         self.opened = ExitStack()
+        self.alive: Callable[[], None] = lambda: None
         self.identity, self.steps_done, self.resumed = "", 0, False
 
     def log(self, line: str) -> None:

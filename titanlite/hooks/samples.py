@@ -26,14 +26,7 @@ from titanlite.parallel.forward_backward import Microbatch
 
 
 class Samples(Hook):
-    """Completes the prompts every samples.freq steps.
-
-    Args:
-        alive: Is called after each token, because all of them can take longer than a step may.
-    """
-
-    def __init__(self, alive: Callable[[], None]) -> None:
-        self._alive = alive
+    """Completes the prompts every samples.freq steps."""
 
     def built(self, training: Training) -> None:
         self._training, self._run, self._tokenizer = training, training.run, training.tokenizer
@@ -64,7 +57,7 @@ class Samples(Hook):
                 return []
             for i, of_row in zip(going_on, logits, strict=True):
                 decodings[i].push(choose(of_row, config.temperature, config.top_k, generators[i]))
-            self._alive()
+            self._training.alive()
         return [decoding.completion() for decoding in decodings]
 
     def _next_logits(self, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -113,8 +113,6 @@ class LoggedStep(BaseModel):
     update_ratios: Annotated[dict[str, float], "9_update_ratios"] = {}
     """Norm of this step's update of a group of parameters, without weight decay, as a share of that of its
     weights."""
-    benchmarks: Annotated[dict[str, float], "5_validation/benchmarks"] = {}
-    """Numbers of the tasks of [evaluation], such as "hellaswag/acc"."""
     distributions: dict[str, dict[str, list[float]]] = {}
 
 

@@ -99,12 +99,7 @@ def compiling() -> Iterator[None]:
 def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
     """`function` as graphs of a forward and a backward pass."""
     graph = aot_function(
-        function,
-        _kernels,
-        _kernels,
-        _partition,
-        select_decomp_table(),
-        keep_inference_input_mutations=True,
+        function, _kernels, _kernels, _partition, select_decomp_table(), keep_inference_input_mutations=True
     )
     mode = detect_fake_mode(list(tensors))
     assert mode is not None

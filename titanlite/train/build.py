@@ -40,31 +40,26 @@ def standard_hooks(training: Training) -> list[Hook]:
     setup_logging(training.rank, None)
     job, profiling = training.run.job, training.run.job.profiling
     watch = HangReport(training)  # first, because a hang in the build is reported, too
+    training.alive = watch.alive
     records = Records(training)  # locks the folder, and opens the log in it
-    checkpoints = Checkpoints(watch.alive) if job.checkpoint.enable else None
+    checkpoints = Checkpoints() if job.checkpoint.enable else None
     validation = Validation() if job.validation.freq else None
     saves: list[Hook | None] = [checkpoints, validation]  # a save comes first, so that nothing is lost meanwhile
     if checkpoints is not None and job.checkpoint.keep_best:  # whether it is due, the validation decides
         saves = [validation, BestCheckpoint(checkpoints), checkpoints]
     profiles = profiling.enable_profiling or profiling.enable_memory_snapshot
-    benchmarks = None
-    if job.evaluation.freq:
-        from titanlite.hooks.benchmarks import Benchmarks  # of an extra, and slow to import
-
-        benchmarks = Benchmarks(watch.alive)
     hooks = [
         watch,
         StopSignals(),
         GarbageCollection(),
         Profiler(profiling, training.run.dump_folder) if profiles else None,
         Ema(job.ema.decay) if job.ema.decay else None,
-        benchmarks,
         Norms() if job.metrics.details else None,
         Stragglers() if training.run.world_size > 1 else None,
         records,
         *guards(checkpoints),  # before the saves, and after the records, so that the line of the damage is written
         *saves,
-        Samples(watch.alive) if job.samples.freq else None,
+        Samples() if job.samples.freq else None,
         LiveRun(training.run.dump_folder, training.rank),
         *(HOOKS.make(name, job) for name in job.job.hooks),
     ]

@@ -1,4 +1,4 @@
-"""[evaluation]: tasks of lm-evaluation-harness while the model trains (https://github.com/EleutherAI/lm-evaluation-harness).
+"""Tasks of lm-evaluation-harness while the model trains (https://github.com/EleutherAI/lm-evaluation-harness).
 
 Invariant: the sharded model of the run answers, with all ranks taking part. Each rank asks the same questions in the
 same order, computes its share of the rows and gets all answers. Training does not notice.
@@ -6,40 +6,62 @@ same order, computes its share of the rows and gets all answers. Training does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports] - of the extra `eval`
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.tasks import TaskManager, get_task_dict  # pyright: ignore[reportMissingImports]
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from titanlite import register
 from titanlite.config.errors import UserError
+from titanlite.config.schema import Names, PathText, Section
 from titanlite.data.batch import Window
 from titanlite.data.validation import TextWindows, window_batches
 from titanlite.hooks.hook import Hook, Training
 from titanlite.hooks.samples import use_logits
 
 
+class Evaluation(Section):
+    """Tasks of lm-evaluation-harness while the model trains."""
+
+    on_resume: ClassVar = "harmless"
+
+    freq: PositiveInt = 1000
+    """Steps between two times, a multiple of metrics.log_freq. The last step has one more. The numbers are those of the
+    step in the metrics."""
+    tasks: Names = Field(default=(), min_length=1)
+    """Names of tasks or groups, such as ["hellaswag", "my_text"], which score given answers or texts. Tasks that ask
+    the model to write are refused."""
+    include_path: PathText | None = None
+    """Folder with task files of one's own."""
+    limit: NonNegativeInt = 0
+    """Take only the first so many questions of a task. 0: all."""
+
+
+@register("hook", "evaluation", Evaluation)
 class Benchmarks(Hook):
     """Runs the tasks every evaluation.freq steps and at the end, and adds their numbers to the metrics of that step.
-
-    Args:
-        alive: Is called now and then, because a time can take longer than a step may.
 
     Raises:
         UserError: A task is unknown, its data cannot be read, or it asks the model to write.
     """
 
-    def __init__(self, alive: Callable[[], None]) -> None:
-        self._alive = alive
+    def __init__(self, keys: Evaluation) -> None:
+        self._config = keys
 
     def built(self, training: Training) -> None:
-        self._config, self._steps = training.run.job.evaluation, training.run.job.training.steps
-        self._model = _Model(training, self._alive)
+        self._steps, log_freq = training.run.job.training.steps, training.run.job.metrics.log_freq
+        if self._config.freq % log_freq or not self._config.tasks:
+            raise UserError(
+                f"[evaluation] needs tasks, and a freq that is a multiple of metrics.log_freq = {log_freq}."
+            )
+        self._model = _Model(training)
         try:
             self._tasks = get_task_dict([*self._config.tasks], TaskManager(include_path=self._config.include_path))
         except Exception as error:  # the harness raises any kind of error
@@ -53,7 +75,9 @@ class Benchmarks(Hook):
     def numbers(self, step: int) -> Mapping[str, Any]:
         if step % self._config.freq and step != self._steps:
             return {}
-        found: Any = evaluate(self._model, self._tasks, self._config.limit, bootstrap_iters=0, log_samples=False)
+        found: Any = evaluate(
+            self._model, self._tasks, self._config.limit or None, bootstrap_iters=0, log_samples=False
+        )
         results = found["results"] if found else {}  # the first rank of a machine has them
         scores = ((f"{task}/{key}", value) for task, values in results.items() for key, value in values.items())
         return {"benchmarks": {k.removesuffix(",none"): v for k, v in scores if "," in k and "_stderr" not in k}}
@@ -68,9 +92,9 @@ def _leaves(tasks: Mapping[Any, Any]) -> Iterator[Any]:
 class _Model(LM):
     """What the harness asks: log-likelihoods. A text begins with the token that begins a document, as in training."""
 
-    def __init__(self, training: Training, alive: Callable[[], None]) -> None:
+    def __init__(self, training: Training) -> None:
         super().__init__()
-        self._training, self._alive, self._tokenizer = training, alive, training.tokenizer
+        self._training, self._tokenizer = training, training.tokenizer
         self._length = training.run.job.training.seq_len
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -107,6 +131,6 @@ class _Model(LM):
         for microbatches, numbers in window_batches(windows, training.run, training.mesh.data_rank, device):
             places[:] = [torch.tensor(each, dtype=torch.int64, device=device) for each in numbers]
             use_logits(training, microbatches, add)
-            self._alive()
+            self._training.alive()
         dist.all_reduce(sums, group=training.mesh.loss_group)
         return [(score, not others) for score, others in sums.T.tolist()]

@@ -1,7 +1,8 @@
-"""[evaluation]: what lm-evaluation-harness asks the sharded model, any layout answers as the checkpoint does."""
+"""examples/lm_eval: what lm-evaluation-harness asks the sharded model, any layout answers as the checkpoint does."""
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from titanlite import load_checkpoint
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("lm_eval")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lm_eval"
 WORDS = ("--model.n_kv_heads=2", "--training.steps=6", "--metrics.log_freq=2", "--training.local_batch_size=1")
 TASK = 'dataset_path: json\ntest_split: test\ntarget_delimiter: ""\ndataset_kwargs: {data_files: {test: lines.jsonl}}\n'
 TASKS = {
@@ -47,7 +49,9 @@ def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_
     Path("lines.jsonl").write_text("".join(json.dumps({"text": a, "answer": b}) + "\n" for a, b in pairs))
     for name, text in TASKS.items():
         Path(f"{name}.yaml").write_text(f"task: {name}\n{TASK}{text}")
-    evaluation = "--evaluation.freq 4 --evaluation.include_path . --evaluation.tasks"
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}")
+    evaluation = "--job.plugins titanlite_lm_eval --job.hooks evaluation --evaluation.freq 4"
+    evaluation += " --evaluation.include_path . --evaluation.tasks"
     for degree in ("data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel"):
         out, words = tmp_path / degree, f"{evaluation} rolling pairs --parallelism.{degree}_degree 2"
         start_small(out, *WORDS, *words.split(), ranks=2).ends_with(0)
