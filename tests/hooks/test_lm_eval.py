@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_
     Path("lines.jsonl").write_text("".join(json.dumps({"text": a, "answer": b}) + "\n" for a, b in pairs))
     for name, text in TASKS.items():
         Path(f"{name}.yaml").write_text(f"task: {name}\n{TASK}{text}")
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(EXAMPLE)
     evaluation = "--job.plugins titanlite_lm_eval --job.hooks evaluation --evaluation.freq 4"
     evaluation += " --evaluation.include_path . --evaluation.tasks"
     for degree in ("data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel"):
@@ -60,7 +59,8 @@ def test_every_layout_scores_tasks_as_its_checkpoint_does_and_training_does_not_
         # The sums of other layouts are rounded otherwise, in fp32.
         assert found[6]["pairs/perplexity"] == pytest.approx(math.exp(-total / len(pairs)), rel=1e-5)
         assert found[6]["pairs/acc"] == right / len(pairs) > 0
-        said = titanlite("eval", "--checkpoint", out, "--data", "lines.jsonl", "--json").splitlines()
+        words = ["--data", "lines.jsonl", "--json", "--job.plugins", "titanlite_lm_eval"]
+        said = titanlite("eval", "--checkpoint", out, *words).splitlines()
         score = next(json.loads(line) for line in said if line.startswith("{"))
         assert found[6]["rolling/bits_per_byte"] == pytest.approx(score["bits_per_byte"], rel=1e-5)
     assert losses(tmp_path / "none") == losses(tmp_path / "data_parallel_shard")
