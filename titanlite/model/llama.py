@@ -51,11 +51,9 @@ def apply_rope(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
     if not torch.compiler.is_compiling():
         turns = torch.complex(cos, sin)
         return [_Turn.apply(x, turns) for x in xs]  # pyright: ignore
-    turned = []
-    for x in xs:
-        first, second = x.float().chunk(2, dim=-1)
-        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x))
-    return turned
+    halves = [x.float().chunk(2, dim=-1) for x in xs]
+    turned = [torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in halves]
+    return [y.type_as(x) for x, y in zip(xs, turned, strict=True)]
 
 
 class _Turn(torch.autograd.Function):
@@ -74,8 +72,7 @@ class _Turn(torch.autograd.Function):
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
     how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
     pairs = torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).to(torch.float32, **how))
-    halves = torch.view_as_real(pairs.mul_(turns)).transpose(-1, -2)  # (B, T, H, 2, D / 2)
-    return halves.to(x.dtype, **how).flatten(-2)
+    return torch.view_as_real(pairs.mul_(turns)).transpose(-1, -2).to(x.dtype, **how).flatten(-2)
 
 
 def truncated_normal_(x: Tensor, std: float, generator: torch.Generator) -> None:

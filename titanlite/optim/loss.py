@@ -192,8 +192,7 @@ def _gradients(
             new.copy_(old.to(new.dtype))
         logits_grad = converted
     if hidden.is_cuda:
-        how = {"beta": int(not first), "out_dtype": torch.float32}
-        torch.addmm(weight_grad, logits_grad.T, hidden, **how, out=weight_grad)
+        torch.addmm(weight_grad, logits_grad.T, hidden, beta=int(not first), out_dtype=torch.float32, out=weight_grad)
     else:
         for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
             (rows_grad.copy_ if first else rows_grad.add_)(columns.T @ hidden)

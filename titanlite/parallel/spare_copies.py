@@ -27,9 +27,9 @@ def spare_copies(modules: Iterable[FSDPModule], dtype: torch.dtype | None) -> No
         gathered = [hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather") for parameter in own]
         if own and dtype is not None and not any(gathered):
             group.wait_for_unshard = partial(_convert_all, group, dtype)
-        for parameter in own:
+        for parameter, in_fp8 in zip(own, gathered, strict=True):
             parameter.accumulate_unsharded_grad_if_needed = partial(_take_gradient, group, parameter)
-            if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            if in_fp8:
                 continue
             if dtype is None:
                 parameter.init_all_gather_outputs = partial(_alias, parameter)
