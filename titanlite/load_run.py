@@ -394,24 +394,20 @@ def _files(run: Run) -> Problems:
         yield "checkpoint.folder", problem
     if saves in (folder, *(folder / name for name in ("final", "final_hf", *FILES))):
         yield "checkpoint.folder", "is where a run writes other outputs. Choose a folder for the checkpoints alone."
-    saved = step_folders.list_checkpoints(saves) if checkpoint.enable else []
-    resumes = os.path.isdir(saves) and any(saves.glob("step-*"))  # then initial_load_path is not read
-    start = "" if resumes else checkpoint.initial_load_path or ""
+    saved = step_folders.list_checkpoints(saves) if os.path.isdir(saves) else []
+    path, step = None if saved else checkpoint.initial_load_path, checkpoint.load_step  # of a resume it is not read
+    remote = {"mirror": checkpoint.mirror, "initial_load_path": path}
+    for key, url in remote.items() if os.environ.get("RANK", "0") == "0" else ():  # one rank asks a storage for all
+        if checkpoint.enable and storage.url_of(url) and (refusal := storage.problem(str(url), write=key == "mirror")):
+            yield f"checkpoint.{key}", f"cannot be used: {refusal}"
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
         yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
-    for key, path in (("mirror", checkpoint.mirror), ("initial_load_path", start)) if checkpoint.enable else ():
-        first = os.environ.get("RANK", "0") == "0"  # one rank asks a storage for all
-        if first and (url := storage.url_of(path)) and (refusal := storage.problem(url, write=key == "mirror")):
-            yield f"checkpoint.{key}", f"cannot be used: {refusal}"
-    if checkpoint.enable and start and not storage.url_of(start):
+    if checkpoint.enable and path is not None and not storage.url_of(path):
         try:
-            if not os.path.isdir(start):
-                raise UserError("is no folder; the folder of a checkpoint is needed")
-            if not checkpoint.initial_load_in_hf:
-                find.use_newest(Path(start), step_folders.read_manifest, check=lambda step_folder: None)
+            if not checkpoint.initial_load_in_hf or not os.path.isdir(path):
+                find.use_newest(Path(path), step_folders.read_manifest, check=lambda step_folder: None)
         except UserError as error:
-            yield "checkpoint.initial_load_path", f"{str(error).rstrip('.')}."
-    step = checkpoint.load_step
+            yield "checkpoint.initial_load_path", str(error)
     is_there = step in (-1, *map(step_folders.step_of, saved)) or find.went_back(saved, step)
     if checkpoint.enable and not checkpoint.mirror and not is_there:
         there = ", ".join(folder.name for folder in saved) or "none"

@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> None:
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-    sizes = looked_at(run, tokenizer)
+    note = toy_note(run, tokenizer, looked_at(run, tokenizer))
     print(f"OK: {run.job.job.config_file or 'the job'} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
-    if note := toy_note(run, tokenizer, sizes):
+    if note:
         print(printable(f"\n{note}"))
     if options.plot:
         print(f"\n{plot(run, get_terminal_size().columns)}")

@@ -87,12 +87,13 @@ def _hint(text: str, value: object, place: Sequence[str]) -> str:
     """What was meant, where the value shows it: one of the words in `text`, a list, or a whole number."""
     if isinstance(value, float) and "integer" in text and value.is_integer():
         return f"Write {value:.0f}. "
-    if isinstance(value, str) and "," in value and place[-1].isdecimal():
+    if not isinstance(value, str):
+        return ""
+    if "," in value and place[-1].isdecimal():
         words = re.findall(r"[^\s,\[\]]+", value)
         return f"A list is {' '.join(words)} on the command line, and [{', '.join(words)}] in a file. "
-    words = {word.lower(): word for word in re.findall(r"[\w.-]+", text)} if text.startswith("must be ") else {}
-    near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
-    return f"Did you mean {words[near[0]]}? " if near else ""
+    known = {word.lower(): word for word in re.findall(r"[\w.-]+", text) if text.startswith("must be ")}
+    return "".join(f"Did you mean {known[word]}? " for word in difflib.get_close_matches(value.lower(), known, n=1))
 
 
 def unknown(whole: type[BaseModel], name: str) -> Mistake:

@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import AfterValidator, Field
-from pydantic.fields import FieldInfo
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titanlite.config.errors import UserError
@@ -53,13 +52,12 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
     """The options of `titanlite COMMAND`. If `argv` asks for the help, it is printed and the process exits.
 
     Raises:
-        UserError: a value that is not allowed.
-        SystemExit: 2 after a message about an unknown, a missing or a malformed option.
+        UserError: an option that is unknown or missing, or a value that is not allowed.
+        SystemExit: 2 after a message about a malformed option.
     """
-    prog, text = f"titanlite {command}", _text(argv, options.__doc__ or "")
-    _check_flags(options, argv, prog)
-    own = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE)
-    load_plugins(getattr(own, "plugins", ()))
+    own, words = parse_beside_job(options, argv, command, "")
+    if words:
+        raise UserError(f"{words[0]}: unknown option of `titanlite {command}`; `titanlite {command} --help` lists all.")
     return own
 
 
@@ -68,10 +66,15 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
-    prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}")
-    _check_flags(options, argv, prog)
+    _check_flags(options, argv)
+    prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}".strip())
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
     load_plugins(getattr(own, "plugins", ()))
+    flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
+    for word in words:  # a key of a job has a dot
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        if word.startswith("--") and "." not in word and near:
+            raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
     return own, words
 
 
@@ -82,42 +85,28 @@ def _text(argv: Sequence[str], text: str) -> str:
     return ""
 
 
-def _check_flags(options: type[Options], argv: Sequence[str], prog: str) -> None:
-    """What tyro would say in terms of Python's types, or of the keys of a job.
-
-    Raises:
-        UserError: an option of an earlier version, with what to use instead; one that is nearly one of these, stands
-            there twice or is missing; a value that is no number.
-    """
-    fields = {f"--{_name(name, field)}".replace("_", "-"): field for name, field in options.model_fields.items()}
-    given = [word.partition("=") for word in argv if word.startswith("--")]
-    flags = [word.replace("_", "-") for word, *_ in given]
-    for flag, (word, *_) in zip(flags, given, strict=True):
+def _check_flags(options: type[Options], argv: Sequence[str]) -> None:
+    """Raises UserError: an option of an earlier version, with what to use instead, one that stands there twice or is
+    missing, or a value that is no number: of the last two tyro would speak in terms of the other words and of types."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for flag in flags:
         name = flag[2:].replace("-", "_")
         if name in options.dropped:
             raise UserError(f"{flag}: {options.dropped[name][1]}")
-        if flags.count(flag) > 1 and flag in fields:
+        if flags.count(flag) > 1 and name in options.model_fields:
             raise UserError(f"{flag}: stands there twice. Give it once, with all of its values.")
-        if flag not in fields and "." not in flag and (near := difflib.get_close_matches(word, fields, n=1)):
-            raise UserError(f"{word}: unknown option of `{prog}`; did you mean {near[0]}?")
+    fields = {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
     for flag, field in fields.items() if not {"-h", "--help"} & {*argv} else ():
         if field.is_required() and flag not in flags and tyro.conf.Positional not in field.metadata:
-            raise UserError(f"{flag}: `{prog}` needs it. {field.description}")
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
-        word, is_one_word, value = word.partition("=")
-        field, value = fields.get(word.replace("_", "-")), value if is_one_word else after
-        kinds = types_in(field.annotation) if field else set()
-        try:
-            if {int, float} & kinds and not value.startswith("--") and not (value == "None" and type(None) in kinds):
-                (float if float in kinds else int)(value)
-        except ValueError:
-            about = field.description if field else ""
-            raise UserError(f"{word} {value}: must be a {'whole ' * (int in kinds)}number. {about}") from None
-
-
-def _name(name: str, field: FieldInfo) -> str:
-    """What the command line calls a field."""
-    return next((own for each in field.metadata if (own := getattr(each, "name", None))), name)
+            raise UserError(f"{flag}: is missing. {field.description}")
+    for word, after in zip(argv, [*argv, "--"][1:], strict=True):
+        flag, has_value, value = word.partition("=")
+        value, field = value if has_value else after, fields.get(flag.replace("_", "-"))
+        if field and (kinds := types_in(field.annotation) & {int, float}) and not value.startswith("--"):
+            try:
+                _ = value == "None" or kinds.pop()(value)
+            except ValueError:
+                raise UserError(f"{flag} {value}: must be a number. {field.description}") from None
 
 
 class Generation(Options):

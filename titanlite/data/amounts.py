@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.config.files import parse_json, read_file
 from titanlite.config.run import Run
 from titanlite.config.schema import TextSource
 from titanlite.config.storage import url_of
@@ -21,8 +20,7 @@ from titanlite.data.hub import known
 from titanlite.data.mixture import source_shares
 from titanlite.data.sources.base import File, RandomAccess, Source
 from titanlite.data.sources.files import COMPRESSIONS, find_files, open_quickly
-from titanlite.data.sources.shards import MOST_BYTES, Manifest
-from titanlite.data.stream import documents_of, look_into, source_specs
+from titanlite.data.stream import DocumentTokenizer, look_into, source_specs
 from titanlite.data.tokenizer import Tokenizer
 
 # Up to here, text that is read again teaches almost as much as new text: "Scaling Data-Constrained Language Models"
@@ -62,13 +60,10 @@ def measured(source: Source, tokenizer: Tokenizer) -> Size:
 
 
 def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
-    """About the size of local text or shards that are not opened. Raises UserError: a file cannot be read."""
+    """About the size of local text that is not opened. Raises UserError: a file cannot be read."""
     name, files = f"{spec.source} {spec.path or ''}".rstrip(), find_files(spec)
     if url_of(spec.path):
         return Size(name)
-    if spec.source == "shards":
-        manifest = parse_json(files[0], read_file(files[0], MOST_BYTES), Manifest)
-        return Size(name, sum(shard.tokens for shard in manifest.shards))
     if spec.source not in ("python_stdlib", "text", "jsonl") or any(file.suffix in COMPRESSIONS for file in files):
         return Size(name)
     with File(files[len(files) // 2]).open() as stream:
@@ -82,14 +77,12 @@ def looked_at(run: Run, tokenizer: Tokenizer) -> list[Size]:
     measured if that takes no time, guessed otherwise. Raises UserError as `open_sources`."""
     sizes, job = list[Size](), run.job
     for validation in (False, True) if job.validation.freq else (False,):
-        documents = documents_of(run, tokenizer, validation)
+        documents = DocumentTokenizer.of_run(run, tokenizer, validation)
         for spec in source_specs(getattr(job, documents.section)):
-            if (source := open_quickly(spec, job)) is not None:
+            if source := open_quickly(spec, job):
                 look_into(source, documents, job.training.seq_len)
-            if source is None or source.num_documents is None:
-                sizes.append(guessed(spec, tokenizer))
-            else:
-                sizes.append(measured(source, tokenizer))
+            counted = source if source and source.num_documents else None
+            sizes.append(measured(counted, tokenizer) if counted else guessed(spec, tokenizer))
     return sizes[: len(source_specs(job.dataset))]
 
 

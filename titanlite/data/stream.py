@@ -32,16 +32,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset, DataSource, JobConfig
 from titanlite.data.mixture import Mixture
 from titanlite.data.shuffle import epoch_order, permuted
-from titanlite.data.sources.base import (
-    NO_FIELD,
-    BadRecord,
-    Prepared,
-    RandomAccess,
-    Record,
-    Sequential,
-    Source,
-    text_hash,
-)
+from titanlite.data.sources.base import BadRecord, Prepared, RandomAccess, Record, Sequential, Source, text_hash
 from titanlite.data.sources.files import open_source
 from titanlite.data.sources.shards import Shards
 from titanlite.data.tokenizer import Tokenizer
@@ -140,6 +131,14 @@ class DocumentTokenizer:
     section: str = "dataset"
     skipped: list[str] = field(default_factory=list, init=False)
 
+    @classmethod
+    def of_run(cls, run: Run, tokenizer: Tokenizer, validation: bool = False) -> DocumentTokenizer:
+        """For what a run trains on, or validates on: the sources in its `section`."""
+        held_out = validation and run.job.validation.holdout > 0
+        section = "validation" if validation and not held_out else "dataset"
+        skip_bad = getattr(run.job, section).on_bad_record == "skip"
+        return cls(tokenizer, run.job.validation.holdout, held_out, skip_bad, section)
+
     def __post_init__(self) -> None:
         bos = self.tokenizer.bos_id
         self._begin = np.array([] if bos is None else [bos], dtype=np.int32)
@@ -158,7 +157,7 @@ class DocumentTokenizer:
         if isinstance(record, BadRecord):
             if not self.skip_bad:
                 key = f"{self.section}.on_bad_record"
-                remedy = f"Set {self.section}.text_column" if NO_FIELD in str(record) else "Mend the record"
+                remedy = f"Set {self.section}.text_column" if "(text_column)" in str(record) else "Mend the record"
                 raise BadRecord(f'{record}. {remedy}, or leave such records out by {key} = "skip".')
             if not again:
                 self.skipped.append(str(record))
@@ -279,16 +278,8 @@ class PackedDataset:
 
 def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
     """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
-    documents, length = documents_of(run, tokenizer), run.job.training.seq_len
+    documents, length = DocumentTokenizer.of_run(run, tokenizer), run.job.training.seq_len
     return PackedDataset(run.job.dataset, documents, run.data_seed, length, run.global_batch_size, run.job)
-
-
-def documents_of(run: Run, tokenizer: Tokenizer, validation: bool = False) -> DocumentTokenizer:
-    """What reads the documents that a run trains on, or validates on; its `section` says which table names them."""
-    held_out = validation and run.job.validation.holdout > 0
-    section = "validation" if validation and not held_out else "dataset"
-    skip_bad = getattr(run.job, section).on_bad_record == "skip"
-    return DocumentTokenizer(tokenizer, run.job.validation.holdout, held_out, skip_bad, section)
 
 
 def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:

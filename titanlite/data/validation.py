@@ -19,7 +19,7 @@ from titanlite.config.run import Run
 from titanlite.config.schema import Dataset
 from titanlite.data.batch import IGNORED, Microbatch, Window, make_microbatch, padded_length, padded_microbatch
 from titanlite.data.sources.base import BadRecord, Prepared, Source
-from titanlite.data.stream import BatchReader, OutOfData, PackedDataset, Row, documents_of, report_skipped
+from titanlite.data.stream import BatchReader, DocumentTokenizer, OutOfData, PackedDataset, Row, report_skipped
 from titanlite.data.tokenizer import Tokenizer
 
 _BATCHES = 16  # so many batches are cut from windows that were sorted by length, because that saves padding
@@ -43,9 +43,10 @@ class ValidationSet:
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
         validation, dataset, training = run.job.validation, run.job.dataset, run.job.training
-        documents, local, ranks = documents_of(run, tokenizer, True), training.local_batch_size, run.degrees.data
-        held_out = documents.held_out
-        keys = getattr(run.job, documents.section).model_dump(include=set(Dataset.model_fields))
+        local, ranks = training.local_batch_size, run.degrees.data
+        documents = DocumentTokenizer.of_run(run, tokenizer, True)
+        held_out, keys = documents.held_out, getattr(run.job, documents.section)
+        keys = keys.model_dump(include=set(Dataset.model_fields))
         for table in (keys, *keys["sources"]):
             table["max_epochs"] = 1
         for stage in keys.get("stages", ()):

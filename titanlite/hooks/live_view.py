@@ -6,15 +6,11 @@ Invariant: a thread makes it from the files of the run, so that no step does.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from titanlite.hooks.hook import Hook, Training
 from titanlite.report.run_files import read_status
 from titanlite.runtime.logging import STOPPING, is_live_terminal
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 
 class LiveRun(Hook):
@@ -22,11 +18,8 @@ class LiveRun(Hook):
 
     _live = None
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._shows = folder, rank == 0 and is_live_terminal()
-
-    def built(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training) -> None:
+        self._training, self._shows = training, training.rank == 0 and is_live_terminal()
 
     def train_begins(self, step: int) -> None:
         if self._shows:
@@ -35,8 +28,8 @@ class LiveRun(Hook):
             self._live = View(get_renderable=self._view, refresh_per_second=0.5, transient=True)
             self._live.start(refresh=True)
 
-    def _view(self) -> Text:
-        text = read_status(self._folder).text()
+    def _view(self) -> Any:
+        text = read_status(self._training.run.dump_folder).text()
         return text.append(f"\n{STOPPING}") if any(hook.stopping() for hook in self._training.hooks) else text
 
     def ended(self, step: int, stopped: str) -> None:

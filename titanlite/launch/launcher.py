@@ -133,8 +133,8 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
         wrong = error.errors()[0]
         name = str(wrong["loc"][0])
         about = Variables.model_fields[name].description
-        text = wrong["msg"].replace("Input should", "must").partition(",")[0]
-        raise UserError(f"{name}={one_line(given[name][:40])}: {text}. {about}") from None
+        about = f"{wrong['msg'].replace('Input should', 'must').partition(',')[0]}. {about}"
+        raise UserError(f"{name}={one_line(given[name][:40])}: {about}") from None
     if 0 < gpus < variables.NGPU:
         raise UserError(
             f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)"

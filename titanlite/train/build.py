@@ -60,7 +60,7 @@ def standard_hooks(training: Training) -> list[Hook]:
         *guards(checkpoints),  # before the saves, and after the records, so that the line of the damage is written
         *saves,
         Samples() if job.samples.freq else None,
-        LiveRun(training.run.dump_folder, training.rank),
+        LiveRun(training),
         *(HOOKS.make(name, job) for name in job.job.hooks),
     ]
     return [hook for hook in hooks if hook is not None]

@@ -24,7 +24,6 @@ from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
 _REMOTE_BLOCK = 1 << 20  # bytes that are read ahead
-NO_FIELD = "no field"  # in what is said of a record without the text column
 _ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
 
@@ -224,14 +223,13 @@ def text_of(raw: object, column: str) -> str:
 
 def _kind(value: object) -> str:
     """What JSON calls a value."""
-    kinds = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")
+    return {list: "a list", dict: "an object", str: "a string", type(None): "null"}.get(type(value), "a number")
 
 
 def check_column(column: str, columns: Iterable[str]) -> None:
     """Raises ValueError: the text column is not there."""
     if column not in columns:
-        raise ValueError(f"{NO_FIELD} {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
+        raise ValueError(f"no field {column!r} (text_column); there are: {', '.join(map(repr, columns))}")
 
 
 def sampled_fingerprint(files: list[File], column: str, sample: int = 1 << 16) -> str:
