@@ -7,6 +7,7 @@ import signal
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any, cast
 
 import fsspec
 import pyarrow
@@ -123,7 +124,7 @@ def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     for name, compression in (("a.jsonl", None), ("a.jsonl.gz", "gzip"), ("a.txt", None)):
         here.mkdir(exist_ok=True)
-        with fsspec.open(here / name, "wt", compression=compression) as file:
+        with cast(Any, fsspec.open(here / name, "wt", compression=compression)) as file:
             file.write(lines)
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), here / "a.parquet", row_group_size=20)
     job.write_text(SMALL)
