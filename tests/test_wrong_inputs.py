@@ -143,7 +143,7 @@ PREPARE = "prepare --workers 1 --dataset.source jsonl --dataset.path"
 MASTER = "NNODES=2 MASTER_ADDR=localhost"
 COMMANDS = f"""
 => titanlite COMMAND
-trane => `titanlite train`
+trane => titanlite train
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all

@@ -9,9 +9,8 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from titanlite.checkpoint.find import checkpoints_at
 from titanlite.commands.common import note_once, print_result, start_ranks
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.config.options import CheckpointOptions, OptionPath, Scoring, parse_beside_job
 
@@ -47,11 +46,10 @@ def main(argv: Sequence[str]) -> int:
     parallelism = load_job(words).parallelism
     if (code := start_ranks("eval", argv)) is not None:
         return code
-    checkpoints_at(options.checkpoint)
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
     settings = options.model_dump(include=set(Scoring.model_fields))
     score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=note_once, **settings)
-    read = f"{counted(score.documents, 'documents')}, {score.tokens:,} tokens, {score.bytes:,} bytes"
+    read = f"{score.documents:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{read}\n{score}", options.as_json)
     return 0

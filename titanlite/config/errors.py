@@ -28,11 +28,6 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def counted(number: int, things: str) -> str:
-    """A number with a word such as "ranks", which loses its end behind a 1."""
-    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
-
-
 class UserError(Exception):
     """A wrong job file, command or input. The message says what was found, what is allowed, and what to do."""
 

@@ -145,8 +145,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
         elif bool not in kinds and len(given) == 1:
             values[key] = _value(given[0], kinds)
         else:
-            off = f"no value: alone it is true, and {'--' + key.replace('.', '.no-')} is false"
-            wanted = off if bool in kinds else "one value"
+            wanted = f"no value: alone true, false is --{key.replace('.', '.no-')}" if bool in kinds else "one value"
             mistakes.append(Mistake(flag, " ".join([flag, *given]), f"takes {wanted}. {field.description}"))
     return values, mistakes
 

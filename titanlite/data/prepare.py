@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from pydantic import RootModel
 
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder, parse_json, put, read_file
 from titanlite.config.run import Run
 from titanlite.data.sources.base import Record, Source, text_hash
@@ -92,11 +92,10 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         while some := list(islice(results, _UNITS_PER_SHARD)):
             shards.append(_write_shard(folder, len(shards), some))
             put(begun, json.dumps({**header, "shards": shards}).encode())
-            tokens = sum(shard["tokens"] for shard in shards)
-            print(f"{folder}: {counted(len(shards), 'shards')}, {tokens:,} tokens", flush=True)
+            print(f"{folder}: shards: {len(shards)}, tokens: {sum(shard['tokens'] for shard in shards):,}", flush=True)
     put(done, json.dumps({**header, "shards": shards}, indent=1).encode())
     begun.unlink()
-    counts = (counted(sum(shard[key] for shard in shards), key) for key in ("documents", "tokens", "skipped"))
+    counts = (f"{sum(shard[key] for shard in shards):,} {key}" for key in ("documents", "tokens", "skipped"))
     print(f"{folder}: complete, {', '.join(counts)}")
 
 

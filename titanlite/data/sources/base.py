@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError, counted
+from titanlite.config.errors import UserError
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
@@ -118,8 +118,7 @@ class Source(ABC):
 
     def describe(self) -> str:
         """One line for the log."""
-        number = self.num_documents
-        return f"{self.name}: {'streamed' if number is None else counted(number, 'documents')}"
+        return f"{self.name}: " + ("streamed" if self.num_documents is None else f"{self.num_documents:,} documents")
 
     def where(self, part: int, number: int) -> str:
         """Where a document is from, for a person."""
@@ -216,17 +215,12 @@ def text_of(raw: object, column: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}. {_ONE_A_LINE}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"this is {_kind(record)}. {_ONE_A_LINE}")
+        raise ValueError(f"this is a {type(record).__name__}. {_ONE_A_LINE}")
     check_column(column, record)
     if not isinstance(text := record[column], str):
-        raise ValueError(f"field {column!r} must be a string, it is {_kind(text)}")
+        raise ValueError(f"field {column!r} must be a string, it is {type(text).__name__.replace('NoneType', 'null')}")
     text.encode()  # an escape in JSON can be one half of a surrogate pair
     return text
-
-
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    return {list: "a list", dict: "an object", str: "a string", type(None): "null"}.get(type(value), "a number")
 
 
 def check_column(column: str, columns: Iterable[str]) -> None:
