@@ -125,6 +125,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
     for flag, *given in options:
         name = flag[2:].replace("-", "_")
         name = "config_file" if name == "config" else name  # or dataset.config would be proposed
+        name = name[3:].replace(".", ".no_", 1) if name.startswith("no_") else name  # --no-compile.enable
         key = name if name in KEYS else name.replace(".no_", ".", 1)
         field = KEYS.get(key)
         kinds = types_in(field.annotation) if field else set()
@@ -134,10 +135,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
             keys = ", ".join(f"{flag}.{key}" for key in SECTIONS[key].model_fields)
             mistakes.append(Mistake(flag, flag, f"is a section, whose keys are {keys}."))
         elif field is None or (key != name and bool not in kinds):
-            told = unknown(JobConfig, name if field else key)
-            if name.startswith("no_") and name[3:] in KEYS:
-                told = told._replace(remedy=f"unknown; did you mean --{name[3:].replace('.', '.no-')}?")
-            mistakes.append(told._replace(key=flag, found=flag))
+            mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
         elif bool in kinds and not given:
             values[key] = key == name
         elif typing.get_origin(field.annotation) is tuple:
