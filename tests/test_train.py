@@ -184,12 +184,13 @@ def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_
 
 def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_none(job_file, tmp_path):
     (tmp_path / "bad.jsonl").write_text("no JSON\n" * 50)
-    out, bad = tmp_path / "out", ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")]
+    out, bad = tmp_path / "new" / "out", ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")]
     assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
-    assert not out.exists()
+    assert not out.parent.exists()
     launched(job_file, out, "--training.steps", "2")
     launched(job_file, out, *bad, code=2)
-    assert (read_status(out).state, read_status(out).step) == ("refused", 2)
+    assert (read_status(out).state, read_status(out).step) == ("finished", 2)
+    assert "bad.jsonl, line 1" in read_status(out).reason
     assert (out / "checkpoint" / "step-00000002").is_dir()
 
 

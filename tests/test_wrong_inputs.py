@@ -150,7 +150,7 @@ PREPARE = "prepare --workers 1 --dataset.source jsonl --dataset.path"
 MASTER = "NNODES=2 MASTER_ADDR=localhost"
 COMMANDS = f"""
 => titanlite COMMAND
-trane => `titanlite train`
+trane => titanlite train
 llama_8b.toml => titanlite llama_8b.toml
 --training.steps 5 => `titanlite train ...`
 help nothing_at_all => nothing_at_all
@@ -167,7 +167,7 @@ check --training.steps 5 6 => 6
 check --compile.enable true => --compile.no-enable
 check --checkpoint.no-no-enable => --checkpoint.no-no-enable
 check --training.no-steps => --training.no-steps
-check --no-compile.enable => --compile.no-enable
+check --no-training.steps => training.steps
 check --training.num_threads 10000 => training.num_threads
 check --model.flavor llama-7b => mean llama2-7b?
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line

@@ -73,9 +73,8 @@ def _dispatch(words: list[str]) -> object:
     if name not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1) or ["train ..."] * name.startswith("--")
-        near = f" did you mean `titanlite {near[0]}`?" if near else ""
-        print(f"titanlite {name}: unknown command;{near} `titanlite --help` lists them.", file=sys.stderr)
+        near = "train ..." if name.startswith("--") else "".join(difflib.get_close_matches(name, COMMANDS, n=1))
+        print(f"titanlite {name}: unknown command; try `titanlite {near or '--help'}`.", file=sys.stderr)
         return 2
     if name not in ("train", "launch"):  # until these two have their own handlers, they have nothing to clean up
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -410,7 +410,6 @@ def _files(run: Run) -> Problems:
             yield "checkpoint.initial_load_path", str(error)
     is_there = step in (-1, *map(step_folders.step_of, saved)) or find.went_back(saved, step)
     if checkpoint.enable and not checkpoint.mirror and not is_there:
-        there = ", ".join(folder.name for folder in saved) or "none"
-        yield "checkpoint.load_step", f"is not there. In {saves} there are: {there}."
+        yield "checkpoint.load_step", f"is not in {saves}; there: {', '.join(path.name for path in saved) or 'none'}."
     if metrics.enable_wandb and find_spec("wandb") is None:
         yield "metrics.enable_wandb", "needs the package wandb: pip install 'wandb>=0.19'."

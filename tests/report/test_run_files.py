@@ -57,7 +57,9 @@ SAVED = ("save", 50, "saved step 50")
         ([SAVED, ("stop", None, "Stopped by SIGTERM\nTo go on: ...")], ("stopped", "Stopped by SIGTERM", 50)),
         ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
         ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
-        ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x")], ("refused", "x", 50)),
+        ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x:\n  y\nz")], ("refused", "x: y", 50)),
+        ([("finish", 100, ""), ("data", None, ""), ("refusal", None, "x")],
+         ("finished", "a later start was refused: x", 100)),
         ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom")],
          ("crashed", "ValueError: boom", 50)),
         ([("failure", None, "killed"), ("restart", None, "again")], ("running", "its launcher starts it again", 50)),
@@ -145,6 +147,7 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.Captu
     output = in_terminal("watch", str(tmp_path))
     assert "finished  " in output
     assert all(len(text) <= 40 for text in output.splitlines())
+    assert "tokens/s" not in in_terminal("runs", str(tmp_path))  # no room
 
 
 def test_the_view_erases_all_rows_into_which_a_narrower_window_has_broken_its_lines() -> None:

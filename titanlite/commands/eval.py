@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from titanlite.checkpoint.find import checkpoints_at
 from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
@@ -47,7 +46,6 @@ def main(argv: Sequence[str]) -> int:
     parallelism = load_job(words).parallelism
     if (code := start_ranks("eval", argv)) is not None:
         return code
-    checkpoints_at(options.checkpoint)
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
     settings = options.model_dump(include=set(Scoring.model_fields))

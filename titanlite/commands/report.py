@@ -37,6 +37,6 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("titanlite report DIR ...: name the output folders of runs, which `titanlite runs` lists.")
     if os.path.lexists(options.out) and not options.overwrite:
         raise UserError(f"--out {options.out}: is there already. Name another file, or add --overwrite.")
-    page = make_page(options.dirs).encode()
+    page = make_page([*{path.resolve(): path for path in options.dirs}.values()]).encode()  # each once
     write_whole(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.1f} MB. Open it in a browser.")

@@ -139,6 +139,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
     for flag, *given in options:
         name = flag[2:].replace("-", "_")
         name = "config_file" if name == "config" else name  # or dataset.config would be proposed
+        name = name[3:].replace(".", ".no_", 1) if name.startswith("no_") else name  # --no-compile.enable
         key = name if name in KEYS else name.replace(".no_", ".", 1)
         field = KEYS.get(key)
         kinds = types_in(field.annotation) if field else set()
@@ -148,10 +149,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
             keys = ", ".join(f"{flag}.{key}" for key in SECTIONS[key].model_fields)
             mistakes.append(Mistake(flag, flag, f"is a section, whose keys are {keys}."))
         elif field is None or (key != name and bool not in kinds):
-            told = unknown(JobConfig, name if field else key)
-            if name.startswith("no_") and name[3:] in KEYS:
-                told = told._replace(remedy=f"unknown; did you mean --{name[3:].replace('.', '.no-')}?")
-            mistakes.append(told._replace(key=flag, found=flag))
+            mistakes.append(unknown(JobConfig, name if field else key)._replace(key=flag, found=flag))
         elif bool in kinds and not given:
             values[key] = key == name
         elif typing.get_origin(field.annotation) is tuple:
@@ -159,8 +157,7 @@ def _command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[Mistake]]:
         elif bool not in kinds and len(given) == 1:
             values[key] = _value(given[0], kinds)
         else:
-            off = f"no value: alone it is true, and {'--' + key.replace('.', '.no-')} is false"
-            wanted = off if bool in kinds else "one value"
+            wanted = f"no value: alone true, false is --{key.replace('.', '.no-')}" if bool in kinds else "one value"
             mistakes.append(Mistake(flag, " ".join([flag, *given]), f"takes {wanted}. {field.description}"))
     return values, mistakes
 

@@ -66,8 +66,8 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
-    _check_flags(options, argv)
     prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}".strip())
+    _check_flags(options, argv, prog)
     own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
     load_plugins(getattr(own, "plugins", ()))
     flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
@@ -85,7 +85,7 @@ def _text(argv: Sequence[str], text: str) -> str:
     return ""
 
 
-def _check_flags(options: type[Options], argv: Sequence[str]) -> None:
+def _check_flags(options: type[Options], argv: Sequence[str], prog: str) -> None:
     """Raises UserError: an option of an earlier version, with what to use instead, one that stands there twice or is
     missing, or a value that is no number: of the last two tyro would speak in terms of the other words and of types."""
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
@@ -98,7 +98,7 @@ def _check_flags(options: type[Options], argv: Sequence[str]) -> None:
     fields = {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
     for flag, field in fields.items() if not {"-h", "--help"} & {*argv} else ():
         if field.is_required() and flag not in flags and tyro.conf.Positional not in field.metadata:
-            raise UserError(f"{flag}: is missing. {field.description}")
+            raise UserError(f"{flag}: `{prog}` needs it. {field.description}")
     for word, after in zip(argv, [*argv, "--"][1:], strict=True):
         flag, has_value, value = word.partition("=")
         value, field = value if has_value else after, fields.get(flag.replace("_", "-"))

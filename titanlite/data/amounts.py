@@ -62,9 +62,8 @@ def measured(source: Source, tokenizer: Tokenizer) -> Size:
 def guessed(spec: TextSource, tokenizer: Tokenizer) -> Size:
     """About the size of local text that is not opened. Raises UserError: a file cannot be read."""
     name, files = f"{spec.source} {spec.path or ''}".rstrip(), find_files(spec)
-    if url_of(spec.path):
-        return Size(name)
-    if spec.source not in ("python_stdlib", "text", "jsonl") or any(file.suffix in COMPRESSIONS for file in files):
+    is_plain = spec.source in ("python_stdlib", "text", "jsonl") and not url_of(spec.path)
+    if not is_plain or any(file.suffix in COMPRESSIONS for file in files):
         return Size(name)
     with File(files[len(files) // 2]).open() as stream:
         raw = stream.read(_SAMPLE_BYTES)  # JSON with its keys, so rather too many tokens

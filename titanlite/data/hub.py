@@ -34,7 +34,7 @@ ENDINGS = {
 """What the name of a file ends in, the best first, and the dataset.source that reads it."""
 
 
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.model)")  # and no file
 
 
 @cache
@@ -49,8 +49,8 @@ def remedy(kind: str, path: str, rows: int = 0) -> str:
     or one of so many ids has a name. Otherwise empty."""
     found = [asked for part in Path(path).parts if (asked := f"{kind} {part}") in known()]
     if kind == "tokenizer" and not found:
-        is_id = _REPOSITORY.fullmatch(path) and not path.endswith((".json", ".model"))
-        found = [f"tokenizer {path}"] if is_id else [name for name, row in known().items() if row.get("tokens") == rows]
+        fits = [name for name, row in known().items() if row.get("tokens") == rows]
+        found = [f"tokenizer {path}"] if _REPOSITORY.fullmatch(path) else fits
     part = known().get(found[0], {}).get("part") if found else None
     return f"; `titanlite get {found[0]}` downloads it{f', and {part}' if part else ''}" if found else ""
 

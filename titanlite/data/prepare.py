@@ -92,7 +92,7 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
         while some := list(islice(results, _UNITS_PER_SHARD)):
             shards.append(_write_shard(folder, len(shards), some))
             put(begun, json.dumps({**header, "shards": shards}).encode())
-            print(f"{folder}: {len(shards)} shards, {sum(shard['tokens'] for shard in shards):,} tokens", flush=True)
+            print(f"{folder}: shards: {len(shards)}, tokens: {sum(shard['tokens'] for shard in shards):,}", flush=True)
     put(done, json.dumps({**header, "shards": shards}, indent=1).encode())
     begun.unlink()
     counts = (f"{sum(shard[key] for shard in shards):,} {key}" for key in ("documents", "tokens", "skipped"))

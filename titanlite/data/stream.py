@@ -136,8 +136,8 @@ class DocumentTokenizer:
         """For what a run trains on, or validates on: the sources in its `section`."""
         held_out = validation and run.job.validation.holdout > 0
         section = "validation" if validation and not held_out else "dataset"
-        skip_bad = getattr(run.job, section).on_bad_record == "skip"
-        return cls(tokenizer, run.job.validation.holdout, held_out, skip_bad, section)
+        skip = getattr(run.job, section).on_bad_record == "skip"
+        return cls(tokenizer, run.job.validation.holdout, held_out, skip, section)
 
     def __post_init__(self) -> None:
         bos = self.tokenizer.bos_id

@@ -165,7 +165,7 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
         keys = run.job.model.model_dump(exclude_unset=True) or {"flavor": run.job.model.flavor}
         raise UserError(
             f"{', '.join(f'model.{key} = {shown(value)}' for key, value in keys.items())}: weights, gradients and "
-            f"optimizer state take {state / GIB:,.1f} GiB on each of {run.world_size} ranks, which has "
+            f"optimizer state take {state / GIB:,.1f} GiB on each rank (of {run.world_size:,}), which has "
             f"{memory / GIB:,.1f} GiB. "
             f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
         )

@@ -203,9 +203,9 @@ def _state(status: RunStatus, events: Sequence[dict[str, Any]]) -> tuple[State, 
     if kind in ENDS:
         text = last["text"].strip()
         # The reason of a traceback is its last line.
-        head, _, more = text.partition("\n")
-        head += f" {more.strip().partition(chr(10))[0]}" if head.endswith(":") else ""
-        reason = text.rpartition("\n")[2] if text.startswith("Traceback") else head
+        lines = text.split("\n")
+        head = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
+        reason = lines[-1] if text.startswith("Traceback") else head
         before = [event.get("event") for event in begun[:-1] if event.get("event") != "data"][-1:]
         if kind == "refusal" and before == ["finish"]:
             return "finished", f"a later start was refused: {reason}"

@@ -213,17 +213,12 @@ def text_of(raw: object, column: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON in column {error.colno}: {error.msg}. {_ONE_A_LINE}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"this is {_kind(record)}. {_ONE_A_LINE}")
+        raise ValueError(f"this is a {type(record).__name__}. {_ONE_A_LINE}")
     check_column(column, record)
     if not isinstance(text := record[column], str):
-        raise ValueError(f"field {column!r} must be a string, it is {_kind(text)}")
+        raise ValueError(f"field {column!r} must be a string, it is {type(text).__name__.replace('NoneType', 'null')}")
     text.encode()  # an escape in JSON can be one half of a surrogate pair
     return text
-
-
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    return {list: "a list", dict: "an object", str: "a string", type(None): "null"}.get(type(value), "a number")
 
 
 def check_column(column: str, columns: Iterable[str]) -> None:
