@@ -166,7 +166,7 @@ def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
         TinyRun().manager(tmp_path / "new", initial_load_path=str(tmp_path / "old")).load,
         lambda: load_model_weights(tmp_path / "old", Llama(run.model.arch)),
     ):
-        with pytest.raises(CheckpointError, match=r"not finite .*:\n  layers\.1\.attention\.wq\.weight\n  norm\."):
+        with pytest.raises(CheckpointError, match=r"not finite .*:\n.*layers\.1\.attention\.wq\.weight\n.*norm\."):
             load()
 
 
