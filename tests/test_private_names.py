@@ -32,6 +32,7 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
                 found.add(x)
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
                 own.add(name)
+                others.add(name)
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
                 own.add(name)
             case ast.Attribute(value=ast.Name(id=module), attr=name) if module in sys.stdlib_module_names:

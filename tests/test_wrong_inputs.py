@@ -229,7 +229,7 @@ import --out x => --hf
 import --out x --hf a --meta b => --hf
 import --hf nowhere --out x => nowhere
 verify => PATH
-tokenizer => titanlite tokenizer train
+tokenizer => --vocab-size
 tokenizer train --vocab-size 5 --out x => --vocab-size 5
 tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 tokenizer train --vocab-size 600 --out x --dataset.path text.jsonl => dataset.path = "text.jsonl"

@@ -19,6 +19,7 @@ KEYS = [
         "skipped_records",
         "skipped_steps",
         "spikes",
+        "roll_backs",
         "failed_saves",
         "save_waits",
         "failed_mirrors",
