@@ -8,7 +8,7 @@ from small_runs import SMALL, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gemma")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gemma"
-LAYOUTS = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel")
+LAYOUTS = ("tensor_parallel", "data_parallel_shard", "pipeline_parallel", "context_parallel")
 OWN = '[job]\nplugins = ["gemma"]\n[gemma]\nhidden_act = "relu"\n[model]\narchitecture = "gemma"'
 JOB = SMALL.replace("[model]", OWN).replace("n_kv_heads = 1", "n_kv_heads = 2")
 
@@ -40,7 +40,7 @@ def words(folder: Path, name: str, *more: object) -> tuple[object, ...]:
     return ("train", *job, "--training.steps", 3, *more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS[1:])])
 def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
     ways = [f"--parallelism.{layout}_degree", 2, "--training.local_batch_size", 1]
     titanlite(*words(trained.parent, layout, *ways), ranks=2)

@@ -80,7 +80,7 @@ def test_loss_variants_agree_with_float64(tmp_path: Path):
         assert max(part["variants"][variant]["errors"]) < 1e-5  # fp32 over sums of 300 terms
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_growth_measures_and_makes_its_table(tmp_path: Path):
     printed = run("growth.py", "--only", "layers", "--points", 1, "--repeats", 1, "--steps", 5, "--out", tmp_path)
     assert "| layers | ms/step | expected |" in printed

@@ -46,6 +46,7 @@ ONLY_PLANNED: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor, context": (4, {"parallelism": {"tensor_parallel_degree": 2, "context_parallel_degree": 2}}),
 }
 SCHEDULES = {"1F1B": 12, "GPipe": 12, "Interleaved1F1B": 24, "InterleavedZeroBubble": 24}  # and numbers of blocks
+ALIKE = ("GPipe", "InterleavedZeroBubble")  # of which the other two are a sample
 
 
 def tiny_run(overrides: dict[str, Any], world_size: int) -> Run:
@@ -60,7 +61,10 @@ def pipeline(schedule: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [*(LAYOUTS | ONLY_PLANNED).values(), *map(pipeline, SCHEDULES)],
+    [
+        *(LAYOUTS | ONLY_PLANNED).values(),
+        *(pytest.param(*pipeline(s), marks=[pytest.mark.long] * (s in ALIKE)) for s in SCHEDULES),
+    ],
     ids=[*LAYOUTS, *ONLY_PLANNED, *SCHEDULES],
 )
 def test_few_blocks_and_microbatches_tell_what_all_take(ranks: int, overrides: dict[str, Any]) -> None:
@@ -102,7 +106,7 @@ def real_bytes(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.long)])
 def test_of_pipeline_ranks_that_are_alike_the_one_with_the_highest_peak_is_traced(schedule: str) -> None:
     layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
     job = {"model": {"n_layers": 8}, "parallelism": layout, "training": {"global_batch_size": 20}}
