@@ -18,11 +18,21 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from titanlite.hooks.guards import NonFiniteGuard
 from titanlite.load_run import load_run
 from titanlite.train.loop import Trainer
 
 mark = ctypes.CDLL("libcuda.so.1").ghost_mark
 WARM_STEPS, STEPS = 3, 2
+
+
+def read(guard: Any) -> None:
+    """As the guard does, but whatever is read: memory that no kernel wrote has any value."""
+    unread, guard._unread = guard._unread, []
+    torch.stack([result.skipped for _, result in unread]).tolist()
+
+
+NonFiniteGuard._read = read  # pyright: ignore
 
 
 def measure(name: str, options: list[str], folder: Path) -> dict[str, Any]:

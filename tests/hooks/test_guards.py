@@ -15,6 +15,7 @@ from ranks import run_ranks, small_trainer, start_small, titanlite
 from small_runs import logged
 from torch import Tensor
 
+from titanlite import load_checkpoint
 from titanlite.checkpoint.live_tensors import LiveState, local
 from titanlite.config.errors import GuardError
 from titanlite.hooks.hook import Hook, StepResult, Training
@@ -144,6 +145,10 @@ def rolled_back(folder: str) -> tuple[list[list[int]], list[bool], str]:
         with small_trainer(f"{folder}/{start}", saved, *options, "--training.steps", until) as trainer:
             trainer.train()
         states.append(saved.states)
+    for until, decay in (("6", "0"), ("9", "0.5")):  # the checkpoint to go back to has no averages
+        more = "--ema.decay", decay, "--training.steps", until
+        with small_trainer(f"{folder}/late", Fault({7: 1e6}), *options, *more) as trainer:
+            trainer.train()
     with pytest.raises(GuardError) as caught:
         small_trainer(f"{folder}/2", Fault({7: 1e6, 11: 1e6}), *options).train()
     (whole, parts, resumed), equal = states, torch.equal
@@ -160,6 +165,8 @@ def test_a_spike_takes_the_weights_back_and_the_data_between_is_passed_over(tmp_
     numbers = ("loss", "grad_norm", "tokens", "roll_backs", "spikes")
     assert [whole[key] for key in numbers] == [parts[key] for key in numbers]
     assert [whole[key] for key in numbers[2:]] == [12 * 4 * 64, 1, 1]
+    late = [load_checkpoint(tmp_path / "late/out/checkpoint/step-00000007", ema=ema) for ema in (True, False)]
+    assert all(map(torch.equal, *(each.model.state_dict().values() for each in late)))
 
 
 class FlippedBit(Hook):

@@ -120,7 +120,7 @@ def weights_of(reader: SafeReader, averaged: bool) -> str:
         UserError: their averages are wanted, and it has none.
     """
     if averaged and not any(name.startswith(AVERAGES) for name in reader.index):
-        problem = f"{reader.path} has no averages of the weights, because ema.decay was 0"
+        problem = f"{reader.path} has no averages of the weights: ema.decay was 0, or it is a mean of checkpoints"
         raise UserError(f"{problem}. Leave out --ema.")
     return AVERAGES if averaged else "model."
 

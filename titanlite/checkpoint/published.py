@@ -286,26 +286,26 @@ def _load(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def mean_of(sources: Mapping[str, Weights], factors: Sequence[float]) -> Weights:
+def mean_of(paths: Sequence[Path], sources: Sequence[Weights], factors: Sequence[float]) -> Weights:
     """The mean of weights, in which each has one of the factors, by their sum. It is computed in float64 when it is
     read, and is fp32.
 
     Args:
-        sources: where the weights are -> weights.
+        paths: where the weights are.
 
     Raises:
         UserError: they are of different models.
     """
-    (first, one), *others = sources.items()
-    for path, other in others:
+    one, shares = sources[0], [factor / sum(factors) for factor in factors]
+    for path, other in zip(paths, sources, strict=True):
         if lines := formats.differences(parameter_shapes(one.arch), parameter_shapes(other.arch)):
-            raise UserError(f"{path} does not hold the model of {first}:\n  {abridged(lines)}")
+            raise UserError(f"{path} does not hold the model of {paths[0]}:\n  {abridged(lines)}")
 
     def read(name: str) -> Tensor:
         total = torch.zeros(parameter_shapes(one.arch)[name], dtype=torch.float64)
-        for source, factor in zip(sources.values(), factors, strict=True):
-            total.add_(source.read(name), alpha=factor)
-        return total.div_(sum(factors)).float()
+        for source, share in zip(sources, shares, strict=True):
+            total.add_(source.read(name), alpha=share)
+        return total.float()
 
     return Weights(one.arch, dict.fromkeys(one.dtypes, torch.float32), read)
 

@@ -94,13 +94,17 @@ class Resumer:
         self.load_initial_weights()
         return None
 
-    def load_before(self, step: int) -> dict[str, Any] | None:
+    def load_before(self, step: int, forget: bool = False) -> dict[str, Any] | None:
         """Load the newest good checkpoint before `step`, in place, if there is one. Nothing on disk changes. Returns
-        and raises as `load`."""
+        and raises as `load`.
+
+        Args:
+            forget: fill tensors of hooks that it does not have with NaN, because they are of later steps.
+        """
         for path in reversed(self._ranks.on_rank0(lambda: step_folders.list_checkpoints(self.folder.path))):
             if (step_folders.step_of(path) or 0) < step:
                 try:
-                    return self._load(path)
+                    return self._load(path, forget)
                 except Damage as damage:
                     self._log(f"{path.name} is damaged: {damage}; taking an older one")
         return None
@@ -109,7 +113,7 @@ class Resumer:
         aside = self._ranks.on_rank0(lambda: step_folders.set_aside(path, reason))
         self._log(f"{why} renamed to {aside.name}")
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Path, forget: bool = False) -> dict[str, Any]:
         """One checkpoint into model and optimizer. Raises Damage on all ranks, before anything is loaded."""
         manifest = self._ranks.check(path)
         info, state = manifest["info"], manifest["info"]["train_state"]
@@ -130,12 +134,12 @@ class Resumer:
         if with_optimizer and live.optimizer is not None:
             _init_optim_state(live.optimizer)
         rng = info["layout"]["world_size"] == self._ranks.size and "rng" not in self._excluded
+        wanted = live.tensors(optimizer=with_optimizer, rng=rng)
         # A hook that the checkpoint does not know begins anew.
-        wanted = {
-            name: tensor
-            for name, tensor in live.tensors(optimizer=with_optimizer, rng=rng).items()
-            if name in saved or not name.startswith(("rng.cuda.", "hooks."))
-        }
+        for name in [name for name in wanted if name not in saved and name.startswith(("rng.cuda.", "hooks."))]:
+            tensor = wanted.pop(name)
+            if forget and name.startswith("hooks."):
+                tensor.fill_(torch.nan)
         _fill(wanted, live.model.arch, reader, self._ranks)
         for name in (name for name in wanted if name.startswith("rng.")):
             restore = torch.cuda.set_rng_state if name.startswith("rng.cuda.") else torch.set_rng_state

@@ -40,6 +40,10 @@ def main(argv: Sequence[str]) -> None:
     count, factors = len(options.checkpoints), options.weights or (1.0,) * len(options.checkpoints)
     if len(factors) != count:
         raise UserError(f"--weights: {len(factors)} numbers for {count} checkpoints. Give one for each.")
+    if options.out.is_dir() and any(
+        options.out.iterdir()
+    ):  # it can be a run, which would resume from the mean
+        raise UserError(f"--out {options.out}: is not empty. Name a new folder.")
     from titanlite.checkpoint import step_folders
     from titanlite.checkpoint.find import job_of, use_newest
     from titanlite.checkpoint.published import checkpoint_weights, import_weights, mean_of
@@ -49,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizers = [(each["info"]["train_state"].get("data") or {}).get("tokenizer") for each in manifests]
     if odd := [path for path, tokenizer in zip(paths, tokenizers, strict=True) if tokenizer != tokenizers[0]]:
         raise UserError(f"{odd[0]} was trained with another tokenizer than {paths[0]}. Take others.")
-    mean = mean_of({str(path): checkpoint_weights(path) for path in paths}, factors)
+    mean = mean_of(paths, [checkpoint_weights(path) for path in paths], factors)
     step, newest = max((manifest["step"], path) for manifest, path in zip(manifests, paths, strict=True))
     kept: dict[str, Any] = {"train_state": {"data": {"tokenizer": tokenizers[0]}}}
     with suppress(CheckpointError):  # imported weights have no job

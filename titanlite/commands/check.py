@@ -48,18 +48,19 @@ def main(argv: Sequence[str]) -> None:
 def plot(run: Run, width: int) -> str:
     """The schedule of a run, in lines of at most so many characters."""
     steps, specs = run.job.training.steps, source_specs(run.job.dataset)
-    columns = min(steps, width - _MARGIN)
+    columns = min(steps, max(_MARGIN, width - _MARGIN))
     done = [column * steps // columns for column in range(columns)]
     shares = zip(*(source_shares(run.job.dataset, step).tolist() for step in done), strict=True)
     curves = [("learning rate", "{:.2e}", 8, [rate_of(run.job, step + 1) for step in done])]
     curves += [("rows of a step", "{:,}", 4, [run.batch_size(step) for step in done])]
     curves += [(f"share of {s.source} {s.path or ''}", "{:.0%}", 2, of) for s, of in zip(specs, shares, strict=True)]
     lines = list[str]()
-    for name, form, height, values in (curve for curve in curves if len({*curve[3]}) > 1):  # the others never change
-        top, lines = max(values), [*lines, f"{'':{_MARGIN}}{name}"[:width]]
-        for row in reversed(range(height)):
+    for name, form, height, values in curves:
+        top, changes = max(values), len({*values}) > 1
+        lines.append(f"{'':{_MARGIN}}{name}{'' if changes else f': {form.format(top)} in each step'}"[:width])
+        for row in reversed(range(height if changes else 0)):
             levels = (round(8 * (value / top * height - row)) for value in values)
             label = form.format(top) if row == height - 1 else "" if row else "0"
             drawn = "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level))] for level in levels)
             lines.append(f"{label:>{_MARGIN - 2}} |{drawn}".rstrip())
-    return "\n".join([*lines, f"{'step':>{_MARGIN - 2}}  1{steps:>{max(1, columns - 1)},}"])
+    return "\n".join([*lines, f"{'step':>{_MARGIN - 2}}  1{f'{steps:,}':>{max(6, columns - 1)}}"])

@@ -71,6 +71,7 @@ def mistake(whole: type[BaseModel], error: Any) -> Mistake:
         found = " ".join([f"--{place[0].replace('_', '-')}", *given])
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text, about = text.replace("valid tuple", "list").replace("valid dictionary", "table"), ""
+    text = text.replace("Tuple should", "must").partition(" after validation")[0]
     text = "is not of the form that is needed" if error["type"] == "string_pattern_mismatch" else text
     for name in place:
         if field := model.model_fields.get(name):

@@ -71,7 +71,7 @@ class Checkpoints(Hook):
             The step of that checkpoint; None: there is none, and nothing has changed.
         """
         self._saver.settle()
-        if (state := self._resumer.load_before(step)) is None:
+        if (state := self._resumer.load_before(step, forget=True)) is None:
             return None
         precompute_scales(self._training.model, self._training.run.job.float8)
         self._due = step

@@ -28,13 +28,17 @@ class Ema(Hook):
     def follow(self, model: Llama) -> None:
         """Average the weights of this model from now on."""
         self._weights = dict(model.named_parameters())
-        # What no checkpoint fills stays NaN until `started`.
+        # NaN until a checkpoint fills it, or `saving`.
         self._averages = {
             name: plain(weight).to(torch.float32, copy=True).fill_(torch.nan) for name, weight in self._weights.items()
         }
 
-    @torch.no_grad()
     def started(self, step: int) -> None:
+        self.saving(step)
+
+    @torch.no_grad()
+    def saving(self, step: int) -> None:
+        """An average that no checkpoint has filled begins here; a run that goes back is saved at once."""
         for average, weight in self._pairs():
             if average.isnan().any():
                 average.copy_(weight)

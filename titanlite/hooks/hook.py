@@ -153,7 +153,8 @@ class Hook:
         """Go on from what `state_dict` returned. Called before `started`, if the checkpoint has something."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors for the checkpoint, sharded or not, by name. They are saved as they are and loaded in place."""
+        """Tensors for the checkpoint, sharded or not, by name. They are saved as they are and loaded in place. They
+        become NaN where a run goes back (guards.on_spike) to a checkpoint that lacks them."""
         return {}
 
 
