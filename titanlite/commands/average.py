@@ -40,9 +40,7 @@ def main(argv: Sequence[str]) -> None:
     count, factors = len(options.checkpoints), options.weights or (1.0,) * len(options.checkpoints)
     if len(factors) != count:
         raise UserError(f"--weights: {len(factors)} numbers for {count} checkpoints. Give one for each.")
-    if options.out.is_dir() and any(
-        options.out.iterdir()
-    ):  # it can be a run, which would resume from the mean
+    if options.out.is_dir() and any(options.out.iterdir()):  # it can be a run, which would resume from the mean
         raise UserError(f"--out {options.out}: is not empty. Name a new folder.")
     from titanlite.checkpoint import step_folders
     from titanlite.checkpoint.find import job_of, use_newest
