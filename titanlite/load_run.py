@@ -339,6 +339,8 @@ def _tokenizer_remedy(run: Run) -> str:
     path, job, rows = run.job.tokenizer.path, run.job.job.config_file, run.arch.vocab_size
     if storage.url_of(path) or os.path.isfile(run.tokenizer_path):
         return ""
+    if run.job.checkpoint.initial_load_in_hf:
+        return " Bring the tokenizer that the model was trained with there, or name it."
     if os.path.isdir(run.tokenizer_path):
         return f" Name the file in it, such as {os.path.join(path, 'tokenizer.json')}."
     out, name = os.path.split(path)
@@ -402,6 +404,9 @@ def _files(run: Run) -> Problems:
             yield f"checkpoint.{key}", f"cannot be used: {refusal}"
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
         yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
+    mirror = (checkpoint.mirror or "").removeprefix("file://")
+    if mirror.startswith("memory:") or (mirror and Path(mirror).resolve().is_relative_to(folder.resolve())):
+        yield "checkpoint.mirror", "is to outlive the run: name a place that is neither memory nor in job.dump_folder."
     if checkpoint.enable and path is not None and not storage.url_of(path):
         try:
             if not checkpoint.initial_load_in_hf or not os.path.isdir(path):

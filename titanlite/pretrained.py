@@ -97,7 +97,7 @@ def tables_of(name: str) -> dict[str, dict[str, Any]]:
         arch, tables = run.arch, _model_tables(run.arch) | {"tokenizer": tokenizer}
     rate = min(1e-3, 3e-4 * (8e9 / num_params(arch)) ** (1 / 3)) / 10
     return tables | {
-        "job": {"dump_folder": f"outputs/{folder.resolve().name}"},
+        "job": {"dump_folder": f"outputs/{folder.resolve().name}{'' if path.is_file() else '-continued'}"},
         "training": {"seq_len": min(arch.max_seq_len, MOST_TOKENS)},
         "optimizer": {"lr": float(f"{rate:.2g}")},
         "checkpoint": {"initial_load_path": str(folder), "initial_load_in_hf": path.is_file()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import threading
 import time
@@ -256,7 +257,8 @@ class Mirror:
         steps, local = self._look(), {self._name(path) for path in self._local()}
         doomed = {steps[step] for step in step_folders.outdated([*steps], self._config)}
         doomed -= {self._best()} if self._config.keep_best else set()
-        begun = {path.rpartition("/")[0] for path in self._there if STEP_FOLDER.fullmatch(path.split("/")[-2:][0])}
+        places = re.compile(f"((?:final/)?{STEP_FOLDER.pattern})/")  # deeper ones may be another run's
+        begun = {place[1] for place in map(places.match, self._there) if place}
         described = {path.rpartition("/")[0] for path in self._there if f"/{MANIFEST}" in path}
         for name in doomed | (begun - described - local):
             if name in self._manifests:

@@ -178,7 +178,7 @@ def parse_manifest(raw: bytes, place: object) -> dict[str, Any]:
     if body["format"] > FORMAT_VERSION:
         known = f"is unknown to this version, which reads up to {FORMAT_VERSION}. Use the titanlite that wrote it."
         raise CheckpointError(f"{place}: format {body['format']} {known}")
-    if any(Path(name).name != name for name in body["files"]):
+    if any(Path(name).name != name or name == ".." for name in body["files"]):
         raise Damage(f"{MANIFEST}: files outside of the folder")
     return body
 

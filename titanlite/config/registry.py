@@ -8,7 +8,9 @@ the command line, or by `load_plugins`. What a checkpoint or a model folder says
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -123,14 +125,19 @@ def load_plugins(names: Iterable[str]) -> None:
         if name in _loaded:
             continue
         offered = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+        path, given = [*sys.path], [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         try:
+            # `python -m titanlite` would search the current folder, which can be anybody's.
+            sys.path[:] = [each for each in path if os.path.abspath(each) != os.getcwd() or os.getcwd() in given]
             importlib.import_module(offered.get(name, name))
-        except Exception as error:  # it runs code of the plugin
+        except (Exception, SystemExit) as error:  # it runs code of the plugin
             why, there = one_line(str(error) or repr(error)).rstrip("."), ", ".join(offered) or "none"
             raise UserError(
                 f"job.plugins: the plugin {shown(name)} cannot be imported: {why}. It must be a module on Python's "
                 f"path (PYTHONPATH, or an installed package), or a name that installed packages offer: {there}."
             ) from error
+        finally:
+            sys.path[:] = path
         _loaded.add(name)
 
 

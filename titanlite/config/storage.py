@@ -156,7 +156,12 @@ def local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Pat
         known = repr([url, *sorted((path, *identity(info)) for path, info in there.items())])
         cached = Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
         cached = cached / xxhash.xxh3_64_hexdigest(known.encode()) / folder.rpartition("/")[2]
-        cached.mkdir(parents=True, exist_ok=True)
+        try:
+            cached.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{CACHE}: {cached} cannot be made: {error.strerror}. Name another folder for copies."
+            ) from None
         with (cached.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if sizes := {path: info["size"] for path, info in there.items() if not (cached / path).exists()}:
