@@ -404,8 +404,8 @@ def _files(run: Run) -> Problems:
             yield f"checkpoint.{key}", f"cannot be used: {refusal}"
     if checkpoint.mirror is not None and storage.url_of(checkpoint.mirror) is None:
         yield "checkpoint.mirror", "is no URL, such as s3://bucket/my_run or file:///mnt/copies/my_run."
-    mirror = (checkpoint.mirror or "").removeprefix("file://")
-    if mirror.startswith("memory:") or (mirror and Path(mirror).resolve().is_relative_to(folder.resolve())):
+    scheme, _, place = (checkpoint.mirror or "").partition("://")
+    if scheme == "memory" or (scheme == "file" and Path(place).resolve().is_relative_to(folder.resolve())):
         yield "checkpoint.mirror", "is to outlive the run: name a place that is neither memory nor in job.dump_folder."
     if checkpoint.enable and path is not None and not storage.url_of(path):
         try:

@@ -197,6 +197,7 @@ class Llama(nn.Module):
     """
 
     block: type[nn.Module] = TransformerBlock
+    norm_start = 1.0  # of the weights of norms
 
     def __init__(self, arch: Architecture, blocks: range | None = None) -> None:
         """Build the whole model, or the part of it with these blocks: a pipeline stage, under the same names.
@@ -282,7 +283,7 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             full = torch.empty(parameter.shape, device=device or parameter.device, dtype=torch.float32)
             if full.ndim == 1:
-                nn.init.constant_(full, "norm" in name)  # biases are 0
+                nn.init.constant_(full, self.norm_start if "norm" in name else 0.0)
             else:
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 generator = torch.Generator(full.device).manual_seed(int.from_bytes(digest[:7], "big"))

@@ -23,7 +23,8 @@ RANKS_OF_A_MACHINE = 8
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
-    """Shard `model` in place: the embedding, each block, norm and output together, then the root.
+    """Shard `model` in place: the embedding, each block, the output, then the root. The norm is with the last block, or
+    alone if that frees much memory earlier.
 
     A tied embedding stays in the root group, together with the norm. It stays gathered from the look-up to the output
     projection. Small blocks share a group, and a small model is one group, because each group costs about a
@@ -57,8 +58,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
         if model.norm is not None and model.output is not None:
             # FSDP2 waits for a reduction before it begins the next one. The output's holds 2 GiB (8b). Within a machine
-            # it takes 5 ms, and the norm's is the next one, so that the memory is free for the last block.
-            if mesh.size(-1) <= RANKS_OF_A_MACHINE or not groups:
+            # it takes 5 ms, and the norm's is the next one, so that the memory is free for the last block. A small
+            # output is not worth a group more.
+            large = _size([model.output]) >= 16 * job.parallelism.fsdp_min_num_params
+            if not groups or (large and mesh.size(-1) <= RANKS_OF_A_MACHINE):
                 shard(model.norm, reshard == "always")
             else:
                 groups[-1].append(model.norm)

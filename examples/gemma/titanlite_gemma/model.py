@@ -3,10 +3,8 @@
 Modules have the names that they have in a Llama, so titanlite's plan of tensor parallelism shards them as they are.
 """
 
-from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +50,7 @@ class Gemma(Llama):
     """Its embedding is scaled by the square root of its width."""
 
     block = GemmaBlock
+    norm_start = 0.0  # they are added to 1
 
     def __init__(self, arch: GemmaArchitecture, blocks: range | None = None) -> None:
         super().__init__(arch, blocks)
@@ -60,15 +59,6 @@ class Gemma(Llama):
 
     def embed(self, x: Tensor) -> Tensor:
         return x * self.arch.dim**0.5
-
-    def init_weights(
-        self,
-        seed: int = 0,
-        assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
-        device: torch.device | None = None,
-    ) -> None:
-        """As Llama's, but the weights of norms are 0."""
-        super().init_weights(seed, lambda own, full: assign(own, full.zero_() if full.ndim == 1 else full), device)
 
     def init_std(self, name: str) -> float:
         """The stream begins with unit variance, as Llama's does."""
