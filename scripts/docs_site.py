@@ -129,10 +129,6 @@ def _help(command: str) -> str:
                 os.environ[name] = value
 
 
-if __name__ == "__main__":
-    sys.stdout.write(keys_page() + commands_page())
-
-
 def _allowed(schema: dict[str, Any]) -> str:
     """The type and the limits of a key in words, from its JSON schema."""
     if "anyOf" in schema:
@@ -146,3 +142,18 @@ def _allowed(schema: dict[str, Any]) -> str:
     limits |= {"maximum": "at most", "pattern": "matching"}
     rules = [f"{words} {schema[name]}" for name, words in limits.items() if name in schema]
     return f"{kinds[schema['type']]} {' and '.join(rules)}".strip()
+
+
+def picture(folder: Path) -> None:
+    """Draw docs/run.svg: what `titanlite watch` shows of a run now."""
+    from rich.console import Console
+
+    from titanlite.report.run_files import read_status
+
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(read_status(folder).text())
+    console.save_svg(str(ROOT / "docs" / "run.svg"), title=f"titanlite watch {folder}")
+
+
+if __name__ == "__main__":
+    picture(Path(sys.argv[1]))

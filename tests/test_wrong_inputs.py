@@ -167,13 +167,13 @@ check --training.steps 5 6 => 6
 check --compile.enable true => --compile.no-enable
 check --checkpoint.no-no-enable => --checkpoint.no-no-enable
 check --training.no-steps => --training.no-steps
-check --no-training.steps => training.steps
+get data me/lines/data => `titanlite get data`
 check --training.num_threads 10000 => training.num_threads
 check --model.flavor llama-7b => mean llama2-7b?
 check --profiling.profiler_ranks 0,1 => 0 1 on the command line
 check --training.steps 4 --lr_scheduler.warmup_steps 10 => lr_scheduler.warmup_steps
 check --dataset.sources x => [[dataset.sources]]
-check --world-size 0 => --world-size
+check --training.local_batch_size 1000000000 => training.local_batch_size
 check --world-sise 4 => --world-size
 check --world-size many => --world-size many
 check --tokenizer.path nofile.json => read nofile.json
@@ -276,9 +276,9 @@ NNODES=2:1 launch => NNODES=2:1
 {MASTER} NODE_RANK=0 MASTER_PORT=http launch => MASTER_PORT
 MAX_RESTARTS=often launch => MAX_RESTARTS
 NGPU=2 NNODES=1:3 MASTER_ADDR=here launch --training.global_batch_size 8 => data-parallel degree = 6
-profile --steps 0 => --steps 0
+profile --steps 1e9 => --steps 1e9
 profile --out /proc/none => /proc/none
-launch --training.steps 0 => training.steps
+launch --nproc_per_node 2 => NGPU=N
 """
 
 BAD_TEXT: list[str | bytes] = [  # files of JSON lines

@@ -61,7 +61,7 @@ def _dispatch(words: list[str]) -> object:
         print(usage())
         return 0 if words else 2
     name, *rest = words
-    if name == "--version":
+    if name in ("--version", "-V", "version"):
         from importlib.metadata import version
 
         from titanlite import __version__  # from the code that runs: the metadata of a checkout can be older

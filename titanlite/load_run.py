@@ -383,7 +383,7 @@ def _sources(section: str, dataset: Dataset | Validation) -> Problems:
             find_files(source)
         except UserError as error:
             key = "source" if source.path is None else "path"
-            yield f"{prefix}.{key}", f"{error}.".replace("dataset.", f"{prefix}.")
+            yield f"{prefix}.{key}", f"{str(error).rstrip('.')}.".replace("dataset.", f"{prefix}.")
 
 
 def _files(run: Run) -> Problems:

@@ -162,7 +162,7 @@ class Resumer:
             changes.append((REFUSED, f"tokenizer.path: {job['tokenizer']['path']}, whose ids mean other text"))
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((CURVE, _OTHER_SCHEDULE))
-        for verdict, line in changes:
+        for verdict, line in (change for change in changes if change[0] != REFUSED):
             self._log(f"changed since {path.name}: {line} ({verdict})")
         if refused := [line for verdict, line in changes if verdict == REFUSED]:
             listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])

@@ -44,9 +44,10 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--out {options.out}: is not empty. Name a new folder.")
     from titanlite.checkpoint import step_folders
     from titanlite.checkpoint.find import job_of, use_newest
-    from titanlite.checkpoint.published import checkpoint_weights, import_weights, mean_of
 
     paths = [use_newest(path, lambda step_folder: step_folder, log=note) for path in options.checkpoints]
+    from titanlite.checkpoint.published import checkpoint_weights, import_weights, mean_of
+
     manifests = [step_folders.read_manifest(path) for path in paths]
     tokenizers = [(each["info"]["train_state"].get("data") or {}).get("tokenizer") for each in manifests]
     if odd := [path for path, tokenizer in zip(paths, tokenizers, strict=True) if tokenizer != tokenizers[0]]:

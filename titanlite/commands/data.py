@@ -21,7 +21,7 @@ class Prepare(Options):
 
     out: OptionPath
     """Folder for the shards. The work of an interrupted `prepare` in this folder is kept and continued."""
-    workers: PositiveInt | None = None
+    workers: Annotated[PositiveInt, Field(le=1024)] | None = None
     """Number of threads that tokenize. Left out: one per core of the machine."""
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
+from titanlite.checkpoint.find import checkpoints_at
 from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if strange := [flag for flag in flags or words if not flag.startswith("--parallelism.")]:
         raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
     parallelism = load_job(words).parallelism
+    checkpoints_at(options.checkpoint)
     if (code := start_ranks("eval", argv)) is not None:
         return code
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for

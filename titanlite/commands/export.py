@@ -60,7 +60,9 @@ def export(
         UserError: the folder exists or cannot be made, or no tokenizer is known.
         CheckpointError: there is no good checkpoint.
     """
-    from titanlite.checkpoint.find import job_of, use_newest
+    from titanlite.checkpoint.find import checkpoints_at, job_of, use_newest
+
+    checkpoints_at(checkpoint)  # of which a mistake does not wait for torch
     from titanlite.checkpoint.published import checkpoint_weights, export_hf
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.data.tokenizer_files import write_tokenizer

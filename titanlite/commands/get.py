@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         return
     files = Files(options.kind, options.name, options.origin, options.include)
     home = "assets/tokenizer" if options.kind == "tokenizer" else "data"
-    out = options.out or Path(home, options.name.rpartition("/")[2])
+    out = options.out or Path(home, (files.repo if "/" in options.name else options.name).rpartition("/")[2])
     total = f"{sum(files.sizes.values()):,} bytes of {files.repo} in {out} (files: {len(files.sizes)})"
     if options.dry_run:
         rows = [f"{size:>18,}  {name}" for name, size in files.sizes.items()]

@@ -56,10 +56,8 @@ def main(argv: Sequence[str]) -> None:
     from titanlite.checkpoint.published import hf_weights, import_weights, meta_weights
     from titanlite.torchtitan.weights import torchtitan_weights
 
-    if options.torchtitan:
-        source = torchtitan_weights(origin, load_job(words).model)
-    else:
-        source = meta_weights(origin) if options.meta else hf_weights(origin)
+    read = meta_weights if options.meta else hf_weights
+    source = torchtitan_weights(origin, load_job(words).model) if options.torchtitan else read(origin)
     path = import_weights(make_folder(options.out), source, str(origin))
     print(f"Wrote {path}: {len(source.dtypes)} tensors. A job that starts from it needs\n")
     print(job_tables(source.arch, path, origin))
@@ -70,6 +68,5 @@ def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
     values = dataclasses.asdict(arch).items()  # which TOML writes as JSON does
     lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
     tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
-    if tokenizers:
-        lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"]
+    lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"] if tokenizers else []
     return "\n".join([*lines, "", "[checkpoint]", f"initial_load_path = {shown(str(path))}"])

@@ -60,12 +60,10 @@ def main(argv: Sequence[str]) -> None:
     out = sys.stdout
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the processes that trace
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported
-        from titanlite.plan import advice
-
         gpu = _chosen_gpu(options.gpu)
-        if options.memory:
-            gpu = gpu.model_copy(update={"memory_gib": options.memory})
-        gpu = gpu.of_rank(run.world_size)
+        from titanlite.plan import advice  # torch, which a wrong name does not wait for
+
+        gpu = gpu.model_copy(update={"memory_gib": options.memory or gpu.memory_gib}).of_rank(run.world_size)
         if gpu.cpu:  # device and host are one memory there
             run = advice.with_keys(run, {"training.enable_cpu_offload": False})
         if options.search or options.write:

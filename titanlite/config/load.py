@@ -174,11 +174,11 @@ def _value(word: str, kinds: set[type]) -> Any:
 
 _TEXT = """usage: titanlite train [--from FOLDER_OR_NAME] [--SECTION.KEY VALUE ...]
 
-Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. `--from`
-goes on from a model, a folder or OWNER/NAME on the Hugging Face hub, and needs no job file: [model], the tokenizer, the
-length of rows and the learning rate follow from the model, unless the file or the command line has them. Each key below
-can be given on the command line, too, and wins over the file. `--help SECTION` explains the keys of a section,
-`--help KEY` one key, and `--help all` all of them."""
+Train the model that a job file describes: `--job.config_file FILE`. Without one, debug_model.toml is trained. `launch`
+does so on each GPU, or in NGPU=N processes. `--from` goes on from a model, a folder or OWNER/NAME on the Hugging Face
+hub, and needs no job file: [model], the tokenizer, the length of rows and the learning rate follow from the model,
+unless the file or the command line has them. Each key below can be given on the command line, too, and wins over the
+file. `--help SECTION` explains the keys of a section, `--help KEY` one key, and `--help all` all."""
 
 
 def _print_help(job: JobConfig, topics: Sequence[str]) -> None:

@@ -126,7 +126,8 @@ def _near(whole: type[BaseModel], model: type[BaseModel], place: list[str], last
     known = [field.alias or name for name, field in model.model_fields.items()]
     sections = {name: getattr(field.annotation, "model_fields", ()) for name, field in whole.model_fields.items()}
     synonyms = tomli.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
-    near = [key for key, words in synonyms.items() if last in words.split() and key.partition(".")[0] in sections]
+    keys = [key for key, words in synonyms.items() if last in words.split()]
+    near = [key for key in keys if key.partition(".")[0] in sections or "=" in key]
     near = near or [".".join([*place[:-1], name]) for name in difflib.get_close_matches(place[-1], known, n=1)]
     near = near or [f"{section}.{last}" for section, keys in sections.items() if last in keys]
     return f"unknown; did you mean {' or '.join(near[:3])}?" if near else f"unknown; there are {', '.join(known)}."

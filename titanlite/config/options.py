@@ -29,7 +29,7 @@ OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Pa
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
-_STYLE = (tyro.conf.FlagCreatePairsOff,)  # --json, but no --no-json
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # --json alone; PATH, and not {None}|PATH
 
 
 class Options(Whole):
@@ -57,7 +57,7 @@ def parse(options: type[AnyOptions], argv: Sequence[str], command: str) -> AnyOp
     """
     own, words = parse_beside_job(options, argv, command, "")
     if words:
-        raise UserError(f"{words[0]}: unknown option of `titanlite {command}`; `titanlite {command} --help` lists all.")
+        raise UserError(f"{words[0]}: unknown; `titanlite {command} --help` lists all options.")
     return own
 
 
@@ -66,9 +66,11 @@ def parse_beside_job(
 ) -> tuple[AnyOptions, list[str]]:
     """As `parse`, for a command that also takes keys of a job, as `keys` explains. Returns its own options, and all
     other words."""
-    prog, text = f"titanlite {command}", _text(argv, f"{options.__doc__}\n\n{keys}".strip())
+    prog = f"titanlite {command}"
+    if {"-h", "--help"} & {*argv}:  # tyro would print this as one long line
+        print(wrapped(f"{options.__doc__}\n\n{keys}".strip()), end="\n\n")
     _check_flags(options, argv, prog)
-    own, words = tyro.cli(options, args=[*argv], prog=prog, description=text, config=_STYLE, return_unknown_args=True)
+    own, words = tyro.cli(options, args=[*argv], prog=prog, description="", config=_STYLE, return_unknown_args=True)
     load_plugins(getattr(own, "plugins", ()))
     flags = [f"--{name.replace('_', '-')}" for name in options.model_fields]
     for word in words:  # a key of a job has a dot
@@ -78,24 +80,16 @@ def parse_beside_job(
     return own, words
 
 
-def _text(argv: Sequence[str], text: str) -> str:
-    """Print what a command does above its help, because tyro would print one long line. Returns what tyro gets."""
-    if {"-h", "--help"} & {*argv}:
-        print(wrapped(text), end="\n\n")
-    return ""
-
-
 def _check_flags(options: type[Options], argv: Sequence[str], prog: str) -> None:
     """Raises UserError: an option of an earlier version, with what to use instead, one that stands there twice or is
     missing, or a value that is no number: of the last two tyro would speak in terms of the other words and of types."""
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    for flag in flags:
-        name = flag[2:].replace("-", "_")
-        if name in options.dropped:
-            raise UserError(f"{flag}: {options.dropped[name][1]}")
-        if flags.count(flag) > 1 and name in options.model_fields:
-            raise UserError(f"{flag}: stands there twice. Give it once, with all of its values.")
     fields = {f"--{name.replace('_', '-')}": field for name, field in options.model_fields.items()}
+    for flag in flags:
+        if gone := options.dropped.get(flag[2:].replace("-", "_")):
+            raise UserError(f"{flag}: {gone[1]}")
+        if flags.count(flag) > 1 and flag in fields:
+            raise UserError(f"{flag}: stands there twice. Give it once, with all of its values.")
     for flag, field in fields.items() if not {"-h", "--help"} & {*argv} else ():
         if field.is_required() and flag not in flags and tyro.conf.Positional not in field.metadata:
             raise UserError(f"{flag}: `{prog}` needs it. {field.description}")
@@ -104,9 +98,10 @@ def _check_flags(options: type[Options], argv: Sequence[str], prog: str) -> None
         value, field = value if has_value else after, fields.get(flag.replace("_", "-"))
         if field and (kinds := types_in(field.annotation) & {int, float}) and not value.startswith("--"):
             try:
-                _ = value == "None" or kinds.pop()(value)
+                min(kinds, key=lambda kind: kind is int)(value)
             except ValueError:
-                raise UserError(f"{flag} {value}: must be a number. {field.description}") from None
+                kind = "whole number" if kinds == {int} else "number"
+                raise UserError(f"{flag} {value}: must be a {kind}. {field.description}") from None
 
 
 class Generation(Options):

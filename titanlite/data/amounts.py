@@ -117,5 +117,5 @@ def toy_note(run: Run, tokenizer: Tokenizer, sizes: Sequence[Size]) -> str:
         lines += ["(model.vocab_size). The others are never trained. For a tokenizer that fits:"]
         fits = [name for name, row in known().items() if row.get("tokens", math.inf) <= rows]
         lines += [f"    titanlite get {['tokenizer gpt2', *fits][-1]}"]
-    lines = [f"{' THIS RUN TRAINS A TOY ':=^56}", *lines, "Each command prints the lines for the job file.", "=" * 56]
+    lines = [f"{' THIS RUN TRAINS A TOY ':=^56}", *lines, "`titanlite get` prints the lines for a job file.", "=" * 56]
     return "\n".join(lines) if len(lines) > 3 else ""

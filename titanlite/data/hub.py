@@ -94,8 +94,8 @@ class Files:
         self.ending = next((end for end in ends if any(name.endswith(end) for name in names)), "")
         if not self.ending:
             other = ' With source = "huggingface", `datasets` reads other kinds.' if kind == "data" else ""
-            found = f"has nothing that matches {pattern} and ends in {', '.join(ends)}, but {short(', '.join(there))}"
-            raise UserError(f"{self.repo} {found}.{other}")
+            found = f"has nothing that matches {pattern} and ends in {', '.join(ends)}"
+            raise UserError(f"{self.repo} {found}; there: {short(', '.join(there)) or 'no file'}.{other}")
         names = [name for name in names if name.endswith(self.ending)]
         if kind == "tokenizer":  # the one at the top, and what says which of its tokens begin and end a document
             names = [name for name in (names[0], names[0].replace(self.ending, CONFIG)) if name in there]
@@ -146,16 +146,16 @@ class Files:
                 raise UserError(f"{self.repo}: {why}. Free some space, or name another folder by --out.") from None
             mirror = "HF_ENDPOINT" if self._kind == "model" else "--from URL"
             ways = f"name a mirror by {mirror}, or a folder with a copy of it by --from FOLDER"
-            raise UserError(f"{page} cannot be had: {why}. Start this again, {ways}.") from None
+            raise UserError(f"{page} cannot be had: {why.rstrip('.')}. Start this again, {ways}.") from None
 
 
 def _row(asked: str) -> dict[str, Any]:
     """What is known of "KIND NAME". Raises UserError: nothing."""
     kind, name = asked.split(" ", 1)
-    name = re.sub("^https?://[^/]+/(datasets/)?", "", name)  # the address of its page
+    name = re.sub("^https?://[^/]+/(datasets/)?|/(tree|blob)/.*", "", name)  # the address of its page
     if asked in known() or _REPOSITORY.fullmatch(name):
         return known().get(asked, {"repo": name})
     near = difflib.get_close_matches(name.lower(), [each.split()[1] for each in known()], n=1)
-    near = [each for each in known() if each.split()[1] in near] or [each for each in known() if each.startswith(kind)]
-    hint = f"did you mean `titanlite get {' or '.join(near)}`? OWNER/NAME is any repository of the hub."
+    near = [f"did you mean `titanlite get {each}`?" for each in known() if each.split()[1] in near]
+    hint = f"{(near or [f'`titanlite get {kind}` lists the names.'])[0]} OWNER/NAME is any repository of the hub."
     raise UserError(f"titanlite get {asked}: unknown; {hint}")

@@ -131,9 +131,8 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
         variables = Variables.model_validate({"NGPU": gpus or 1} | given)
     except ValidationError as error:
         wrong = error.errors()[0]
-        name = str(wrong["loc"][0])
-        about = Variables.model_fields[name].description
-        about = f"{wrong['msg'].replace('Input should', 'must').partition(',')[0]}. {about}"
+        name, must = str(wrong["loc"][0]), wrong["msg"].replace("Input should", "must").partition(",")[0]
+        about = f"{must}. {Variables.model_fields[name].description}"
         raise UserError(f"{name}={one_line(given[name][:40])}: {about}") from None
     if 0 < gpus < variables.NGPU:
         raise UserError(
@@ -150,9 +149,7 @@ def count_gpus() -> int:
     except OSError:
         return 0
     gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
-    if visible is None:
-        return gpus
-    return min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    return gpus if visible is None else min(gpus, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 def _set_threads(workers: int, num_threads: int) -> None:

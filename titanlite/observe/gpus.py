@@ -79,8 +79,7 @@ class Gpu(FileModel):
 @cache
 def known_gpus() -> tuple[Gpu, ...]:
     """The devices of the table, variants before plain names."""
-    rows = tomli.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]
-    return tuple(Gpu.model_validate(row) for row in rows)
+    return tuple(map(Gpu.model_validate, tomli.loads(_TABLE.read_text(encoding="utf-8"))["gpu"]))
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
@@ -142,8 +141,8 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
     """Compare a rank's weights, gradients and moments with the memory of its device, or with its share of the machine
     if they are kept there.
 
-    It is a lower bound, without activations and buffers, so a run that is refused would have failed. The first rank of
-    a machine looks for all.
+    It is a lower bound, with the inputs of the blocks, but without other activations and buffers, so a run that is
+    refused would have failed. The first rank of a machine looks for all.
 
     Args:
         ranks: Processes of this machine. 0: as the launcher of this process says.
@@ -160,7 +159,10 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
         memory = int(MOST_GIB * GIB) if run.job.training.enable_cpu_offload else largest
     elif gpu is None or (memory and run.job.training.enable_cpu_offload):
         memory = machine_memory() // (ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    state = state_bytes(run)
+    state, training, degree = state_bytes(run), run.job.training, run.degrees
+    # The input of each block is kept in 2 bytes or more, however much is recomputed.
+    tokens = training.seq_len // (degree.context * degree.tensor) * (not training.enable_cpu_offload)
+    row = 2 * tokens * run.arch.dim * (run.arch.n_layers // degree.pipeline)
     if 0 < memory < state:
         keys = run.job.model.model_dump(exclude_unset=True) or {"flavor": run.job.model.flavor}
         raise UserError(
@@ -168,6 +170,11 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
             f"optimizer state take {state / GIB:,.1f} GiB on each rank (of {run.world_size:,}), which has "
             f"{memory / GIB:,.1f} GiB. "
             f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
+        )
+    if 0 < memory < state + (rows := training.local_batch_size) * row:
+        raise UserError(
+            f"training.local_batch_size = {rows}: the inputs of blocks need {rows * row / GIB:,.1f} GiB of each rank's "
+            f"{memory / GIB:,.1f} GiB, beside weights and optimizer state. Only {(memory - state) // row:,} rows fit."
         )
 
 
