@@ -152,7 +152,9 @@ def picture(folder: Path) -> None:
 
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(read_status(folder).text())
-    console.save_svg(str(ROOT / "docs" / "run.svg"), title=f"titanlite watch {folder}")
+    svg = console.export_svg(title=f"titanlite watch {folder}")
+    svg = re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL)  # fonts from the network
+    (ROOT / "docs" / "run.svg").write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

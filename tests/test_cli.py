@@ -60,7 +60,7 @@ def test_the_help_of_train_explains_every_key_and_shows_the_values_of_the_job_fi
         (["help", "max-epochs"], "--dataset.max_epochs INT", "--training.steps"),
         (["help", "training.steps", "job"], "--job.dump_folder STR", "--training.seq_len"),
         (["help", "dataset.stages"], "dataset.stages.start_step INT The stage begins", "--dataset.path"),
-        (["help", "check"], "--world-size {None}|INT Number of ranks", "--training.steps"),
+        (["help", "check"], "--world-size INT Number of ranks", "--training.steps"),
         (["data", "show", "-h"], "--step INT Number of the global batch; the first one is 1. (default: 1)", "--out"),
         (["--version"], f"titanlite {__version__}, torch 2.", "usage"),
     ],
