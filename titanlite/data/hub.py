@@ -157,5 +157,5 @@ def _row(asked: str) -> dict[str, Any]:
         return known().get(asked, {"repo": name})
     near = difflib.get_close_matches(name.lower(), [each.split()[1] for each in known()], n=1)
     near = [f"did you mean `titanlite get {each}`?" for each in known() if each.split()[1] in near]
-    hint = f"{(near or [f'`titanlite get {kind}` lists the names.'])[0]} OWNER/NAME is any repository of the hub."
-    raise UserError(f"titanlite get {asked}: unknown; {hint}")
+    there = f"there are {', '.join(each.split()[1] for each in known() if each.startswith(kind))}."
+    raise UserError(f"titanlite get {asked}: unknown; {(near or [there])[0]} OWNER/NAME is any repository of the hub.")
