@@ -133,8 +133,7 @@ def train(argv: Sequence[str]) -> None:
     from titanlite.load_run import load_run, world_size
     from titanlite.observe.gpus import check_memory
 
-    ranks = world_size()
-    logged_ranks(ranks)
+    logged_ranks(ranks := world_size())
     run = load_run(argv, ranks)
     check_memory(run)
     gc.set_threshold(20_000, 50, 1000)  # fewer collections, because they take a fifth of the import of torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from titanlite.config.errors import printable
+from titanlite.config.errors import counted, printable
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.data.amounts import looked_at, toy_note
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     check_memory(run, elsewhere=options.world_size is not None)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
     note = toy_note(run, tokenizer, looked_at(run, tokenizer))
-    print(f"OK: {run.job.job.config_file or 'the job'} can start on {ranks} rank{'s' if ranks != 1 else ''}.")
+    print(f"OK: {run.job.job.config_file or 'the job'} can start on {counted(ranks, 'rank')}.")
     if note:
         print(printable(f"\n{note}"))
     if options.plot:

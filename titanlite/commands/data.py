@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from titanlite.config.errors import UserError, printable
+from titanlite.config.errors import UserError, counted, printable
 from titanlite.config.mistakes import shown
 from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
@@ -110,7 +110,7 @@ def tokenizer(argv: Sequence[str]) -> None:
 
     job = load_data_job(words)
     made = train_tokenizer(job.dataset, options.out, options.vocab_size, options.max_bytes, job)
-    read = f"{made.documents:,} documents ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
+    read = f"{counted(made.documents, 'document')} ({made.num_bytes:,} bytes, {made.bytes_per_token:.2f} a token)"
     wrote = f"Wrote {made.tiktoken} and {made.json}: {options.vocab_size:,} ids, from {read}."
     print(printable(f"{wrote}\nA job that uses it needs\n\n{tokenizer_tables(made.json, options.vocab_size)}"))
 

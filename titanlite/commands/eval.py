@@ -11,7 +11,7 @@ from pydantic import Field
 
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.commands.common import note_once, print_result, start_ranks
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, counted
 from titanlite.config.load import load_job
 from titanlite.config.options import CheckpointOptions, OptionPath, Scoring, parse_beside_job
 
@@ -52,6 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
     settings = options.model_dump(include=set(Scoring.model_fields))
     score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=note_once, **settings)
-    read = f"{score.documents:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes"
+    read = f"{counted(score.documents, 'document')}, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{read}\n{score}", options.as_json)
     return 0

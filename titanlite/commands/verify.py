@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> None:
             print(printable(f"{name}  unfinished, removed at the next start"))
         for name in report["set_aside"]:
             print(printable(f"{name}  set aside earlier"))
-    bad = [row["name"] for row in report["checkpoints"] if row["state"] != "good"]
-    if bad:
+    if bad := [row["name"] for row in report["checkpoints"] if row["state"] != "good"]:
         share = f"{len(bad)} of {len(report['checkpoints'])} checkpoints"
         raise CheckpointError(f"{share} damaged or unreadable: {', '.join(bad)}")

@@ -28,6 +28,11 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 rank" and "1,024 ranks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class UserError(Exception):
     """A wrong job file, command or input. The message says what was found, what is allowed, and what to do."""
 

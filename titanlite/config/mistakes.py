@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import tomli
 from pydantic import BaseModel, ValidationError
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, counted
 
 COMMAND_LINE = "command line"
 
@@ -47,7 +47,7 @@ class WrongJob(UserError):
     with the place where it is: that of its key in `origins`, or `file`. `mistakes` lists them."""
 
     def __init__(self, mistakes: Sequence[Mistake], file: str, origins: Mapping[str, str] | None = None) -> None:
-        lines = ["1 mistake:" if len(mistakes) == 1 else f"{len(mistakes)} mistakes:"]
+        lines = [f"{counted(len(mistakes), 'mistake')}:"]
         for mistake in mistakes:
             lines.append(f"  {(origins or {}).get(mistake.key, file)}: {short(mistake.found)}")
             lines.append(textwrap.fill(mistake.remedy, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))

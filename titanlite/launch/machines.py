@@ -102,7 +102,7 @@ def run_part(folder: Path, ranks: Ranks) -> int:
         (folder / "code").write_text(str(code))
         return 0
     if left := ranks.max_restarts - int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        note(f"Starting again from the newest checkpoint ({left - 1} restarts left).")
+        note(f"Starting again from the newest checkpoint (restarts left: {left - 1}).")
     return code
 
 

@@ -82,7 +82,7 @@ class Ranks:
                     self._kill()
                 if code in FINAL or not left:
                     break
-                _say(f"Starting again from the newest checkpoint ({left - 1} restarts left).", "restart", Path(name))
+                _say(f"Starting again from the newest checkpoint (restarts left: {left - 1}).", "restart", Path(name))
         return code
 
     def _start(self, folder: Path) -> None:

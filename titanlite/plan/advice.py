@@ -16,7 +16,7 @@ from multiprocessing import active_children, get_context
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, counted
 from titanlite.config.run import Run
 from titanlite.load_run import broken_rules
 from titanlite.observe.flops import num_params, state_bytes
@@ -61,7 +61,7 @@ def make_plan(
     # A pipeline has several kinds of ranks to trace. For less it would not pay to start processes.
     with workers() if run.degrees.pipeline > 2 else nullcontext() as pool:
         apply = pool.map if pool else map
-        with working(f"Tracing a step on {run.world_size} ranks"):
+        with working(f"Tracing a step on {counted(run.world_size, 'rank')}"):
             plan = forecast(run, trace_run(run, gpu, apply), gpu)
         tell(plan)
         if not plan.fits or remedies:

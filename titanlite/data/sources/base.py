@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from titanlite.config import storage
-from titanlite.config.errors import UserError
+from titanlite.config.errors import UserError, counted
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
@@ -116,7 +116,7 @@ class Source(ABC):
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"{self.name}: " + ("streamed" if self.num_documents is None else f"{self.num_documents:,} documents")
+        return f"{self.name}: " + ("streamed" if (n := self.num_documents) is None else counted(n, "document"))
 
     def where(self, part: int, number: int) -> str:
         """Where a document is from, for a person."""
