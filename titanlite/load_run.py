@@ -37,14 +37,15 @@ Problems = Iterator[tuple[str, str]]
 """A key, such as "training.steps" or "dataset.sources.0.weight", and what is wrong with its value."""
 
 
-def load_run(argv: Sequence[str], world_size: int, trusted: bool = True) -> Run:
-    """The run of a command line, checked by the schema and by all rules. For `trusted` see `load_job`.
+def load_run(argv: Sequence[str], world_size: int, trusted: bool = True, trains: bool = True) -> Run:
+    """The run of a command line, checked by the schema and by all rules; unless it `trains`, not by those about its
+    output folder and initial weights. For `trusted` see `load_job`.
 
     Raises:
         UserError: anything wrong, all mistakes in one message; or the model of `--from` cannot be had.
     """
     model, words = parted(argv)
-    return _checked(read_job(words, trusted, None if model is None else partial(tables_of, model)), world_size)
+    return _checked(read_job(words, trusted, None if model is None else partial(tables_of, model)), world_size, trains)
 
 
 def check_run(job: JobConfig, world_size: int) -> Run:
@@ -65,7 +66,7 @@ def load_data_job(argv: Sequence[str]) -> JobConfig:
     return draft.job
 
 
-def _checked(draft: Draft, world_size: int) -> Run:
+def _checked(draft: Draft, world_size: int, trains: bool = True) -> Run:
     """The run of a draft. Raises WrongJob: its mistakes, and the rules that it breaks."""
     job, origins, rules = draft.job, draft.origins, []
     problems: list[tuple[str, str]] = []
@@ -78,7 +79,7 @@ def _checked(draft: Draft, world_size: int) -> Run:
     except UserError as error:
         problems.append(("tokenizer.path", f"cannot be used: {error}{_tokenizer_remedy(Run(job))}"))
     run = Run(job, world_size)
-    rules += [*_of_keys(run, origins), _dataset(run), _validation(run), _files(run)]
+    rules += [*_of_keys(run, origins), _dataset(run), _validation(run), *([_files(run)] if trains else [])]
     # A value that has been refused is taken out of the job, which goes no further: a rule that reads it ends there.
     for mistake in draft.mistakes:
         section, _, name = mistake.key.partition(".")

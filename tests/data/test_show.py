@@ -13,11 +13,11 @@ from titanlite.data.amounts import measured, table
 from titanlite.data.sources.files import open_source
 from titanlite.data.tokenizer import load_tokenizer
 
-SMALL = ["--training.seq_len", "32", "--training.local_batch_size", "6", "--training.seed", "7"]
+SMALL = ["--training.seq_len=32", "--training.local_batch_size=6", "--training.seed=7", "--job.dump_folder=/proc/none"]
 
 
 def show(capsys, dataset, *words):
-    """What `titanlite data show` prints, and its exit code."""
+    """What `titanlite data show` prints, and its exit code. It writes nothing, so the output folder may be any."""
     keys = ["--dataset.source", "jsonl", "--dataset.path", dataset.path, "--dataset.packing", dataset.packing]
     code = main(["data", "show", *SMALL, *(keys if dataset.path else []), *map(str, words)])
     captured = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_the_table_of_sources(tmp_path, caplog, capsys):
     tokens = sum(len(TOKENIZER.encode(text)) + 2 for text in texts)
     keys = ["--dataset.source", "jsonl", "--dataset.path", str(write_jsonl(tmp_path / "a.jsonl", texts))]
     assert main(["prepare", "--out", str(tmp_path / "out"), "--workers", "1", *keys]) == 0
-    assert "200 documents" in capsys.readouterr().out
+    assert "documents: 200" in capsys.readouterr().out
     one = DataSource(source="jsonl", path=str(tmp_path / "a.jsonl"), weight=3.0)
     two = DataSource(source="shards", path=str(tmp_path / "out"), weight=1.0)
     stage = DataStage(start_step=50, weights=(1.0, 1.0))

@@ -28,7 +28,7 @@ class Prepare(Options):
 def prepare(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong, or the shards cannot be written."""
     options, words = parse_beside_job(Prepare, argv, "prepare")
-    run = load_run(words, world_size=1)
+    run = load_run(words, world_size=1, trains=False)
     from titanlite.data.prepare import prepare as write_shards
 
     write_shards(run, options.out, options.workers or os.cpu_count() or 1)
@@ -48,7 +48,7 @@ class Show(Options):
 def data(argv: Sequence[str]) -> None:
     """Run the subcommand. Raises UserError: the job or an option is wrong, or the data cannot be read."""
     options, words = parse_beside_job(Show, argv[1:] if argv[:1] == ["show"] else argv, "data show")
-    print(show_step(load_run(words, options.world_size), options.step, options.row))
+    print(show_step(load_run(words, options.world_size, trains=False), options.step, options.row))
 
 
 def show_step(run: Run, step: int, row: int | None) -> str:

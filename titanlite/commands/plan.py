@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
         taken = os.path.lexists(options.write) and "It exists already. Name another file."
         if problem := taken or not_writable(options.write.absolute().parent):
             raise UserError(f"--write {options.write}: {problem}")
-    run = load_run(words, options.world_size or world_size())
+    run = load_run(words, options.world_size or world_size(), trains=False)
     out = sys.stdout
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the processes that trace
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print while they are imported

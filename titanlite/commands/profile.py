@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options, words = parse_beside_job(Profile, argv, "profile")
     if (code := start_ranks("profile", argv)) is not None:
         return code
-    run = load_run(words, world_size())
+    run = load_run(words, world_size(), trains=options.out is None)
 
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if (code := start_ranks("replay", argv)) is not None:
         return code
     words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
-    run = load_run(words, world_size(), trusted=False)
+    run = load_run(words, world_size(), trusted=False, trains=False)
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines()) if metrics.is_file() else ()
     logged = next((line for line in lines if line["step"] == options.step), None)
 

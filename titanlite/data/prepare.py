@@ -95,7 +95,7 @@ def _prepare_source(source: Source, folder: Path, documents: DocumentTokenizer, 
             print(f"{folder}: shards: {len(shards)}, tokens: {sum(shard['tokens'] for shard in shards):,}", flush=True)
     put(done, json.dumps({**header, "shards": shards}, indent=1).encode())
     begun.unlink()
-    counts = (f"{sum(shard[key] for shard in shards):,} {key}" for key in ("documents", "tokens", "skipped"))
+    counts = (f"{key}: {sum(shard[key] for shard in shards):,}" for key in ("documents", "tokens", "skipped"))
     print(f"{folder}: complete, {', '.join(counts)}")
 
 
