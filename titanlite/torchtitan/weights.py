@@ -40,8 +40,6 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     arch = architecture(model)
     if arch.switches or arch.architecture != "llama":
         raise UserError(f"model.flavor and its keys have {arch.switches}: of torchtitan's models only Llamas are read.")
-    import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
-
     names: list[str] = []
 
     def wanted(name: str) -> bool:
@@ -55,6 +53,8 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
     except CheckpointError as error:
         text = "The folder of one step of torchtitan's is needed, with .metadata and *.distcp files"
         raise UserError(f"{path}: {error}. {text}.") from None
+    import torchao.float8  # noqa: F401 - it tells torch that its wrapper of weights holds data only
+
     prefix = "model." if any(name.startswith("model.") for name in reader.index) else ""
     found = {key.removeprefix(prefix): (entry.size, entry.properties.dtype) for key, entry in reader.index.items()}
     angles = found.pop("freqs_cis", None)
