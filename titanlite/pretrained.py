@@ -34,8 +34,8 @@ def parted(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     if FROM not in words:
         return None, words
     place = words.index(FROM)
-    if place + 1 == len(words) or words[place + 1].startswith("--"):
-        raise UserError(f"{FROM}: takes a folder, or OWNER/NAME: a model of the Hugging Face hub.")
+    if words.count(FROM) > 1 or place + 1 == len(words) or words[place + 1].startswith("--"):
+        raise UserError(f"{FROM}: takes one folder, or OWNER/NAME: a model of the Hugging Face hub.")
     return words[place + 1], words[:place] + words[place + 2 :]
 
 
@@ -47,7 +47,7 @@ def with_folder(argv: Sequence[str]) -> list[str]:
 
 def _folder_of(name: str) -> Path:
     folder = Path(name).expanduser()
-    return folder if folder.exists() else Path("models", folder.name)
+    return folder if folder.exists() else Path("models", name)
 
 
 def _downloaded(name: str) -> Path:
@@ -72,7 +72,7 @@ def _read_architecture(path: Path) -> Architecture:
 
 def tables_of(name: str) -> dict[str, dict[str, Any]]:
     """The tables of a job that goes on from a model: a Hugging Face folder, OWNER/NAME of the hub, which is brought to
-    the folder models/NAME, or a checkpoint or a run of titanlite's.
+    the folder models/OWNER/NAME, or a checkpoint or a run of titanlite's.
 
     Rows have as many tokens as the model has positions, at most `MOST_TOKENS`. The learning rate is a tenth of the peak
     with which Llama 3 was trained (https://arxiv.org/abs/2407.21783): 3e-4 for 8B, and for N parameters (8e9 / N)^(1/3)
@@ -95,9 +95,10 @@ def tables_of(name: str) -> dict[str, dict[str, Any]]:
         run = Run(known_job(folder))
         tokenizer = {"path": str(run.tokenizer_path), "name": run.job.tokenizer.name}
         arch, tables = run.arch, _model_tables(run.arch) | {"tokenizer": tokenizer}
+    parts = folder.resolve().parts[-2 if path.is_file() else -1 :]  # many folders of models are called final_hf
     rate = min(1e-3, 3e-4 * (8e9 / num_params(arch)) ** (1 / 3)) / 10
     return tables | {
-        "job": {"dump_folder": f"outputs/{folder.resolve().name}{'' if path.is_file() else '-continued'}"},
+        "job": {"dump_folder": f"outputs/{'-'.join(parts)}{'' if path.is_file() else '-continued'}"},
         "training": {"seq_len": min(arch.max_seq_len, MOST_TOKENS)},
         "optimizer": {"lr": float(f"{rate:.2g}")},
         "checkpoint": {"initial_load_path": str(folder), "initial_load_in_hf": path.is_file()},

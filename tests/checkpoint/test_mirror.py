@@ -1,13 +1,14 @@
 """Checkpoints, data, a tokenizer and a model that lie in a bucket: against a server of S3's protocol."""
 
+import gzip
 import json
 import logging
 import os
+import re
 import signal
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any, cast
 
 import fsspec
 import pyarrow
@@ -17,8 +18,13 @@ from moto.server import ThreadedMotoServer
 from ranks import start_small, titanlite
 from small_runs import SMALL, losses
 
+from titanlite.checkpoint.step_folders import encode_manifest
+from titanlite.config.schema import Dataset
+from titanlite.data.sources.files import open_source
+
 pytestmark = pytest.mark.slow
 MIRROR = "--checkpoint.mirror", "s3://bucket/run"
+URLS = {"s3://no": "not exist", MIRROR[1]: "Key Id", "run": "no URL", "memory://a": "outlive", "gs://a": "gcsfs"}
 
 
 @pytest.fixture
@@ -70,12 +76,18 @@ def test_another_machine_goes_on_from_the_newest_good_checkpoint_on_another_layo
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
     assert (sorted(there("manifest.json")), there()) == (kept, files(tmp_path / "one/checkpoint"))
     damage(10)
+    bucket().pipe("bucket/run/step-00000011/manifest.json", encode_manifest({"step": 11}))
+    start_small(tmp_path / "other", *keys, "--model.dim", 32).ends_with(2)  # nothing is brought that does not fit
+    assert not files(tmp_path / "other")
     assert "Resumed after step 9 " in start_small(tmp_path / "two", *keys).ends_with(0)
     assert losses(tmp_path / "two")[10] == pytest.approx(losses(tmp_path / "one")[10], rel=1e-5)  # sums of two ranks
     back = start_small(tmp_path / "back", *keys, "--checkpoint.load_step", 9, "--training.steps", 10)
     assert "Resumed after step 9 " in back.ends_with(0)
     assert sorted(there("manifest.json")) == kept
     titanlite("generate", "--checkpoint", "s3://bucket/run", "--max-new-tokens", 3)
+    assert str(tmp_path) not in titanlite("verify", "s3://bucket/run")
+    bucket().copy(*(f"bucket/run/{name}" for name in kept))  # as if another process had saved step 10
+    assert "started twice" in start_small(tmp_path / "back", *keys, "--training.steps", 10).ends_with(4)
     damage(9)
     damage(10)
     for _ in range(2):  # now, and at every later start
@@ -112,24 +124,23 @@ def test_a_run_goes_on_without_the_server_and_the_last_copy_decides_how_it_ends(
     assert there() == files(tmp_path / "one/checkpoint")
 
 
-@pytest.mark.parametrize(
-    ("url", "said"), {"s3://no/run": "not exist", MIRROR[1]: "Key Id", "run": "no URL", "memory://a": "outlive"}.items()
-)
-def test_a_mirror_that_cannot_be_used_is_said_before_the_start(server, tmp_path, url, said):
+@pytest.mark.parametrize(("url", "said"), URLS.items())
+def test_a_url_that_cannot_be_used_is_said_before_the_start(server, tmp_path, url, said):
     tell("reset-auth", b"0" if url == MIRROR[1] else b"inf")  # 0: from now on, keys are looked at
-    words = start_small(tmp_path / "one", "--checkpoint.mirror", url).ends_with(2)
-    assert ("checkpoint.mirror" in words, said in words, "Traceback" in words) == (True, True, False)
+    keys = {"checkpoint.mirror": url, "dataset.source": "jsonl", "dataset.path": f"{url}/*.jsonl"}
+    words = start_small(tmp_path / "one", *(f"--{key}={keys[key]}" for key in keys)).ends_with(2)
+    assert ["checkpoint.mirror" in words, "dataset.path" in words, said in words, "Traceback" in words] == [1, 1, 1, 0]
     assert not (tmp_path / "one").exists()
 
 
-def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path):
+def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path, caplog, monkeypatch):
     """One source of each kind: the rows of a run, and so its losses, are those from local files, bitwise."""
+    logging.getLogger("werkzeug").disabled = False
     here, job, texts = tmp_path / "data", tmp_path / "job.toml", [f"text {i} " * 60 for i in range(200)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    for name, compression in (("a.jsonl", None), ("a.jsonl.gz", "gzip"), ("a.txt", None)):
-        here.mkdir(exist_ok=True)
-        with cast(Any, fsspec.open(here / name, "wt", compression=compression)) as file:
-            file.write(lines)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    here.mkdir()
+    for name in ("a.jsonl", "a.jsonl.gz", "a.txt", *(f"{i}.part" for i in range(65))):
+        (here / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), here / "a.parquet", row_group_size=20)
     job.write_text(SMALL)
     source = "--dataset.source", "jsonl", "--dataset.path", here / "*.jsonl"
@@ -146,6 +157,11 @@ def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path)
         words = ["train", "--job.config_file", job, "--job.dump_folder", out[name], *words]
         titanlite(*words, code=2 if (name, more) == ("local", MIRROR) else 0)  # the mirror is another run's by then
     assert losses(out["local"]) == losses(out["remote"])
+    gets = re.findall(r'"GET /bucket/data/(\S+) HTTP', caplog.text)
+    assert len(gets) == len({*gets}) > 6  # for all rows of both starts, because each file is smaller than a block
+    monkeypatch.setenv("TITANLITE_CACHE_GB", "1e-9")  # one block in each of the 64 sets
+    assert "".join(map(str, open_source(Dataset(source="text", path="s3://bucket/data/*.part")))) == lines.decode() * 65
+    assert len([*tmp_path.glob("cache/blocks/*/[0-9]*")]) <= 64
     bucket().put(str(out["local"] / "final_hf"), "bucket/model", recursive=True)
     for name, model in (("1", out["local"] / "final_hf"), ("2", "s3://bucket/model")):
         titanlite("import", "--hf", model, "--out", tmp_path / name)

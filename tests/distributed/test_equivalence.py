@@ -17,6 +17,7 @@ SAMPLE = (
     *("fsdp2 x tp2", "pp2 x fsdp2", "tp2, compile, AC full"),
     *("fsdp2, switches", "cp2, switches, documents", "pp2 1F1B, switches, documents", "tp2, switches, float8"),
     *("tp2, switches, documents, compile, AC op", "cp2, OLMo 2", "tp2, OLMo 2, compile, AC op"),
+    *("tp2, OLMo 2, float8", "fsdp2, OLMo 2, float8"),
 )
 ROWS = {row.name: row for row in all_rows()}
 SAMPLE = tuple(name for name in SAMPLE if name in ROWS or "ZBV" not in name)  # not with every torch

@@ -109,8 +109,8 @@ def verify(folder: Path) -> dict[str, Any]:
         UserError: there is no such folder.
         CheckpointError: there is no checkpoint.
     """
-    paths = checkpoints_at(folder)
-    home = Path(os.path.expanduser(folder)).resolve()
+    home = on_this_machine(folder).resolve()
+    paths = checkpoints_at(home)
     folders = [] if paths == [home] else sorted({path.parent for path in paths})
     rows = []
     for path in paths:

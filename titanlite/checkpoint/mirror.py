@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from hashlib import md5
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import xxhash
@@ -27,7 +27,7 @@ from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.files import MANIFEST, STEP_FOLDER
-from titanlite.config.storage import PARALLEL, answered, checkpoints, fetch, listing, opened
+from titanlite.config.storage import PARALLEL, RemotePath, answered, checkpoints, fetch, listing, opened
 from titanlite.runtime.logging import Event
 
 _PAUSES = (1, 4, 16, 60, None)  # seconds between two tries of a copy
@@ -46,14 +46,17 @@ def _run_of(path: Path) -> str | None:
 class Mirror:
     """All ranks create one. They call together what is so marked. Rank 0 alone calls the rest.
 
+    Args:
+        compare: `Resumer.compare`: raises UserError if the job cannot go on from the checkpoint with this manifest.
+
     Attributes:
         sending: the checkpoint whose copy is under way.
         failed: names of those whose copy has failed since this start.
     """
 
-    def __init__(self, folder: CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder, compare: Callable[[PurePath, dict[str, Any]], None]) -> None:
         self._folder, self._config, self._ranks, self._log = folder, folder.config, folder.ranks, folder.log
-        self._url = str(folder.config.mirror).rstrip("/")
+        self._url, self._compare = str(folder.config.mirror).rstrip("/"), compare
         with answered(self._url):
             self._storage, self._root = opened(self._url)
         self.sending: Path | None = None
@@ -68,7 +71,8 @@ class Mirror:
         one of `load_step` and, with `keep_best`, the best one. Damaged ones are set aside there.
 
         Raises:
-            UserError: the folder's checkpoints and those of the mirror are of different runs.
+            UserError: the folder's checkpoints and those of the mirror are of different runs, or the job cannot go on
+                from the mirror's.
             CheckpointError: the folder is empty and no checkpoint of the mirror is good, or it cannot be read.
         """
         self._ask(self._restore)
@@ -143,7 +147,9 @@ class Mirror:
             raise CheckpointError(f"{self._url}: no checkpoint is good. Each has the manifest {MANIFEST}.damaged.")
 
     def _bring(self, name: str) -> bool:
-        """Copy a checkpoint from the mirror; False if it is damaged, and set aside."""
+        """Copy a checkpoint from the mirror; False if it is damaged, and set aside. Raises UserError before that: the
+        job cannot go on from it."""
+        self._compare(RemotePath(f"{self._url}/{name}"), self._manifests[name])
         started, unfinished = time.perf_counter(), self._folder.path / f"{step_folders.UNFINISHED}mirror"
         shutil.rmtree(unfinished, ignore_errors=True)
         names = (f"{name}/{file}" for file in (MANIFEST, *self._manifests[name]["files"]))
@@ -206,7 +212,7 @@ class Mirror:
             except UserError as error:
                 if self._ending.is_set() or not (path / MANIFEST).is_file():
                     return  # the run ends, or the checkpoint was removed meanwhile
-                if pause is None or self._ending.wait(pause):
+                if pause is None or not isinstance(error, CheckpointError) or self._ending.wait(pause):
                     if name not in self.failed:
                         self._log(Event(f"the copy of {name} FAILED ({error})", "failed mirror", step))
                     return self.failed.add(name)
@@ -219,6 +225,8 @@ class Mirror:
         if name in self._manifests:
             if self._storage.cat_file(f"{at}/{MANIFEST}") == raw:
                 return False
+            if path.parent == self._folder.path:  # what a run leaves in `final` it may write again
+                raise UserError(f"{at} is another one: is the run started twice? Stop one, or name another mirror.")
             self._storage.rm_file(f"{at}/{MANIFEST}")
             del self._manifests[name]
         with ThreadPoolExecutor(PARALLEL) as pool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,7 +127,7 @@ class Resumer:
             self._excluded -= done
             words = f"{', '.join(sorted(done))} had been started afresh: loaded this time"
             self._log(f"{path.name} was saved after {words}")
-        self._compare(path, manifest)
+        self.compare(path, manifest)
         reader = self._ranks.together(lambda: SafeReader(path))
         live, saved = self.folder.live, reader.index
         with_optimizer = "optimizer" not in self._excluded and any(name.startswith("optimizer.") for name in saved)
@@ -147,7 +147,7 @@ class Resumer:
         self._log(f"Resumed after step {state['step']} of {path}: {state['tokens']:,} tokens seen")
         return {key: value for key, value in state.items() if key not in self._excluded}
 
-    def _compare(self, path: Path, manifest: dict[str, Any]) -> None:
+    def compare(self, path: PurePath, manifest: dict[str, Any]) -> None:
         """Say what has changed. Raises UserError: this job cannot go on from there."""
         info, job = manifest["info"], self.folder.job
         if job is None or info["job"] is None:

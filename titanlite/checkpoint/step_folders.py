@@ -171,7 +171,9 @@ def parse_manifest(raw: bytes, place: object) -> dict[str, Any]:
         body = json.loads(raw)
         del body["checksum"]
         intact = raw == encode_manifest(body)  # the bytes, not only the values: no flipped bit goes unnoticed
-    except (ValueError, KeyError, TypeError, RecursionError):
+        intact &= {*body, *body["info"]} >= {"format", "step", "job", "architecture", "train_state"}
+        intact &= all({*each} >= {"size", "xxh3_128"} for each in body["files"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise Damage(f"{MANIFEST}: altered or truncated ({len(raw)} bytes)")

@@ -108,8 +108,10 @@ def register(kind: Kind, name: str, section: type[Section] | None = None) -> Cal
         section: keys of its own, which stand in the table [name] of a job. The thing gets it as its last input.
 
     Raises:
-        ValueError: the name, or that of its table, is taken.
+        ValueError: the name, or that of its table, is taken, or there is no such kind.
     """
+    if kind not in REGISTRIES:
+        raise ValueError(f"kind = {kind!r} must be one of {', '.join(REGISTRIES)}")
 
     def add(thing: T) -> T:
         REGISTRIES[kind].add(name, thing, section)

@@ -1,8 +1,8 @@
 """Files at a URL: those of any storage that fsspec reads, such as s3://, gs:// or file://.
 
-Invariant: a copy on this machine is whole, or it has another name. It is kept under what identifies its original (its
-ETag, or size and time), so that an original that has changed is copied again. Credentials and addresses are the
-storage's own settings, never a job's.
+Invariant: a copy on this machine, of a file or of a block of one, is whole, or it has another name. It is kept under
+what identifies its original (its ETag, or size and time), so that an original that has changed is copied again.
+Credentials and addresses are the storage's own settings, never a job's.
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import xxhash
 
 from titanlite.config.errors import UserError, one_line
-from titanlite.config.files import MANIFEST, STEP_FOLDER
+from titanlite.config.files import MANIFEST, STEP_FOLDER, make_folder, write_whole
 
-CACHE = "TITANLITE_CACHE"
-"""Environment variable: the folder of the copies."""
+CACHE, LIMIT = "TITANLITE_CACHE", "TITANLITE_CACHE_GB"
+"""Environment variables: the folder of the copies, and what the blocks in it may take."""
 PARALLEL = 8
-"""Files that are copied at a time."""
+"""Files, or blocks of one, that are copied at a time."""
+BLOCK = 1 << 20
+"""Bytes of a file that come together. A larger block would take longer than the request."""
+_SETS = 64
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)")
 _IDENTITY = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
-_REMEDY = "Is the name right? Credentials and address come from the settings of the storage, for S3 such as"
+_REMEDY = """Is the name right? Credentials and address come from the settings of the storage, for S3 such as \
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL."""
 
 
 class RemotePath(PurePosixPath):
@@ -56,8 +61,8 @@ def answered(url: str, kind: type[UserError] = UserError) -> Iterator[None]:
         raise
     except Exception as error:  # each storage has errors of its own
         what = "is not there" if isinstance(error, FileNotFoundError) else f"fails with {type(error).__name__}"
-        words = f"{url} {what} ({one_line(str(error))}). {_REMEDY}"
-        raise kind(f"{words} AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL.") from None
+        remedy = "" if isinstance(error, ImportError | ValueError) else f" {_REMEDY}"  # no package; no such scheme
+        raise kind(f"{url} {what} ({one_line(str(error))}).{remedy}") from None
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -92,7 +97,8 @@ def matching(pattern: str) -> list[RemotePath]:
     """The files of a URL that may have glob characters, sorted. Raises UserError: the storage refuses."""
     with answered(pattern):
         storage, path = opened(pattern)
-        found = storage.glob(path, detail=True)
+        if not (found := storage.glob(path, detail=True)):
+            storage.info(path.partition("/")[0] or "/")  # or a bucket that is not there would be one without files
         return [RemotePath(storage.unstrip_protocol(p)) for p in sorted(found) if found[p]["type"] == "file"]
 
 
@@ -105,9 +111,8 @@ def listing(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, A
 def checkpoints(there: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The folders of a `listing` that are checkpoints, because they have a manifest, by rising step. Their names are
     that of a step, after `prefix`."""
-    pattern = re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}")
-    steps = [found for path in there if (found := pattern.fullmatch(path))]
-    return [found[1] for found in sorted(steps, key=lambda found: int(found[2]))]
+    found = filter(None, map(re.compile(f"({prefix}{STEP_FOLDER.pattern})/{MANIFEST}").fullmatch, there))
+    return [each[1] for each in sorted(found, key=lambda each: int(each[2]))]
 
 
 def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
@@ -118,6 +123,7 @@ def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
     """
 
     def copy(path: str) -> None:
+        (to / path).parent.mkdir(parents=True, exist_ok=True)
         unfinished = (to / path).with_name(f".{(to / path).name}.unfinished")
         storage.get_file(f"{root}/{path}", str(unfinished))
         if (found := unfinished.stat().st_size) != sizes[path]:
@@ -126,10 +132,46 @@ def fetch(storage: Any, root: str, sizes: Mapping[str, int], to: Path) -> None:
 
     if bad := [path for path in sizes if ".." in path.split("/")]:
         raise ValueError(f"{bad[0]} leaves the folder")
-    for folder in {(to / path).parent for path in sizes}:
-        folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(PARALLEL) as pool:
         list(pool.map(copy, sizes))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
+
+
+@lru_cache(maxsize=32)  # as documents are smaller than a block
+def block(url: str, version: tuple[int, str], number: int) -> bytes:
+    """A block of a file at a URL, from the cache if it is there. Processes of a machine take turns, so that each comes
+    once. The cache is divided into sets, as a processor's is, so that few files are looked at to make room in one: what
+    was not used for the longest time goes.
+
+    Args:
+        version: the `identity` of the file.
+
+    Raises:
+        UserError: the storage or the disk refuses, or the file has another version by now.
+    """
+    start, end = number * BLOCK, min((number + 1) * BLOCK, version[0])
+    name = xxhash.xxh3_64_intdigest(repr([url, version, number]).encode())
+    folder = make_folder(_cache() / "blocks" / str(name % _SETS))
+    with answered(url), (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if len(raw := (folder / str(name)).read_bytes()) == end - start:  # a power cut can have left less
+                os.utime(folder / str(name))
+                return raw
+        storage, path = opened(url)
+        raw = storage.cat_file(path, start=start, end=end)
+        if identity(storage.info(path)) != version:  # afterwards, because it can change until then
+            raise UserError(f"{url} has changed while it was read. Start again: dataset.on_change decides.")
+        held = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime)
+        room = (len(held) * BLOCK * _SETS + shutil.disk_usage(folder).free) / 2  # half of the disk's, without a limit
+        most = max(1, int((float(os.environ.get(LIMIT) or 0) * 1e9 or room) / BLOCK / _SETS))
+        for file in held[: max(0, len(held) + 1 - most)]:
+            file.unlink()
+        write_whole(folder / str(name), raw)
+    return raw
 
 
 @cache
@@ -154,14 +196,7 @@ def local_copy(path: str | Path, beside: str = "", *, deep: bool = False) -> Pat
         if not there:
             raise FileNotFoundError("no files")
         known = repr([url, *sorted((path, *identity(info)) for path, info in there.items())])
-        cached = Path(os.environ.get(CACHE) or "~/.cache/titanlite").expanduser().absolute()
-        cached = cached / xxhash.xxh3_64_hexdigest(known.encode()) / folder.rpartition("/")[2]
-        try:
-            cached.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{CACHE}: {cached} cannot be made: {error.strerror}. Name another folder for copies."
-            ) from None
+        cached = make_folder(_cache() / xxhash.xxh3_64_hexdigest(known.encode())) / folder.rpartition("/")[2]
         with (cached.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if sizes := {path: info["size"] for path, info in there.items() if not (cached / path).exists()}:

@@ -40,14 +40,14 @@ class Checkpoints(Hook):
         training.opened.callback(folder.ranks.close)
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
+        self._resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
         if job.checkpoint.mirror is not None:
-            self._mirror = Mirror(folder)
+            self._mirror = Mirror(folder, self._resumer.compare)
             training.opened.callback(self._mirror.close)
             self._mirror.restore()
         write_files = partial(write_tokenizer, training.tokenizer, max_seq_len=run.arch.max_seq_len)
         self._saver = Saver(folder, write_files, lambda step: training.tell(Hook.saved, step), self._mirror)
         training.opened.callback(self._saver.close)
-        self._resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
         if (state := self._resumer.load()) is not None:
             training.load_state_dict(state)
             self._saver.loaded_step = state["step"]

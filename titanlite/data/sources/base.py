@@ -7,23 +7,27 @@ documents change. A file that is not what it was when the source was opened is a
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
+from fsspec.spec import AbstractBufferedFile
 
 from titanlite.config import storage
 from titanlite.config.errors import UserError, counted
 from titanlite.config.schema import TextSource
 from titanlite.data.shuffle import permuted
 
-_REMOTE_BLOCK = 1 << 20  # bytes that are read ahead
+_BRINGERS = ThreadPoolExecutor(storage.PARALLEL)
 _ONE_A_LINE = "One JSON object a line is needed; `jq -c '.[]' FILE` makes lines of one array"
 
 
@@ -49,25 +53,28 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: tuple[int, object] | None = None
+        self._known: tuple[int, Any] | None = None
 
-    def open(self) -> BinaryIO:
-        """The file for reading. Raises UserError: it cannot be read, or has changed."""
+    def open(self, ahead: int = -1) -> BinaryIO:
+        """The file for reading, at least `ahead` bytes at a time. Raises UserError: it cannot be read, or has
+        changed."""
         try:
-            stream = self.path.open("rb")
+            stream = self.path.open("rb", ahead)
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         self.check(stream.fileno())
         return stream
 
-    def check(self, descriptor: int | None = None) -> None:
-        """Raises UserError if the file, or what is open as `descriptor`, is gone or has changed."""
+    def check(self, descriptor: int | None = None) -> tuple[int, Any]:
+        """Its size and what tells its version. Raises UserError if the file, or what is open as `descriptor`, is gone
+        or has changed."""
         now = self._look(descriptor)
         self._known = before = self._known or now
         if before != now:
             sizes = f"{before[0]:,} bytes then, {now[0]:,} now"
             remedy = 'Restore it, or go on with what it is now by dataset.on_change = "warn".'
             raise UserError(f"{self.path} has changed while it was read ({sizes}). {remedy}")
+        return now
 
     def _look(self, descriptor: int | None) -> tuple[int, object]:
         try:
@@ -77,14 +84,22 @@ class File:
         return status.st_size, status.st_mtime_ns
 
 
-class RemoteFile(File):
-    """A file at a URL, which is read there, a part at a time, and never kept. It stays what it was as a local one."""
+class Blocks(AbstractBufferedFile):
+    """The bytes of the file at the URL `path`, by the blocks that `storage.block` has or brings."""
 
-    def open(self) -> BinaryIO:
-        self.check()
-        with storage.answered(str(self.path)):
-            remote, path = storage.opened(str(self.path))
-            return remote.open(path, "rb", block_size=_REMOTE_BLOCK)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        first, last = start // storage.BLOCK, -(-min(end, self.size) // storage.BLOCK)
+        raw = b"".join(_BRINGERS.map(partial(storage.block, self.path, self.kwargs["version"]), range(first, last)))
+        return raw[start - first * storage.BLOCK : end - first * storage.BLOCK]
+
+
+class RemoteFile(File):
+    """A file at a URL. The blocks that are read are kept on this machine. It stays what it was as a local one."""
+
+    def open(self, ahead: int = -1) -> BinaryIO:
+        version = self._known or self.check()
+        stream: Any = Blocks(None, str(self.path), cache_type="none", size=version[0], version=version)
+        return io.BufferedReader(stream, max(ahead, 1 << 16))
 
     def _look(self, descriptor: int | None) -> tuple[int, object]:
         with storage.answered(str(self.path)):
@@ -113,6 +128,7 @@ class Source(ABC):
         self.name = spec.source if spec.path is None else f"{spec.source} {spec.path}"
         self.column = spec.text_column
         self.files = [(RemoteFile if storage.url_of(file) else File)(file) for file in files]
+        list(_BRINGERS.map(File.check, self.files))  # a storage answers many in the time of one
 
     def describe(self) -> str:
         """One line for the log."""

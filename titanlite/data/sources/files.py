@@ -12,7 +12,6 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,7 +59,7 @@ class FileSpans(RandomAccess):
         for file in self.files:
             label = file.path.relative_to(_STDLIB).as_posix() if spec.source == "python_stdlib" else file.path.name
             digest.update(label.encode() + b"\0")
-            with file.open() as stream:
+            with file.open(1 << 23) as stream:  # so that 8 blocks come at a time
                 ends = _line_ends(stream, digest) if self._is_json else _text_ends(stream, digest, most_bytes)
                 self._ends.append(np.fromiter(ends, dtype=np.int64))
         self._first = np.cumsum([0, *map(len, self._ends)])  # number of the first document of each file
@@ -108,7 +107,7 @@ class CompressedLines(Sequential):
     def raw(self, file: File, number: int) -> Iterator[tuple[str, bytes]]:
         import pyarrow
 
-        stream: Any = pyarrow.input_stream(file.open(), compression=COMPRESSIONS.get(file.path.suffix))
+        stream: Any = pyarrow.input_stream(file.open(1 << 23), compression=COMPRESSIONS.get(file.path.suffix))
         for line_number, line in enumerate(io.BufferedReader(stream, _BLOCK_BYTES), 1):
             if line.strip():
                 yield f"{file.path}, line {line_number}", line
@@ -147,7 +146,6 @@ class MappedDataset(RandomAccess):
 
     def __init__(self, spec: TextSource, dataset: Any) -> None:
         super().__init__(spec, [Path(file["filename"]) for file in dataset.cache_files])
-        self.check_files()
         column = spec.text_column
         self._dataset = dataset.select_columns([column]).with_format(None)
         self.num_documents = self.num_units = count = len(dataset)
@@ -191,6 +189,7 @@ def open_datasets(spec: TextSource, files: list[Path]) -> MappedDataset | Stream
     for library in ("datasets", "huggingface_hub"):  # which says each try to reach the hub
         logging.getLogger(library).setLevel(logging.ERROR)
     path, config = spec.path or "allenai/c4", spec.config or ("en" if spec.source == "c4" else None)
+    path = str(storage.local_copy(path, deep=True)) if spec.source == "arrow" else path  # it is mapped into memory
     streaming = spec.streaming or spec.source == "c4"
     place = "this local folder" if Path(path).exists() else "the Hugging Face hub, as there is no such local folder"
     what = f"dataset {path!r} (configuration {config or 'default'}, split {spec.split})"
@@ -219,13 +218,7 @@ def open_source(spec: TextSource, job: JobConfig | None = None) -> Source:
         files = find_files(spec)
     except UserError as error:
         raise UserError(str(error) if spec.path is None else f"dataset.path = {spec.path!r} {error}") from None
-    if files and storage.url_of(spec.path) and spec.source in _INSIDE:
-        spec = spec.model_copy(update={"path": str(storage.local_copy(str(spec.path), deep=True))})
-        files = find_files(spec)
     packed = spec.source == "jsonl" and any(file.suffix in COMPRESSIONS for file in files)
-    if storage.url_of(spec.path) and spec.source in ("text", "jsonl") and not packed:  # read at random
-        with ThreadPoolExecutor(storage.PARALLEL) as pool:
-            files = [*pool.map(storage.local_copy, map(str, files))]
     source: Source = CompressedLines(spec, files) if packed else SOURCES.make(spec.source, job, spec, files)
     if not source.num_units:
         raise UserError(f"{source.name} is empty: it holds no document")
@@ -272,7 +265,7 @@ def find_files(spec: TextSource) -> list[Path]:
         names = f"{pattern.rstrip('/')}/*.{spec.source.replace('text', 'txt')}"
         raise UserError(f"is a folder; {names} names the files in it")
     if not (files := storage.matching(pattern) if storage.url_of(pattern) else files) and is_own:
-        here = f"(of {pattern}; current folder: {Path.cwd()})"
+        here = f"(of {pattern}{'' if storage.url_of(pattern) else f'; current folder: {Path.cwd()}'})"
         raise UserError(f"matches no file {here}{hub.remedy('data', pattern)}")
     if spec.source == "text" and any(file.suffix in COMPRESSIONS for file in files):
         raise UserError('names a packed file, and source "text" reads plain files only; decompress it')

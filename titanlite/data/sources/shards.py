@@ -12,19 +12,19 @@ only a run with a holdout reads it.
 
 from __future__ import annotations
 
-import os
 import struct
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import parse_json, read_file
+from titanlite.config.files import parse_json
 from titanlite.config.schema import TextSource
 from titanlite.data.sources.base import File, Prepared, RandomAccess
 from titanlite.data.tokenizer import Tokenizer
@@ -34,7 +34,6 @@ FORMAT = 2
 BLOCK_BYTES = 1 << 16
 _ENDINGS = (".bin", ".idx", ".hash")
 _PAIR, _ZERO = struct.Struct("<2Q"), bytes(8)
-_MOST_OPEN = 500  # files; each shard has two or three, and a process may usually open 1,024
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
 MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
@@ -76,27 +75,26 @@ class Shards(RandomAccess):
     def __init__(self, spec: TextSource, files: list[Path]) -> None:
         super().__init__(spec, files)
         (path,) = files
-        raw = read_file(path, MOST_BYTES)
+        raw, file = self.files[0].open().read(MOST_BYTES), type(self.files[0])
         self._manifest = manifest = parse_json(path, raw, Manifest, "what titanlite prepare wrote; it is damaged")
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self._shards = [[File(path.with_name(entry.name + end)) for end in _ENDINGS] for entry in manifest.shards]
+        self._shards = [[file(path.with_name(entry.name + end)) for end in _ENDINGS] for entry in manifest.shards]
         self._first = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self.num_units = self._first[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         self.fingerprint = xxhash.xxh3_128_hexdigest(raw)
         self._with_hashes = False
-        self._open: dict[File, BinaryIO] = {}
-        self._checked: list[bytearray] = []  # whether each block of each shard was
-        for entry, (tokens, index, _) in zip(manifest.shards, self._shards, strict=True):
-            size = entry.tokens * self._dtype.itemsize
-            with tokens.open() as stream:
-                if (found := stream.seek(0, os.SEEK_END)) != size:
-                    raise _damage(tokens, f"is truncated or altered: it has {found:,} of {size:,} bytes")
-            _check_whole(index, entry.index_checksum)
-            self._checked.append(bytearray(-(-size // BLOCK_BYTES)))
+        with ThreadPoolExecutor() as pool:  # because a storage takes a tenth of a second to answer
+            self._checked = [*pool.map(self._blocks_of, manifest.shards, self._shards)]  # whether each block was
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a background process opens the files itself
+    def _blocks_of(self, entry: ShardEntry, shard: list[File]) -> bytearray:
+        """A byte for each block of a shard, whose size and index are as the manifest says."""
+        tokens, index, _ = shard
+        size = entry.tokens * self._dtype.itemsize
+        if (found := tokens.check()[0]) != size:
+            raise _damage(tokens, f"is truncated or altered: it has {found:,} of {size:,} bytes")
+        _check_whole(index, entry.index_checksum)
+        return bytearray(-(-size // BLOCK_BYTES))
 
     def record(self, index: int) -> Prepared:
         number = bisect_right(self._first, index) - 1
@@ -113,14 +111,9 @@ class Shards(RandomAccess):
         return Prepared(np.frombuffer(raw, self._dtype), text_hash)
 
     def _read(self, file: File, start: int, size: int) -> bytes:
-        if (stream := self._open.get(file)) is None:
-            if len(self._open) == _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            stream = self._open[file] = file.open()
-        raw = os.pread(stream.fileno(), size, start)
-        if len(raw) < size:
-            raise _damage(file, "has become shorter while it was read")
-        return raw
+        with file.open() as stream:
+            stream.seek(start)
+            return stream.read(size)
 
     def _check(self, number: int, block: int) -> None:
         """Compare a block of a shard with its checksum."""
@@ -146,8 +139,9 @@ class Shards(RandomAccess):
             made = f"{self.name} was prepared by an older titanlite, which did not keep what validation.holdout needs"
             raise UserError(f"{made}. Prepare it again, or give [validation] a source of its own.")
         if self._with_hashes:
-            for entry, (*_, hashes) in zip(self._manifest.shards, self._shards, strict=True):
-                _check_whole(hashes, entry.hash_checksum)
+            sums = (entry.hash_checksum for entry in self._manifest.shards)
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(_check_whole, (hashes for *_, hashes in self._shards), sums))
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.num_tokens:,} tokens"
