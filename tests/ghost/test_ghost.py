@@ -177,10 +177,8 @@ TRAFFIC = {
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 24 + 28 * 4,
     },
-    (
-        2,
-        "tp",
-    ): {  # twice in each pass of a block, once in each for embedding and loss; sums of loss and norms' gradients
+    # Twice in each pass of a block, once in each for embedding and loss; sums of loss and norms' gradients.
+    (2, "tp"): {
         ("all_gather", 2): (4 * 4 + 2) * PART,
         ("reduce_scatter", 2): (4 * 4 + 2) * PART,
         ("all_reduce", 2): 3 * 4 * TOKENS + 2 * (4 * NORMS + C) + 16,
@@ -201,6 +199,9 @@ TRAFFIC = {
 }
 # Full recomputation gathers keys and values again. Otherwise a compiled block would keep those of the whole row.
 TRAFFIC[2, "cp, full"] = TRAFFIC[2, "cp"] | {("all_gather", 2): GATHERED + 2 * CONTEXT_PART}
+# FP8 halves what blocks gather. In each, 18 maxima of tensors are found, in float64.
+MAXIMA = TRAFFIC[2, "tp"]["all_reduce", 2] + 4 * 18 * 8
+TRAFFIC[2, "float8 tp"] = TRAFFIC[2, "tp"] | {("all_gather", 2): (4 * 2 + 2) * PART, ("all_reduce", 2): MAXIMA}
 TRAFFIC |= {(2, f"{name}, compiled"): TRAFFIC[2, name] for name in ("tp", "cp")}
 
 
@@ -215,7 +216,7 @@ def test_no_more_is_communicated_than_the_layout_needs(taken: Any, ranks: int, n
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "most"), [("compiled", 38 + 17), ("tensorwise", 99 + 17)])
+@pytest.mark.parametrize(("name", "most"), [("compiled", 30 + 17), ("tensorwise", 50 + 17)])
 def test_a_compiled_block_launches_few_kernels(taken: Any, name: str, most: int):
     """Both passes of a block, and 17 of FSDP's copies, clipping and the optimizer: what a block more adds to a step."""
     four, two = (launches(taken(1)[key][0]["events"]) for key in (name, f"{name}, 2 blocks"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 IGNORE_INDEX = -100  # label of a position that has no loss
-# Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many.
-VOCAB_BLOCK = {"cpu": 2048, "cuda": 65536}
+# Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many. A
+# GPU converts all at once, in one kernel.
+VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
 TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
@@ -26,7 +27,7 @@ def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
 
     It is an eighth of the tokens, so that the logits take an eighth of the memory. It is at least 512, because each
     chunk reads and writes the whole gradient of the weight, and because a matmul with few rows is slow. It is at most
-    2048. With logits of two bytes instead of four, twice as many tokens take the same memory.
+    2048, or twice as many if logits have two bytes instead of four.
     """
     return max(512, min(TOKENS_OF_FULL_CHUNKS, num_tokens) // 8 * 4 // logit_bytes)
 
@@ -41,17 +42,31 @@ def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+class Targets(NamedTuple):
+    """What the labels of n tokens ask of the classes of this rank. It is computed once, for all chunks."""
+
+    column: Tensor
+    """(n, 1), of the label. That of a label that is not `mine` is valid, but has no meaning."""
+    mine: Tensor
+    """(n,), whether the label is one of the classes. One that is ignored is none."""
+    factor: Tensor
+    """(n,), of the token's loss: 0 if the label is ignored."""
+    label_part: Tensor
+    """(n, 1), what is added to the gradient of the label's logit."""
+
+
+def targets_of(labels: Tensor, scale: Tensor, first_class: int, num_classes: int) -> Targets:
+    """Of labels (n,) of the whole vocabulary, where this rank has `num_classes` from `first_class` on."""
+    column = labels - first_class
+    mine, factor = (column >= 0) & (column < num_classes), torch.where(labels == IGNORE_INDEX, 0.0, scale)
+    return Targets(column.clamp(0, num_classes - 1)[:, None], mine, factor, torch.where(mine, -factor, 0.0)[:, None])
+
+
 def softmax_loss(
-    logits: Tensor,
-    at_label: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    needs_grad: bool,
-    z_loss: float,
-    first_class: int,
-    group: dist.ProcessGroup | None,
+    logits: Tensor, at_label: Tensor, targets: Targets, needs_grad: bool, z_loss: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss of logits and, if asked for, their gradient, which has their dtype and overwrites them.
+    """Loss of each token (n,), without its factor, and without meaning where the label is ignored. If asked for, the
+    gradient of the logits, too, which has their dtype and overwrites them.
 
     In eager mode the logits are fp32. A compiled graph takes any dtype, reads the logits twice, for the sums and for
     the gradient, and stores nothing else of their size.
@@ -60,48 +75,30 @@ def softmax_loss(
         logits: (n, V).
         at_label: (n,), the logits of the labels, an argument because torch 2.11 overwrote the logits before it read
             them.
-        labels: (n,), of the whole vocabulary.
         needs_grad: Whether the gradient is computed. Without it, z_loss is left out.
 
     The other arguments are those of `linear_cross_entropy_sum`.
     """
     in_graph, given, logits = torch.compiler.is_compiling(), logits, logits.float()
-    mine, index = _classes(labels, first_class, logits.shape[1])
     peak = _reduced(logits.amax(-1), "max", group)  # (n,)
-    target = torch.where(mine, at_label.float() - peak, 0.0)
+    target = at_label.float() - peak
     exp = (logits - peak[:, None]).exp() if in_graph else logits.sub_(peak[:, None]).exp_()
     total = exp.sum(-1)
     if group is not None:  # without a group no stack, so that a compiled graph can write the gradient over the logits
-        total, target = _reduced(torch.stack((total, target)), "sum", group)
-    log_total, valid = total.log(), labels != IGNORE_INDEX
-    z_loss, normalizer = z_loss if needs_grad else 0.0, log_total + peak  # log(sum(exp(logits)))
-    loss = torch.where(valid, log_total - target + z_loss * normalizer.square(), 0.0).sum() * scale
+        total, target = _reduced(torch.stack((total, torch.where(targets.mine, target, 0.0))), "sum", group)
+    log_total = total.log()
+    loss, factor = log_total - target, targets.factor
     if not needs_grad:
         return loss, None
-    factor = torch.where(valid, scale, 0.0)
-    label_part = torch.where(mine, -factor, 0.0)[:, None]  # what is added at the label
-    factor = factor * (1.0 + 2.0 * z_loss * normalizer)
+    if z_loss:
+        normalizer = log_total + peak  # log(sum(exp(logits)))
+        loss, factor = loss + z_loss * normalizer.square(), factor * (1.0 + 2.0 * z_loss * normalizer)
     if not in_graph:
-        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, index, label_part)
+        return loss, exp.mul_((factor / total)[:, None]).scatter_add_(1, targets.column, targets.label_part)
     # The exponential is computed again, because a graph on CPU would otherwise store all of the first one.
     softmax = (logits - peak[:, None] - log_total[:, None]).exp()
-    label_part = torch.where(torch.arange(logits.shape[1], device=index.device) == index, label_part, 0.0)
-    return loss, given.copy_(softmax * factor[:, None] + label_part)
-
-
-def _classes(labels: Tensor, first_class: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Whether each label is one of the classes from `first_class` on, (n,), and its column, (n, 1).
-
-    The column of any other label is valid, but has no meaning.
-    """
-    column = labels - first_class
-    mine = (labels != IGNORE_INDEX) & (column >= 0) & (column < num_classes)
-    return mine, column.clamp(0, num_classes - 1)[:, None]
-
-
-def logits_at(logits: Tensor, labels: Tensor, first_class: int) -> Tensor:
-    """The logits (n,) of the labels. Those of labels that this rank does not have are without meaning."""
-    return logits.gather(1, _classes(labels, first_class, logits.shape[1])[1]).squeeze(1)
+    at_column = torch.arange(logits.shape[1], device=logits.device) == targets.column
+    return loss, given.copy_(softmax * factor[:, None] + torch.where(at_column, targets.label_part, 0.0))
 
 
 def linear_cross_entropy_sum(
@@ -134,25 +131,28 @@ def linear_cross_entropy_sum(
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     softmax = compiled_once(softmax_loss) if compiled else softmax_loss
-    # One kernel of a GPU instead of nine. On a CPU it is not worth the seconds that its compilation takes.
-    at_labels = compiled_once(logits_at) if compiled and hidden.is_cuda else logits_at
-    rows, matrix = hidden.detach().flatten(0, -2), weight.detach()  # (N, C), (V, C)
+    rows, matrix, labels = hidden.detach().flatten(0, -2), weight.detach(), labels.flatten()  # (N, C), (V, C), (N,)
+    # One kernel of a GPU instead of 13. On a CPU it is not worth the seconds that its compilation takes.
+    make_targets = compiled_once(targets_of) if compiled and hidden.is_cuda else targets_of
+    targets = make_targets(labels, scale, first_class, len(matrix))
     gradients: list[Tensor] = []
 
     def loss_of(part: slice) -> Tensor:
-        chunk, chunk_labels = rows[part], labels.flatten()[part]  # (n, C), (n,)
+        chunk, asked = rows[part], Targets(*(x[part] for x in targets))  # (n, C)
         logits = chunk @ matrix.T if compiled else fp32_logits(chunk, matrix)  # (n, V)
-        at_label = at_labels(logits, chunk_labels, first_class)
-        loss, logits_grad = softmax(logits, at_label, chunk_labels, scale, needs_grad, z_loss, first_class, group)
+        at_label = logits.gather(1, asked.column).squeeze(1)
+        loss, logits_grad = softmax(logits, at_label, asked, needs_grad, z_loss, group)
         if logits_grad is not None:
             if part.start == 0:  # not before the first logits, which fit where the weights were received
                 gradients.extend((torch.empty_like(rows), torch.empty_like(matrix, dtype=torch.float32)))
             _gradients(logits_grad, chunk, matrix, gradients[0][part], gradients[1], first=part.start == 0)
         return loss
 
-    size = tokens_per_chunk(len(rows), rows.element_size() if compiled else 4)
+    # An eager step on a GPU takes twice the memory for half the launches and half the traffic of the weight's gradient.
+    size = tokens_per_chunk(len(rows), rows.element_size() if compiled or hidden.is_cuda else 4)
     with torch.no_grad():
-        total = torch.stack([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)]).sum()
+        losses = torch.cat([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)])
+        total = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum() * scale
     if not needs_grad:
         return total
     # Two autograd nodes, because pipeline schedules that split the backward pass need each gradient at another time.
@@ -186,7 +186,9 @@ def _gradients(
         torch.mm(logits_grad, weight, out=hidden_grad)
         return
     block = VOCAB_BLOCK[hidden.device.type]
-    if logits_grad.dtype != hidden.dtype:  # convert in place: the memory of a row has twice the space that it needs
+    if logits_grad.dtype != hidden.dtype and len(weight) <= block:
+        logits_grad = logits_grad.to(hidden.dtype)
+    elif logits_grad.dtype != hidden.dtype:  # in place: the memory of a row has twice the space that it needs
         converted = logits_grad.view(hidden.dtype)[:, : len(weight)]
         for new, old in zip(converted.split(block, dim=1), logits_grad.split(block, dim=1), strict=True):
             new.copy_(old.to(new.dtype))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from titanlite.config import schema
 
@@ -65,6 +67,35 @@ def _compile_weight_cast() -> None:
 
     cast = fsdp_utils.hp_tensor_and_scale_to_float8
     fsdp_utils.hp_tensor_and_scale_to_float8 = torch.compile(cast, dynamic=True)
+
+
+def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan, with all-gathers of activations and of their gradients in FP8, for scales of whole tensors.
+
+    An input is gathered for all its layers at once, so none of them may be kept in high precision.
+    """
+    from torchao.float8 import float8_ops
+    from torchao.float8 import float8_tensor_parallel as float8
+    from torchao.float8.float8_linear import Float8Linear
+
+    layers = {ColwiseParallel: float8.Float8ColwiseParallel, RowwiseParallel: float8.Float8RowwiseParallel}
+
+    def convert(name: str, style: Any) -> ParallelStyle:
+        linears = [module for module in block.get_submodule(name).modules() if isinstance(module, nn.Linear)]
+        if not linears or not all(isinstance(module, Float8Linear) for module in linears):
+            return style
+        if type(style) is PrepareModuleInput:
+            layouts = style.input_layouts, style.desired_input_layouts
+            return float8.PrepareFloat8ModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
+        layouts = {"input_layouts": style.input_layouts[0], "output_layouts": style.output_layouts[0]}
+        return layers[type(style)](**layouts, use_local_output=style.use_local_output)
+
+    def gather(op: Any, *what: Any) -> Any:  # as bytes, because gloo knows no FP8
+        return gather_float8(lambda data, *of: op(data.view(torch.uint8), *of).view(data.dtype), *what)
+
+    table, gather_float8 = float8_ops.FLOAT8_OPS_TABLE, float8_ops.allgather_fp8
+    table.update({op: gather for op, function in table.items() if function is gather_float8})
+    return {name: convert(name, style) for name, style in plan.items()}
 
 
 def precompute_scales(model: nn.Module, config: schema.Float8) -> None:

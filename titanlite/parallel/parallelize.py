@@ -56,7 +56,7 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     if job.float8.enable:
         convert_to_float8(model, job.float8, log, compiled)
     if mesh.tensor is not None:
-        apply_tensor_parallel(model, mesh.tensor)
+        apply_tensor_parallel(model, mesh.tensor, job.float8.enable and job.float8.recipe_name == "tensorwise")
         if job.parallelism.enable_async_tensor_parallel:
             enable_async_tensor_parallel(mesh.tensor)
     if mesh.context is not None:
@@ -66,9 +66,12 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     # compiler would leave out.
     recompute = job.activation_checkpoint
     around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
-    # Kernels that fuse casts gave NaN with rowwise scales (https://github.com/pytorch/pytorch/issues/150859).
-    rowwise = job.float8.enable and job.float8.recipe_name != "tensorwise" and mesh.fsdp.device_type == "cuda"
-    how = {"fullgraph": True, "options": {"emulate_precision_casts": True} if rowwise else None}
+    options = None
+    if job.float8.enable and mesh.fsdp.device_type == "cuda":
+        # One kernel for the scales of all weights of a block, one for their casts. Kernels that fuse casts gave NaN
+        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859).
+        options = {"combo_kernels": True, "emulate_precision_casts": job.float8.recipe_name != "tensorwise"}
+    how = {"fullgraph": True, "options": options}
     if compiled and around:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **how)

@@ -29,9 +29,10 @@ from titanlite.config.errors import UserError
 from titanlite.config.flavors import Architecture
 from titanlite.config.registry import resolved
 from titanlite.model.llama import Llama
+from titanlite.parallel.float8 import float8_plan
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, gather_float8: bool) -> None:
     """Shard the weights of `model` in place. Its loss must take DTensors: see `vocab_parallel`.
 
     Between matmuls a rank has (B, T / degree, C), so that the work of norms and residuals is shared, too, and
@@ -39,7 +40,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """
     for block in model.layers.values():
         for plan in resolved(model.arch.tensor_parallel)(model.arch):
-            parallelize_module(block, mesh, plan)
+            parallelize_module(block, mesh, float8_plan(plan, block) if gather_float8 else plan)
     if model.tok_embeddings is not None:
         rows: Any = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         parallelize_module(model.tok_embeddings, mesh, rows)
