@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,11 @@ CASES: dict[str, tuple[int, Sections]] = {
 
 def _gpu_job(flavor: str, rows: int, mode: str = "selective", seq_len: int = 8192, **more: Any) -> Sections:
     training = {"seq_len": seq_len, "local_batch_size": rows, **more.pop("training", {})}
-    return _job({"flavor": flavor}, training, mode, **more)
+    return _job({"flavor": flavor, **more.pop("model", {})}, training, mode, **more)
 
 
 COMPILED: Mapping[str, Any] = {"compile": {"enable": True}}
+UNTIED: Mapping[str, Any] = {"model": {"tied_embeddings": False}}  # as a pipeline needs it
 FP8 = {**COMPILED, "float8": {"enable": True, **GATHERED_FP8}}
 
 
@@ -135,7 +137,7 @@ GHOST_CASES: dict[str, tuple[int, Sections]] = {
     "1b, context 2": (2, _gpu_job("1b", 1, seq_len=32768, **_degree("context", 2))),
     "1b, pipeline 2, compiled": (
         4,
-        _gpu_job("1b", 1, training={"global_batch_size": 16}, **COMPILED, **_degree("pipeline", 2)),
+        _gpu_job("1b", 1, training={"global_batch_size": 16}, **UNTIED, **COMPILED, **_degree("pipeline", 2)),
     ),
     "8b": (8, _gpu_job("8b", 2)),
     "8b, compiled": (8, _gpu_job("8b", 2, **COMPILED)),
@@ -305,9 +307,10 @@ def compare_on_ghost(name: str) -> Result:
     ranks, sections = GHOST_CASES[name]
     run, gpu = Run(JobConfig.model_validate(sections), ranks), find_gpu("H100")
     set_up_torch()  # the allocator as the launcher sets it
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        plan = pool.apply(make_plan, (run, gpu, True))
-        found = [pool.apply(_rank_on_ghost, (rank, ranks, sections)) for rank in dict.fromkeys((0, plan.rank))]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        plan = pool.submit(make_plan, run, gpu, True).result()  # may start processes, which those of a Pool must not
+        rank_ids = dict.fromkeys((0, plan.rank))
+        found = [pool.submit(_rank_on_ghost, rank, ranks, sections).result() for rank in rank_ids]
     allocated, reserved = map(max, zip(*found, strict=True))
     with_lost = plan.needs - beside_torch(run)
     return Result(name, ranks, plan.peak, allocated, 0, with_lost, reserved, about())

@@ -3,10 +3,10 @@
     python benchmarks/published.py [--only TEXT]
     python benchmarks/published.py --search [--only TEXT] [--most N]
 
-The figures are those of the folder benchmarks/ in torchtitan's repository, of its own trainer. Plans are of ours, with
-the same model, layout, batch and recomputation, so they differ where the trainers do. With --search: the first choice
-of `titanlite plan --search` for a job file beside torchtitan's recipe, both planned on the H100 of the data sheet.
-Prints tables for docs/planning.md.
+The figures are those of the folder benchmarks/ in torchtitan's repository, of its own trainer. Plans are made of ours,
+with the same model, layout, batch and recomputation. Where torchtitan computes something else that takes time, that is
+planned in its place: see `torchtitan` and `ring`. With --search: the first choice of `titanlite plan --search` for a
+job file beside torchtitan's recipe, both planned on the H100 of the data sheet. Prints tables for docs/planning.md.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from __future__ import annotations
 import argparse
 import resource
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
 from runs import table
+from torch import Tensor
 
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.load_run import load_run
 from titanlite.observe.gpus import find_gpu
 from titanlite.plan.advice import MOST, options, search, workers
+from titanlite.plan.counter import FLEX_OPS, Work
 from titanlite.plan.roofline import forecast
-from titanlite.plan.trace import RankTrace, trace_run, with_keys
+from titanlite.plan.trace import RankTrace, _FusedNorm, trace_run, with_keys
 
 # "96GB HBM2e with 2.4 TB/sec", "500W power limit". The power of a chip grows with its clock times the square of the
 # voltage, which rises with the clock, so the clock falls with the cube root of the power. The data sheets say the same:
@@ -74,6 +80,55 @@ def _job(flavor: str, rows: int, compiled: bool = True, fp8: Any = None, length:
         "float8": fp8 or {},
         "parallelism": layout,
     }
+
+
+@contextmanager
+def torchtitan() -> Iterator[None]:
+    """Let a trace of our trainer have torchtitan's kernels where they are others: a norm that is not compiled was
+    several in fp32, because torch had no fused one."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * weight
+
+    with patch.object(_FusedNorm, "apply", norm):
+        yield
+
+
+_OURS = ("all_gather", "reduce_scatter")  # of K and V, and of their gradients
+
+
+def ring(run: Run, trace: RankTrace) -> RankTrace:
+    """The trace with torchtitan's context parallelism, `torch.distributed.tensor.experimental.context_parallel`, in
+    place of ours, which gathers K and V and calls attention once.
+
+    There are as many steps as ranks. Each is a call of flash attention on half of the scores between the rows of two
+    ranks, so the FLOPs are the same. K and V are repeated to all heads before, and gathered once in each pass. A step
+    merges its output into a sum in fp32; backward it adds to dQ, dK and dV in fp32, and dK and dV go on to the next
+    rank. It is compiled, so element-wise work is fused, and no traffic hides, because a functional collective that is
+    traced is waited for at once.
+
+    Bytes are those of Q (q, bfloat16). Forward: repeat and join K and V (6 q); for each further step read a sum and an
+    output, write the sum (5 q). Backward for each step: read and write dK and dV with the step's (10 q), and dQ (5 q);
+    once: join K and V, cast dK and dV, add up what was repeated (12 q).
+    """
+    ranks, works = run.degrees.context, list[Work]()
+    if ranks == 1:
+        return trace
+    group = "context", ranks, (ranks - 1) * run.degrees.tensor + 1
+    flash = [work for work in trace.work if work.op.removeprefix("aten.") in FLEX_OPS]
+    for work in flash:
+        backward, (batch, heads, rows, _, dim) = "backward" in work.op, work.shape
+        size = 2 * batch * heads * rows * dim * work.count
+        fused = work.op.replace("flash", "cudnn")  # flash attention stands for flex attention in a plan
+        moved = size * (15 * ranks + 12 if backward else 5 * (ranks - 1) + 6)
+        works.append(work._replace(op=fused))
+        works.append(Work(work.phase, "all_gather", "", (), group, work.count, 0, 2 * size * ranks))
+        works.append(Work(work.phase, "merge", "", (), None, ranks * work.count, 0, moved))
+        if backward:
+            works.append(Work("backward", "send", "", (), group, ranks * work.count, 0, 4 * size * ranks))
+    works += [work for work in trace.work if work not in flash and not (work.op in _OURS and work.group == group)]
+    return replace(trace, work=tuple(works))
 
 
 def rows() -> Iterator[Row]:
@@ -159,10 +214,13 @@ def main() -> None:
         return
     for row in (row for row in rows() if only in row.name):
         run, gpu = row.run, H200 if row.table == "H200" else H100
-        alike = with_keys(run, {"parallelism.enable_async_tensor_parallel": False})  # has the same trace
+        # The trace is the same without async tensor parallelism. torchtitan's optimizer was not fused by default.
+        same = {"parallelism.enable_async_tensor_parallel": False, "optimizer.implementation": "foreach"}
+        alike = with_keys(run, same)
         key = f"{row.ranks} {alike.job.model_dump_json()}"
         if key not in traced:
-            traced[key] = trace_run(alike, gpu)
+            with torchtitan():
+                traced[key] = tuple(ring(alike, trace) for trace in trace_run(alike, gpu))
         speed = forecast(run, traced[key], gpu).tokens_per_second
         cells = [f"{row.name} ({row.table})", str(row.ranks), f"{row.published:,.0f}", f"{speed:,.0f}"]
         lines.append([*cells, f"{speed / row.published:.2f}"])

@@ -33,8 +33,7 @@ LARGE_SUMS = Numbers(1e-6, 2e-7, 1e-4, 0.1)
 # bf16 has 8 bits of mantissa, e4m3 4. Each product rounds differently where a tensor is cut, and ten steps add up.
 BF16 = Numbers(1e-4, 1e-3, 0.1, 20.0)
 FP8 = Numbers(1e-4, 1e-3, 1.0, 20.0)
-# Norms of outputs magnify what FP8 rounds: by 4e-3 and 0.12 from fp32 on one process, and as far from layout to layout.
-FP8_AFTER = Numbers(1e-2, 0.3, 1.0, 20.0)
+FP8_AFTER = Numbers(1e-2, 0.3, 1.0, 20.0)  # norms of outputs magnify it; from fp32, one process is 4e-3 and 0.12 away
 # Weights of 8 bits whose roundings hang on the same random bits everywhere: what a sum in another order turns the other
 # way is one weight in thousands, by its last bit (7.8 updates for a weight of 1). fp32 is computed in.
 ROUNDED = Numbers(5e-6, 2e-5, 1e-3, 10.0)

@@ -123,7 +123,7 @@ def test_jobs_that_an_earlier_version_saved_are_read_without_what_is_gone(tmp_pa
     job["checkpoint"]["async_mode"] = "process"
     job["metrics"]["details"] = ["updates", "float8"]
     state = {"step": 1, "tokens": 64, "data": {"version": 1}}
-    body = {"format": 1, "step": 1, "files": {}, "info": {"job": job, "train_state": state}}
+    body = {"format": 1, "step": 1, "files": {}, "info": {"job": job, "architecture": {}, "train_state": state}}
     folder = tmp_path / "checkpoint/step-00000001"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(encode_manifest(body))

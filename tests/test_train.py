@@ -24,6 +24,8 @@ from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.commands import check
+from titanlite.config.errors import UserError
 from titanlite.config.load import load_job
 from titanlite.load_run import load_run
 from titanlite.report.run_files import read_status
@@ -188,6 +190,10 @@ def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_
     assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
     assert not out.parent.exists()
     launched(job_file, out, "--training.steps", "2")
+    job = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
+    check.main(job)
+    with pytest.raises(UserError, match="model"):  # as of a start
+        check.main([*job, "--model.dim", "32"])
     launched(job_file, out, *bad, code=2)
     assert (read_status(out).state, read_status(out).step) == ("finished", 2)
     assert "bad.jsonl, line 1" in read_status(out).reason

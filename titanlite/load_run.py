@@ -113,9 +113,7 @@ def world_size() -> int:
     with suppress(ValueError):
         if 0 <= int(rank) < int(size) <= MOST_RANKS:
             return int(size)
-    raise UserError(
-        f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: a rank must be a number from 0, less than their number."
-    )
+    raise UserError(f"WORLD_SIZE={size[:40]}, RANK={rank[:40]}: a rank must be a number from 0, below WORLD_SIZE.")
 
 
 # ------------------------------------------------------------------------------------------------- rules that span keys

@@ -151,7 +151,7 @@ BLOCKS = 4 * (MATRICES + NORMS)
 WHOLE = BLOCKS + 2 * EMBEDDING + C
 TOKENS = 2 * 128  # of a rank, in a microbatch
 PART = 2 * TOKENS * C // 2  # bf16 bytes of half of the hidden states, between blocks of tensor parallelism
-GATHERED, REDUCED = 2 * (WHOLE + BLOCKS) // 2, 4 * WHOLE // 2  # by FSDP: blocks in both passes, bf16; gradients in fp32
+GATHERED, REDUCED = 2 * (WHOLE + BLOCKS + C) // 2, 4 * WHOLE // 2  # by FSDP: blocks, norm twice, bf16; gradients fp32
 FSDP = {("all_gather", 2): GATHERED, ("reduce_scatter", 2): REDUCED}
 # Keys and values of a rank's positions, gathered in the forward pass; their gradients come back.
 CONTEXT_PART = 4 * 2 * 2 * (TOKENS // 2) * 128
@@ -168,12 +168,12 @@ TRAFFIC = {
     (2, "hsdp"): {("all_reduce", 2): 4 * WHOLE + 24},
     (4, "hsdp"): FSDP | {("all_reduce", 2): REDUCED, ("all_reduce", 4): 24},
     (2, "accumulation"): {  # of two microbatches; the output stays gathered between them
-        ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + 2 * C + 4 * BLOCKS) // 2,
+        ("all_gather", 2): 2 * (2 * EMBEDDING + EMBEDDING + 4 * C + 4 * BLOCKS) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 24,
     },
     (2, "fp8 all-gather"): {  # a byte for each element of a block's matrices, and a scale for each of 28 matrices
-        ("all_gather", 2): (2 * (2 * EMBEDDING + C) + 2 * 4 * (MATRICES + 2 * NORMS)) // 2,
+        ("all_gather", 2): (2 * (2 * EMBEDDING + 2 * C) + 2 * 4 * (MATRICES + 2 * NORMS)) // 2,
         ("reduce_scatter", 2): REDUCED,
         ("all_reduce", 2): 24 + 28 * 4,
     },

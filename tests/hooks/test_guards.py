@@ -242,9 +242,9 @@ class Slow(Hook):
 
 
 def wait_for_slow_rank(folder: str) -> None:
-    def product(a: Tensor, b: Tensor, out: Tensor, mm: Callable[..., Tensor] = torch.mm) -> None:
+    def product(a: Tensor, b: Tensor, mm: Callable[..., Tensor] = torch.mm, **how: Tensor) -> None:
         for _ in range(1 + 29 * dist.get_rank()):
-            mm(a, b, out=out)
+            mm(a, b, **how)
 
     with patch("torch.mm", product), small_trainer(folder, Slow(), "--metrics.log_freq", "3") as trainer:
         trainer.train()

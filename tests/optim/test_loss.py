@@ -30,10 +30,6 @@ def materialized(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float =
     return loss + z_loss * (logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)).sum()
 
 
-def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, tensors))
-
-
 def error(value: Tensor, exact: Tensor) -> float:
     return ((value.double() - exact).norm() / exact.norm()).item()
 
@@ -56,11 +52,11 @@ def test_as_exact_as_with_all_logits_at_once(
     hidden, weight, labels = inputs(200, 1003, dtype=dtype)
     precise = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = materialized(precise[0], precise[1], labels, z_loss)
-    exact_gradients = gradients(exact, *precise)
+    exact_gradients = torch.autograd.grad(exact, precise)
     usual = materialized(hidden, weight, labels, z_loss)
-    usual_gradients = gradients(usual, hidden, weight)
+    usual_gradients = torch.autograd.grad(usual, (hidden, weight))
     chunked = linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=z_loss, compiled=compiled)
-    chunked_gradients = gradients(chunked, hidden, weight)
+    chunked_gradients = torch.autograd.grad(chunked, (hidden, weight))
     assert chunked.dtype == torch.float32
     # Of the hidden states the same roundings. On CPU a chunk's part of the weight's gradient is rounded to bf16 before
     # the parts are added up in fp32 and rounded once more: at most sqrt(2) times the error.
@@ -73,25 +69,28 @@ def test_as_exact_as_with_all_logits_at_once(
 
 def test_the_scale_is_in_loss_and_gradients_and_no_label_is_zero_and_an_evaluation_has_no_z_loss() -> None:
     hidden, weight, labels = inputs(40, 11)
-    whole = linear_cross_entropy_sum(hidden, weight, labels, ONE)
-    expected = gradients(whole, hidden, weight)
-    scaled = linear_cross_entropy_sum(hidden, weight, labels, ONE / 4)  # a power of two: exact
+    whole = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE)
+    expected = torch.autograd.grad(whole, (hidden, weight))
+    scaled = linear_cross_entropy_sum(hidden.clone(), weight, labels, ONE / 4)  # a power of two: exact
     assert torch.equal(scaled, whole / 4)
-    for gradient, unscaled in zip(gradients(scaled * 2, hidden, weight), expected, strict=True):
+    for gradient, unscaled in zip(torch.autograd.grad(scaled * 2, (hidden, weight)), expected, strict=True):
         assert torch.equal(gradient, unscaled / 2)
-    nothing = linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
+    nothing = linear_cross_entropy_sum(hidden.clone(), weight, torch.full_like(labels, IGNORE_INDEX), ONE, z_loss=0.1)
     assert nothing.item() == 0.0
-    assert all(not gradient.any() for gradient in gradients(nothing, hidden, weight))
+    assert all(not gradient.any() for gradient in torch.autograd.grad(nothing, (hidden, weight)))
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy_sum(hidden, weight, labels, ONE, z_loss=0.1), whole.detach())
+    with pytest.raises(RuntimeError, match="inplace"):  # exp needs its result again, which the gradient overwrites
+        linear_cross_entropy_sum(hidden.exp(), weight, labels, ONE).backward()
 
 
 @pytest.mark.slow
 def test_a_compiled_softmax_over_a_part_of_the_vocabulary_knows_which_labels_are_its_own() -> None:
     hidden, weight, labels = inputs(48, 100)
     labels = labels.where(labels < 0, labels * 3)
-    losses = [linear_cross_entropy_sum(hidden, weight, labels, ONE, first_class=100, compiled=c) for c in (False, True)]
-    results = [[loss, *gradients(loss, hidden, weight)] for loss in losses]
+    both = [(c, hidden.clone()) for c in (False, True)]
+    losses = [linear_cross_entropy_sum(x, weight, labels, ONE, first_class=100, compiled=c) for c, x in both]
+    results = [[loss, *torch.autograd.grad(loss, (hidden, weight))] for loss in losses]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 

@@ -55,8 +55,7 @@ def tiny_run(overrides: dict[str, Any], world_size: int) -> Run:
 
 def pipeline(schedule: str) -> tuple[int, dict[str, Any]]:
     layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
-    model = {"n_layers": SCHEDULES[schedule]}
-    return 4, {"model": model, "parallelism": layout, "training": {"global_batch_size": 24}}
+    return 4, {"model": {"n_layers": SCHEDULES[schedule]}, "parallelism": layout, "training": {"global_batch_size": 24}}
 
 
 @pytest.mark.parametrize(
@@ -137,12 +136,13 @@ def test_all_flops_of_a_step_are_counted() -> None:
     assert sum(work.flops for work in counted.work) == pytest.approx(4 / 3 * useful - head / 4, rel=0.05)
 
 
-def test_ranks_that_share_a_row_share_its_attention() -> None:
+@pytest.mark.parametrize("job", [{}, {"compile": {"enable": True}, "activation_checkpoint": {"mode": "full"}}])
+def test_ranks_that_share_a_row_share_its_attention_and_its_recomputation(job: dict[str, Any]) -> None:
     flops = list[int]()
     for ranks in (1, 2):
-        layout = {"context_parallel_degree": ranks, "data_parallel_shard_degree": 1}
-        (counted,) = trace_run(tiny_run({"parallelism": layout}, ranks), find_gpu("H100"))
-        flops.append(ranks * sum(work.flops for work in counted.work if len(work.shape) == 5))
+        layout = {"parallelism": {"context_parallel_degree": ranks, "data_parallel_shard_degree": 1}}
+        work = trace_run(tiny_run(job | layout, ranks), find_gpu("H100"))[0].work
+        flops.append(ranks * sum(each.flops for each in work if len(each.shape) == 5))
     assert flops[0] == flops[1] > 0
 
 

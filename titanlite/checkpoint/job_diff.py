@@ -6,9 +6,11 @@ because the loader compares its contents. A key that is not listed here counts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
+from titanlite.config.errors import UserError
 from titanlite.config.mistakes import short
 from titanlite.config.schema import SECTIONS
 
@@ -63,6 +65,15 @@ def compare_jobs(
     for verdict, lines in zip((REFUSED, other_data), data or (), strict=False):
         changes += [(verdict, line) for line in lines]
     return sorted(changes, key=lambda change: ((HARMLESS, CURVE, REFUSED).index(change[0]), change[1]))
+
+
+def say_changes(path: PurePath, changes: Sequence[tuple[str, str]], log: Callable[[str], None]) -> None:
+    """Log what has changed since a checkpoint. Raises UserError: this job cannot go on from there."""
+    for verdict, line in (change for change in changes if change[0] != REFUSED):
+        log(f"changed since {path.name}: {line} ({verdict})")
+    if refused := [line for verdict, line in changes if verdict == REFUSED]:
+        listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])
+        raise UserError(f"{listed}\n{REMEDY.format(checkpoint=path)}")
 
 
 def flat(table: Mapping[Any, Any], above: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import SafeReader, abridged, load_tensors, weights_of
 from titanlite.checkpoint.find import checkpoint_keys, on_this_machine, use_newest, went_back
 from titanlite.checkpoint.folder import CheckpointFolder, Ranks
-from titanlite.checkpoint.job_diff import CURVE, REFUSED, REMEDY, DataChanges, compare_jobs
+from titanlite.checkpoint.job_diff import CURVE, REFUSED, DataChanges, compare_jobs, say_changes
 from titanlite.checkpoint.published import load_hf_weights
 from titanlite.config.errors import CheckpointError, Damage, UserError
 from titanlite.config.flavors import Architecture
@@ -162,11 +162,7 @@ class Resumer:
             changes.append((REFUSED, f"tokenizer.path: {job['tokenizer']['path']}, whose ids mean other text"))
         if manifest["format"] == 1 and job["lr_scheduler"]["decay_ratio"] != 0:
             changes.append((CURVE, _OTHER_SCHEDULE))
-        for verdict, line in (change for change in changes if change[0] != REFUSED):
-            self._log(f"changed since {path.name}: {line} ({verdict})")
-        if refused := [line for verdict, line in changes if verdict == REFUSED]:
-            listed = "\n  ".join([f"{path} cannot be resumed from by this job:", *refused])
-            raise UserError(f"{listed}\n{REMEDY.format(checkpoint=path)}")
+        say_changes(path, changes, self._log)
 
     def load_initial_weights(self) -> None:
         """Load what a new run starts from, if the job names it."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from shutil import get_terminal_size
 
+from titanlite.checkpoint.find import is_saved, known_job
+from titanlite.checkpoint.job_diff import compare_jobs, say_changes
 from titanlite.config.errors import counted, printable
 from titanlite.config.options import OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
@@ -37,6 +40,10 @@ def main(argv: Sequence[str]) -> None:
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
+    if is_saved(run):  # a start compares the data and the tokenizer, too
+        jobs = known_job(run.checkpoint_folder), run.job
+        before, now = (job.model_dump(mode="json") | {"model": asdict(Run(job).arch)} for job in jobs)
+        say_changes(run.checkpoint_folder, compare_jobs(before, now, ([], [])), lambda line: None)
     note = toy_note(run, tokenizer, looked_at(run, tokenizer))
     print(f"OK: {run.job.job.config_file or 'the job'} can start on {counted(ranks, 'rank')}.")
     if note:

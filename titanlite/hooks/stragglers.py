@@ -37,8 +37,6 @@ class Stragglers(Hook):
         self._work: dist.Work | None = None
         self._times = torch.zeros(training.run.world_size, len(PARTS))
         self._updates: list[tuple[Any, Any]] = []  # begin and end of each since the last line
-        side, dtype = (2048, torch.bfloat16) if self._cuda else (256, torch.float32)
-        self._matrices = [torch.zeros(side, side, dtype=dtype, device=training.device) for _ in range(3)]
         self._in_row = [(-1, 0)] * len(PARTS)  # slowest rank, and in how many lines
 
     def before_update(self, step: int, sums: StepSums, skip: Tensor) -> None:
@@ -54,7 +52,9 @@ class Stragglers(Hook):
             self._compare(step)
         if self._cuda:
             torch.cuda.synchronize()
-        products = [(self._now(), torch.mm(*self._matrices[:2], out=self._matrices[2]), self._now()) for _ in range(5)]
+        side, dtype = (2048, torch.bfloat16) if self._cuda else (256, torch.float32)
+        matrix = torch.zeros(side, side, dtype=dtype, device=self._training.device)  # not kept: a step needs the memory
+        products = [(self._now(), torch.mm(matrix, matrix), self._now()) for _ in range(5)]
         if self._cuda:
             torch.cuda.synchronize()
         product = min(self._between(a, b) for a, _, b in products)  # others may use the processor for a moment

@@ -135,9 +135,7 @@ def read_variables() -> tuple[Variables, dict[str, str]]:
         about = f"{must}. {Variables.model_fields[name].description}"
         raise UserError(f"{name}={one_line(given[name][:40])}: {about}") from None
     if 0 < gpus < variables.NGPU:
-        raise UserError(
-            f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them: CPU processes.)"
-        )
+        raise UserError(f"NGPU={variables.NGPU}: this machine has {gpus}. (CUDA_VISIBLE_DEVICES= hides them.)")
     return variables, given
 
 

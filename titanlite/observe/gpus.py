@@ -172,10 +172,9 @@ def check_memory(run: Run, ranks: int = 0, elsewhere: bool = False) -> None:
             f"{run.world_size * state // memory + 1:,} such devices hold them; `titanlite plan` says what else fits."
         )
     if 0 < memory < state + (rows := training.local_batch_size) * row:
-        raise UserError(
-            f"training.local_batch_size = {rows}: the inputs of blocks need {rows * row / GIB:,.1f} GiB of each rank's "
-            f"{memory / GIB:,.1f} GiB, beside weights and optimizer state. Only {(memory - state) // row:,} rows fit."
-        )
+        needs = f"the inputs of blocks need {rows * row / GIB:,.1f} GiB; a rank has {memory / GIB:,.1f} GiB for them,"
+        most = f"weights and optimizer state. At most {(memory - state) // row:,} rows fit."
+        raise UserError(f"training.local_batch_size = {rows}: {needs} {most}")
 
 
 def _words(name: str) -> set[str]:

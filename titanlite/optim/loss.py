@@ -22,14 +22,14 @@ VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
 TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
-def tokens_per_chunk(num_tokens: int, logit_bytes: int) -> int:
+def tokens_per_chunk(num_tokens: int) -> int:
     """The number of tokens whose logits exist at a time.
 
     It is an eighth of the tokens, so that the logits take an eighth of the memory. It is at least 512, because each
     chunk reads and writes the whole gradient of the weight, and because a matmul with few rows is slow. It is at most
-    2048, or twice as many if logits have two bytes instead of four.
+    2048.
     """
-    return max(512, min(TOKENS_OF_FULL_CHUNKS, num_tokens) // 8 * 4 // logit_bytes)
+    return max(512, min(TOKENS_OF_FULL_CHUNKS, num_tokens) // 8)
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
@@ -115,7 +115,8 @@ def linear_cross_entropy_sum(
     """Cross entropy of the logits `hidden @ weight.T`, summed over the valid labels, times `scale`; fp32.
 
     Both gradients are computed along with the loss, chunk by chunk of tokens, so that nothing is computed twice
-    (as in https://arxiv.org/abs/2410.10989). Softmax, sums and the weight's gradient are in fp32 for any input.
+    (as in https://arxiv.org/abs/2410.10989). That of `hidden` is written over `hidden`. Softmax, sums and the weight's
+    gradient are in fp32 for any input.
 
     Args:
         hidden: (B, T, C).
@@ -135,30 +136,30 @@ def linear_cross_entropy_sum(
     # One kernel of a GPU instead of 13. On a CPU it is not worth the seconds that its compilation takes.
     make_targets = compiled_once(targets_of) if compiled and hidden.is_cuda else targets_of
     targets = make_targets(labels, scale, first_class, len(matrix))
-    gradients: list[Tensor] = []
+    # Before the first logits, because it is larger, and fits where the weights were received.
+    weight_grad = torch.empty_like(matrix, dtype=torch.float32) if needs_grad else None
 
     def loss_of(part: slice) -> Tensor:
         chunk, asked = rows[part], Targets(*(x[part] for x in targets))  # (n, C)
         logits = chunk @ matrix.T if compiled else fp32_logits(chunk, matrix)  # (n, V)
         at_label = logits.gather(1, asked.column).squeeze(1)
         loss, logits_grad = softmax(logits, at_label, asked, needs_grad, z_loss, group)
-        if logits_grad is not None:
-            if part.start == 0:  # not before the first logits, which fit where the weights were received
-                gradients.extend((torch.empty_like(rows), torch.empty_like(matrix, dtype=torch.float32)))
-            _gradients(logits_grad, chunk, matrix, gradients[0][part], gradients[1], first=part.start == 0)
+        if weight_grad is not None and logits_grad is not None:
+            _gradients(logits_grad, chunk, matrix, weight_grad, first=part.start == 0)
         return loss
 
-    # An eager step on a GPU takes twice the memory for half the launches and half the traffic of the weight's gradient.
-    size = tokens_per_chunk(len(rows), rows.element_size() if compiled or hidden.is_cuda else 4)
+    # Before the hidden states change, so that autograd refuses a backward pass that needs them again. Two nodes,
+    # because pipeline schedules that split the backward pass need each gradient at another time.
+    nothing = torch.zeros((), device=rows.device)
+    nodes = ((hidden, rows.view_as(hidden)), (weight, weight_grad)) if needs_grad else ()
+    parts = [_WithGradient.apply(tensor, nothing, gradient) for tensor, gradient in nodes]
+    # A part of the vocabulary has smaller logits. An eager step on a GPU has the memory, and half the launches then.
+    twice = group is not None or (hidden.is_cuda and not compiled)
+    size = tokens_per_chunk(len(rows)) * (2 if twice else 1)
     with torch.no_grad():
         losses = torch.cat([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)])
         total = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum() * scale
-    if not needs_grad:
-        return total
-    # Two autograd nodes, because pipeline schedules that split the backward pass need each gradient at another time.
-    with_hidden: Tensor = _WithGradient.apply(hidden, total, gradients[0].view_as(hidden))  # pyright: ignore
-    with_weight: Tensor = _WithGradient.apply(weight, torch.zeros_like(total), gradients[1])  # pyright: ignore
-    return with_hidden + with_weight
+    return sum(parts, total)
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -176,14 +177,12 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def _gradients(
-    logits_grad: Tensor, hidden: Tensor, weight: Tensor, hidden_grad: Tensor, weight_grad: Tensor, first: bool
-) -> None:
-    """Writes logits_grad (n, V) @ weight (V, C) to `hidden_grad`, and adds logits_grad.T @ hidden (n, C) to
-    `weight_grad`. The first chunk writes it, because it was not initialised."""
+def _gradients(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor, first: bool) -> None:
+    """Adds logits_grad.T @ hidden (n, C) to `weight_grad`, and writes logits_grad (n, V) @ weight (V, C) over `hidden`.
+    The first chunk writes `weight_grad`, because it was not initialised."""
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden, beta=not first)
-        torch.mm(logits_grad, weight, out=hidden_grad)
+        torch.mm(logits_grad, weight, out=hidden)
         return
     block = VOCAB_BLOCK[hidden.device.type]
     if logits_grad.dtype != hidden.dtype and len(weight) <= block:
@@ -198,7 +197,7 @@ def _gradients(
     else:
         for columns, rows_grad in zip(logits_grad.split(block, dim=1), weight_grad.split(block), strict=True):
             (rows_grad.copy_ if first else rows_grad.add_)(columns.T @ hidden)
-    torch.mm(logits_grad, weight, out=hidden_grad)
+    torch.mm(logits_grad, weight, out=hidden)
 
 
 class _WithGradient(torch.autograd.Function):

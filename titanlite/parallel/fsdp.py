@@ -55,6 +55,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         if model.norm is not None and model.output is not None:
             shard(model.output, reshard == "always")
             cast(FSDPModule, model.output).set_unshard_in_backward(False)  # the loss has computed its gradient
+            cast(FSDPModule, model.output).set_custom_all_gather(cast(Any, _AllGather()))
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
         if model.norm is not None and model.output is not None:
             # FSDP2 waits for a reduction before it begins the next one. The output's holds 2 GiB (8b). Within a machine
@@ -93,6 +94,20 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
     # All-gathers take the memory of the main stream, and none that only they can use. Their input is made in that
     # stream, before the block that is computed while they run.
     cast(Any, model)._set_unshard_async_op(True)
+
+
+class _AllGather:
+    """FSDP2's own all-gather of the output matrix, into memory that is large enough for the gradient in fp32.
+
+    FSDP2 copies the weights from there and frees it just before the loss, whose gradient then takes all of it. It would
+    not fit into a place of the size of the weights, which would be lost until the backward pass.
+    """
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        (numel,) = size
+        return torch.empty(numel * 4 // dtype.itemsize, dtype=dtype, device=device)[:numel]
+
+    __call__ = staticmethod(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)  # torch < 2.13
 
 
 class _ReduceScatter:

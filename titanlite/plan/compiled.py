@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.plan.counter import MATMULS, Counter, bytes_of
 
+FLEX, PREFER_RECOMPUTE = torch.ops.aten._scaled_dot_product_flash_attention.default, CheckpointPolicy.PREFER_RECOMPUTE
 SMALL = 8  # A value of so many times fewer bytes than what it is computed from is a sum or a maximum.
 
 
@@ -114,9 +115,9 @@ def _traced(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable
 
 
 def _partition(joint: GraphModule, inputs: Any, **how: Any) -> tuple[GraphModule, GraphModule]:
-    """As the compiler does it. It saves flex attention whatever is to be recomputed (`trace.as_on_gpu`)."""
+    """As the compiler does it. It saves flex attention (`trace.as_on_gpu`) where no policy says to save nothing."""
     for node in joint.graph.nodes:
-        if _name(node).endswith("dot_product_flash_attention"):
+        if node.target is FLEX and node.meta.get("recompute") != CheckpointPolicy.MUST_RECOMPUTE:
             for each in (node, *node.users):
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
@@ -135,10 +136,10 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = No
     """torch's own, or within a graph: tell the partitioner what not to save."""
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
-    contexts = context_fn or partial(
-        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE
-    )
-    forward = contexts()[0]
+    # Compiled blocks that communicate have a policy that saves nothing.
+    kind = {FLEX: CheckpointPolicy.MUST_RECOMPUTE} if getattr(context_fn, "args", None) == ([],) else {}
+    policy = partial(create_selective_checkpoint_contexts, lambda _, op, *__, **___: kind.get(op, PREFER_RECOMPUTE))
+    forward = (policy if kind or context_fn is None else context_fn)()[0]
     forward.ac_graph_id = 0  # since torch 2.13
     with traceback.preserve_node_meta(), forward:
         traceback.current_meta["ac_graph_id"] = 0

@@ -22,9 +22,8 @@ from titanlite.observe.gpus import GIB, MIB, Gpu, machine_memory
 from titanlite.plan.counter import FLEX_OPS, Work
 from titanlite.plan.trace import RankTrace
 
-# Of a GPU: 0.5 GiB for the CUDA context and the kernels that are loaded, and NCCL's buffers, about 0.1 GiB for each
-# process group: estimates. What torch's allocator reserves, cuBLAS's memory included, is 1% more than what its streams
-# have at their most (benchmarks/planner.md: within 5% in 14 jobs), with segments that can be extended.
+# Of a GPU, as estimates: 0.5 GiB for the CUDA context with its kernels, 0.1 GiB for each process group (NCCL). torch's
+# allocator reserves 1% more than its streams have at their most, if segments can be extended (benchmarks/planner.md).
 GPU_CONTEXT, GPU_GROUP, GPU_LOST = 512 * MIB, 100 * MIB, 0.01
 # Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
 # and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those

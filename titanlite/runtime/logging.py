@@ -103,9 +103,7 @@ def logged_ranks(world_size: int = 10**9) -> list[int]:
     words = text.split(",") if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9})*", text) else ()
     ranks = [int(word) for word in words if int(word) < world_size]
     if not ranks or len(ranks) < len(words):
-        raise UserError(
-            f'LOG_RANK = "{one_line(text[:40])}": ranks from 0 to {world_size - 1} are allowed, as in LOG_RANK=0,1.'
-        )
+        raise UserError(f'LOG_RANK = "{one_line(text[:40])}": ranks are 0 to {world_size - 1}, as in LOG_RANK=0,1.')
     return ranks
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,6 +36,8 @@ BLOCK_BYTES = 1 << 16
 _ENDINGS = (".bin", ".idx", ".hash")
 _PAIR, _ZERO = struct.Struct("<2Q"), bytes(8)
 _REMEDY = "Copy it again, or remove the folder and run titanlite prepare again."
+# Each shard has two or three files, and a process may usually open 1,024.
+_opened = lru_cache(maxsize=500)(lambda file: file.open(0))
 MOST_BYTES = 1 << 28  # of a manifest: a million shards
 
 
@@ -111,9 +114,11 @@ class Shards(RandomAccess):
         return Prepared(np.frombuffer(raw, self._dtype), text_hash)
 
     def _read(self, file: File, start: int, size: int) -> bytes:
-        with file.open() as stream:
-            stream.seek(start)
-            return stream.read(size)
+        stream = _opened(file)
+        stream.seek(start)
+        if len(raw := stream.read(size)) < size:
+            raise _damage(file, "has become shorter while it was read")
+        return raw
 
     def _check(self, number: int, block: int) -> None:
         """Compare a block of a shard with its checksum."""
