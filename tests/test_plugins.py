@@ -28,10 +28,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def trained(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of what one rank has trained."""
+    """The output folder of what one rank has trained, with its export in `hf`."""
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "job.toml").write_text(JOB)
     titanlite(*words(folder, "alone"))
+    titanlite(*f"export --checkpoint {folder}/alone --out {folder}/alone/hf --dtype float32 --job.plugins gemma".split())
     return folder / "alone"
 
 
@@ -53,7 +54,7 @@ def test_the_example_trains_alike_in_each_layout(layout: str, trained: Path):
         ("generate --checkpoint RUN --max-new-tokens 1", "needs the plugin gemma"),
         ("eval --checkpoint RUN --window 8 --data RUN/config.toml", "needs the plugin gemma"),
         ("replay RUN --step 2", "needs the plugin gemma"),
-        ("export --checkpoint RUN --out RUN/hf --dtype float32", "needs the plugin gemma"),
+        ("export --checkpoint RUN --out RUN/again", "needs the plugin gemma"),
         ("import --hf RUN/hf --out RUN/imported", "olmo2 can be computed"),
     ],
 )
