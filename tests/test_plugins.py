@@ -32,7 +32,8 @@ def trained(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "job.toml").write_text(JOB)
     titanlite(*words(folder, "alone"))
-    titanlite(*f"export --checkpoint {folder}/alone --out {folder}/alone/hf --dtype float32 --job.plugins gemma".split())
+    export = f"export --checkpoint {folder}/alone --out {folder}/alone/hf --dtype float32 --job.plugins gemma"
+    titanlite(*export.split())
     return folder / "alone"
 
 
@@ -81,8 +82,7 @@ def compare_with_transformers(trained: Path) -> None:
     import titanlite
 
     titanlite.load_plugins(["gemma"])
-    ours = titanlite.load_checkpoint(trained).model
-    theirs = AutoModelForCausalLM.from_pretrained(trained / "hf")
+    ours, theirs = titanlite.load_checkpoint(trained).model, AutoModelForCausalLM.from_pretrained(trained / "hf")
     assert type(theirs).__name__ == "GemmaForCausalLM"
     tokens = torch.arange(128).reshape(2, 64)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-5)
