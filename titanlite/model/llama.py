@@ -154,8 +154,8 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        open_part, product = gate.float().sigmoid(), F.silu(gate) * up
-        of_gate = grads[0] * (open_part * up + (1 - open_part) * product)
+        sigmoid, product = gate.float().sigmoid(), F.silu(gate) * up
+        of_gate = grads[0] * (sigmoid * up + (1 - sigmoid) * product)
         return of_gate.type_as(gate), grads[0] * F.silu(gate)
 
 

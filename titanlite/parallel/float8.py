@@ -82,7 +82,8 @@ def float8_plan(plan: Mapping[str, ParallelStyle], block: nn.Module) -> dict[str
 
     def convert(name: str, style: Any) -> ParallelStyle:
         linears = [module for module in block.get_submodule(name).modules() if isinstance(module, nn.Linear)]
-        if not linears or not all(isinstance(module, Float8Linear) for module in linears):
+        known = type(style) in (PrepareModuleInput, *layers)  # a plugin's plan may have others
+        if not (known and linears and all(isinstance(module, Float8Linear) for module in linears)):
             return style
         if type(style) is PrepareModuleInput:
             layouts = style.input_layouts, style.desired_input_layouts
