@@ -75,6 +75,8 @@ def nothing_left_behind() -> Iterator[None]:
     before = [(logger.propagate, logger.level, list(logger.handlers)) for logger in loggers]
     levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     yield
+    for world in [*getattr(sys.modules.get("ranks"), "OPEN", ())]:  # of a test that has failed
+        world.close()
     if _has_process_group() and not had_group:
         sys.modules["torch.distributed"].destroy_process_group()
     for logger, (propagate, level, handlers) in zip(loggers, before, strict=True):

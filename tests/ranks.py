@@ -40,6 +40,7 @@ PRELOADED = [
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)
 PATIENCE = 20.0  # seconds that the other ranks have to end when one has failed
+OPEN: list[World] = []  # those that no test has closed yet, which the next test would find among its processes
 
 
 class RanksFailed(AssertionError):
@@ -66,6 +67,7 @@ class World:
             start = (environment, self._folder.name, body, args)
             self.processes.append(SERVER.Process(target=_run, args=start))
             self.processes[-1].start()
+        OPEN.append(self)
 
     @property
     def said(self) -> str:
@@ -119,6 +121,7 @@ class World:
             process.kill()
             process.join()
         self._lock.__exit__(None, None, None)
+        OPEN[:] = [world for world in OPEN if world is not self]
 
     def ends_with(self, code: int, timeout: float = 240) -> str:
         """Wait for the end of all ranks; what they said.

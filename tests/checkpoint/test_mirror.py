@@ -8,6 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import boto3
 import fsspec
 import pyarrow
 import pyarrow.parquet
@@ -18,6 +19,7 @@ from small_runs import SMALL, losses
 
 from titanlite.checkpoint.step_folders import encode_manifest
 from titanlite.config.schema import Dataset
+from titanlite.config.storage import listing
 from titanlite.data.sources.files import open_source
 
 pytestmark = pytest.mark.slow
@@ -53,8 +55,8 @@ def bucket():
 def there(ending: str = "") -> dict[str, bytes]:
     """What the mirror holds: path -> content."""
     storage = bucket()
-    found = [p for p in storage.find("bucket/run") if p.endswith(ending) and "/." not in p.replace("/.metadata", "")]
-    return {p.removeprefix("bucket/run/"): storage.cat(p) for p in found}  # without what a start tries to write
+    found = [p for p in listing(storage, "bucket/run") if p.endswith(ending) and not p.startswith(".titanlite")]
+    return {p: storage.cat(f"bucket/run/{p}") for p in found}  # without what a start tries to write
 
 
 def files(folder: Path, ending: str = "") -> dict[str, bytes]:
@@ -133,8 +135,8 @@ def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path,
     """One source of each kind: the rows of a run, and so its losses, are those from local files, bitwise."""
     here, job, texts = tmp_path / "data", tmp_path / "job.toml", [f"text {i} " * 60 for i in range(200)]
     lines = "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
-    here.mkdir()
-    for name in ("a.jsonl", "a.jsonl.gz", "a.txt", *(f"{i}.part" for i in range(65))):
+    (here / "parts").mkdir(parents=True)
+    for name in ("a.jsonl", "a.jsonl.gz", "a.txt", *(f"parts/{i}" for i in range(65))):
         (here / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), here / "a.parquet", row_group_size=20)
     job.write_text(SMALL)
@@ -142,6 +144,8 @@ def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path,
     titanlite("prepare", "--job.config_file", job, *source, "--out", here / "shards")
     (here / "tokenizer.model").write_bytes(Path("assets/tokenizer/tokenizer.model").read_bytes())
     bucket().put(str(here), "bucket", recursive=True)
+    for folder in ("data/", "data/parts/", "data/shards/"):  # as consoles make them
+        boto3.client("s3").put_object(Bucket="bucket", Key=folder)
     out = {name: tmp_path / name for name in ("local", "remote")}
     for name, place, steps, more in (("local", here, 12, ()), ("remote", "s3://bucket/data", 10, MIRROR),
                                      ("remote", here, 12, MIRROR), ("local", here, 12, MIRROR)):  # fmt: skip
@@ -155,9 +159,11 @@ def test_data_a_tokenizer_and_a_model_are_the_same_in_a_bucket(server, tmp_path,
     gets = re.findall(r'"GET /bucket/data/(\S+) HTTP', caplog.text)
     assert len(gets) == len({*gets}) > 6  # for all rows of both starts, because each file is smaller than a block
     monkeypatch.setenv("TITANLITE_CACHE_GB", "1e-9")  # one block in each of the 64 sets
-    assert "".join(map(str, open_source(Dataset(source="text", path="s3://bucket/data/*.part")))) == lines.decode() * 65
+    parts = open_source(Dataset(source="text", path="s3://bucket/data/parts/**"))
+    assert "".join(map(str, parts)) == lines.decode() * 65
     assert len([*tmp_path.glob("cache/blocks/*/[0-9]*")]) <= 64
     bucket().put(str(out["local"] / "final_hf"), "bucket/model", recursive=True)
+    boto3.client("s3").put_object(Bucket="bucket", Key="model/")
     for name, model in (("1", out["local"] / "final_hf"), ("2", "s3://bucket/model")):
         titanlite("import", "--hf", model, "--out", tmp_path / name)
     assert files(tmp_path / "1", ".distcp") == files(tmp_path / "2", ".distcp")

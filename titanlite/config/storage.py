@@ -99,13 +99,19 @@ def matching(pattern: str) -> list[RemotePath]:
         storage, path = opened(pattern)
         if not (found := storage.glob(path, detail=True)):
             storage.info(path.partition("/")[0] or "/")  # or a bucket that is not there would be one without files
-        return [RemotePath(storage.unstrip_protocol(p)) for p in sorted(found) if found[p]["type"] == "file"]
+        return [RemotePath(storage.unstrip_protocol(path)) for path in _files(found)]
 
 
 def listing(storage: Any, root: str, deep: bool = True) -> dict[str, dict[str, Any]]:
     """The files in a folder, and below it: the path from there, and what the storage says of it."""
-    found = storage.find(root, maxdepth=None if deep else 1, detail=True)
+    found = _files(storage.find(root, maxdepth=None if deep else 1, detail=True))
     return {path.removeprefix(root).lstrip("/"): info for path, info in found.items()}
+
+
+def _files(found: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Without folders, for which consoles keep empty objects. s3fs finds even the folder that it looks into, if the
+    first file comes meanwhile."""
+    return {path: found[path] for path in sorted(found) if found[path]["type"] == "file" and path[-1] != "/"}
 
 
 def checkpoints(there: Mapping[str, Any], prefix: str = "") -> list[str]:
