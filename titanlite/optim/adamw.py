@@ -45,7 +45,10 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         beta1 = config.momentum if self.rule == "SGD" else config.beta1
         super().__init__(groups, {"lr": config.lr, "betas": (beta1, config.beta2), "eps": config.eps})
-        self._state_dtype, self._stochastic, self._compiled = state_dtype, config.stochastic_rounding, compiled
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = new_state(parameter, self.moments, state_dtype)
+        self._stochastic, self._compiled = config.stochastic_rounding, compiled
         self._keys = {parameter: torch.tensor(zlib.crc32(name.encode())) for parameter, name in names.items()}
         self._places = {parameter: _shard_place(parameter) for parameter in names}
         self._update: Callable[..., None] = _update
@@ -62,10 +65,6 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], torch.as_tensor(group["lr"], dtype=torch.float32)
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                if not (state := self.state[parameter]):
-                    state["step"] = torch.zeros((), device=parameter.device)
-                    state |= {name: torch.zeros_like(parameter, dtype=self._state_dtype) for name in self.moments}
             if not parameters:
                 continue
             done = self.state[parameters[0]]["step"]  # all parameters have taken the same steps
@@ -97,6 +96,13 @@ class SGD(AdamW):
     others cannot skip a step on the device."""
 
     rule, moments = "SGD", ("momentum_buffer",)
+
+
+def new_state(parameter: Tensor, moments: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The state of a parameter that has taken no step, with the names that torch's optimizers have. torch makes it in
+    the first step, where small moments take the places of large activations, which then fit nowhere."""
+    state = {"step": torch.zeros((), device=parameter.device)}
+    return state | {name: torch.zeros_like(parameter, dtype=dtype) for name in moments}
 
 
 def _update(

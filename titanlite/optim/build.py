@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titanlite.config import schema
 from titanlite.config.registry import OPTIMIZERS
-from titanlite.optim.adamw import SGD, AdamW, Lion
+from titanlite.optim.adamw import SGD, AdamW, Lion, new_state
 from titanlite.optim.muon import Muon
 
 Groups = Sequence[dict[str, Any]]
@@ -108,7 +108,10 @@ def adamw(groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.compiled or config.stochastic_rounding or recipe.state_dtype != next(iter(recipe.names)).dtype:
         return _by_element(AdamW, groups, recipe)
     kernels = {kind: config.implementation == kind for kind in ("fused", "foreach")}
-    return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
+    optimizer = torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, **kernels)
+    if kernels["fused"]:  # of the others torch wants to make it itself
+        optimizer.state |= {p: new_state(p, AdamW.moments) for group in groups for p in group["params"]}
+    return optimizer
 
 
 def _by_element(kind: type[AdamW], groups: Groups, recipe: Recipe) -> torch.optim.Optimizer:

@@ -19,17 +19,21 @@ IGNORE_INDEX = -100  # label of a position that has no loss
 # Number of classes that are converted between fp32 and a lower precision at a time. A CPU's cache can hold so many. A
 # GPU converts all at once, in one kernel.
 VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
-TOKENS_OF_FULL_CHUNKS = 8 * 2048  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
+TOKENS_OF_FULL_CHUNKS = 4 * 4096  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
-def tokens_per_chunk(num_tokens: int) -> int:
+def tokens_per_chunk(num_tokens: int, twice: bool = False) -> int:
     """The number of tokens whose logits exist at a time.
 
     It is an eighth of the tokens, so that the logits take an eighth of the memory. It is at least 512, because each
     chunk reads and writes the whole gradient of the weight, and because a matmul with few rows is slow. It is at most
-    2048.
+    1536, where the loss of a large model takes no more than the backward pass of a block.
+
+    Args:
+        twice: Prefer half as many chunks, because that is half as many launches.
     """
-    return max(512, min(TOKENS_OF_FULL_CHUNKS, num_tokens) // 8)
+    eighth = max(512, num_tokens // 8)
+    return min(4096, 2 * eighth) if twice else min(1536, eighth)
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:
@@ -153,9 +157,8 @@ def linear_cross_entropy_sum(
     nothing = torch.zeros((), device=rows.device)
     nodes = ((hidden, rows.view_as(hidden)), (weight, weight_grad)) if needs_grad else ()
     parts = [_WithGradient.apply(tensor, nothing, gradient) for tensor, gradient in nodes]
-    # A part of the vocabulary has smaller logits. An eager step on a GPU has the memory, and half the launches then.
-    twice = group is not None or (hidden.is_cuda and not compiled)
-    size = tokens_per_chunk(len(rows)) * (2 if twice else 1)
+    # A part of the vocabulary has smaller logits. An eager step on a GPU has the memory.
+    size = tokens_per_chunk(len(rows), group is not None or (hidden.is_cuda and not compiled))
     with torch.no_grad():
         losses = torch.cat([loss_of(slice(start, start + size)) for start in range(0, len(rows), size)])
         total = losses.masked_fill_(labels == IGNORE_INDEX, 0.0).sum() * scale

@@ -51,9 +51,12 @@ class Muon(torch.optim.Optimizer):
         compiled: bool,
     ) -> None:
         super().__init__([*groups, *others.param_groups], {"lr": config.lr})
+        self.state |= others.state
         others.state = self.state
-        self._others, self._state_dtype, self._beta, self._ranks = others, state_dtype, config.momentum, ranks
+        self._others, self._beta, self._ranks = others, config.momentum, ranks
         self._group_of = {matrix: group for group in self.param_groups[: len(groups)] for matrix in group["params"]}
+        for matrix in self._group_of:
+            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix, dtype=state_dtype)
         self._rounds = _rounds(list(self._group_of), dist.get_rank(ranks), dist.get_world_size(ranks))
         self._look_ahead: Callable[..., Tensor] = torch.compile(_look_ahead, dynamic=True) if compiled else _look_ahead
         self._apply: Callable[..., None] = torch.compile(_apply, dynamic=True) if compiled else _apply
@@ -80,11 +83,8 @@ class Muon(torch.optim.Optimizer):
         """Update the momentum of a round's matrices, and send this rank's shards of it to their owners."""
         shards = list[Tensor]()
         for matrix, sends in zip(own.matrices, own.sends, strict=True):
-            state = self.state[matrix]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(matrix, dtype=self._state_dtype)
             assert matrix.grad is not None
-            flat = [local_shard(tensor).view(-1) for tensor in (matrix.grad, state["momentum_buffer"])]
+            flat = [local_shard(tensor).view(-1) for tensor in (matrix.grad, self.state[matrix]["momentum_buffer"])]
             shard = self._look_ahead(*flat, skip, self._beta)
             shards += [shard] if sends else []
         return self._send(shards, own.to_owners, own.from_ranks)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlite.config.schema import JobConfig
 from titanlite.model.llama import Llama
+from titanlite.optim.loss import tokens_per_chunk
 from titanlite.parallel.spare_copies import spare_copies
 
 RANKS_OF_A_MACHINE = 8
@@ -55,7 +56,9 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
         if model.norm is not None and model.output is not None:
             shard(model.output, reshard == "always")
             cast(FSDPModule, model.output).set_unshard_in_backward(False)  # the loss has computed its gradient
-            cast(FSDPModule, model.output).set_custom_all_gather(cast(Any, _AllGather()))
+            tokens = training.local_batch_size * training.seq_len // job.parallelism.context_parallel_degree
+            gather = _AllGather(tokens_per_chunk(tokens) / model.arch.dim)
+            cast(FSDPModule, model.output).set_custom_all_gather(cast(Any, gather))
         groups = _group(model.layers.values(), job.parallelism.fsdp_min_num_params)
         if model.norm is not None and model.output is not None:
             # FSDP2 waits for a reduction before it begins the next one. The output's holds 2 GiB (8b). Within a machine
@@ -97,15 +100,23 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, job: JobConfig) -> None:
 
 
 class _AllGather:
-    """FSDP2's own all-gather of the output matrix, into memory that is large enough for the gradient in fp32.
+    """FSDP2's own all-gather of the output matrix, into memory that is large enough for the gradient in fp32 and for
+    the logits.
 
-    FSDP2 copies the weights from there and frees it just before the loss, whose gradient then takes all of it. It would
+    FSDP2 copies the weights from there and frees it just before the loss, whose tensors then take all of it. They would
     not fit into a place of the size of the weights, which would be lost until the backward pass.
+
+    Args:
+        logits: elements of the logits that exist at a time, for each element of the matrix.
     """
+
+    def __init__(self, logits: float) -> None:
+        self._logits = logits
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
-        return torch.empty(numel * 4 // dtype.itemsize, dtype=dtype, device=device)[:numel]
+        room = numel * 4 // dtype.itemsize + int(numel * self._logits)
+        return torch.empty(room, dtype=dtype, device=device)[:numel]
 
     __call__ = staticmethod(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)  # torch < 2.13
 
