@@ -58,7 +58,7 @@ SAVED = ("save", 50, "saved step 50")
         ([("guard", None, "Step 51: loss is nan")], ("stopped", "Step 51: loss is nan", 50)),
         ([("refusal", None, "line 3: no JSON")], ("failed", "line 3: no JSON", 50)),
         ([SAVED, ("stop", 50, ""), ("data", None, ""), ("refusal", None, "x:\n  y\nz")], ("refused", "x: y", 50)),
-        ([("finish", 100, ""), ("data", None, ""), ("refusal", None, "x")],
+        ([("finish", 100, ""), ("data", None, ""), ("refusal", None, "y"), ("refusal", None, "x")],
          ("finished", "a later start was refused: x", 100)),
         ([("failure", None, "Traceback (most recent call last):\n  File x\nValueError: boom")],
          ("crashed", "ValueError: boom", 50)),

@@ -206,7 +206,7 @@ def _state(status: RunStatus, events: Sequence[dict[str, Any]]) -> tuple[State, 
         lines = text.split("\n")
         head = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
         reason = lines[-1] if text.startswith("Traceback") else head
-        before = [event.get("event") for event in begun[:-1] if event.get("event") != "data"][-1:]
+        before = [event.get("event") for event in begun if event.get("event") not in ("data", "refusal")][-1:]
         if kind == "refusal" and before == ["finish"]:
             return "finished", f"a later start was refused: {reason}"
         answered: State = "failed" if begun[-2:-1] and begun[-2].get("event") == "start" else "refused"
