@@ -111,9 +111,7 @@ class NonFiniteGuard(Hook):
             return
         step, count = self._training.steps_done, self._longest
         problem = f"Step {step}: {count} steps in a row were skipped, more than guards.max_skipped = {self._most}:"
-        clip = "or" if self._training.run.job.training.max_norm else "set"
-        remedy = (
-            f"Before you start again, lower optimizer.lr {clip} training.max_norm, or raise lr_scheduler.warmup_steps. "
-            "If it happens at the same step whatever you set, look at the rows of that step."
-        )
-        raise GuardError("\n".join([problem, *lines[-10:], remedy]))
+        rate = "optimizer.lr or" if self._training.run.job.training.max_norm else "optimizer.lr, set"
+        remedy = f"Before you start again, lower {rate} training.max_norm, or raise lr_scheduler.warmup_steps."
+        rows = "If it happens at the same step whatever you set, look at the rows of that step."
+        raise GuardError("\n".join([problem, *lines[-10:], remedy, rows]))
