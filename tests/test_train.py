@@ -160,13 +160,15 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(job_file, tmp_path, num
 def test_outputs_reload_to_an_equal_job_and_a_finished_run_does_nothing_more(job_file, tmp_path):
     out, words = tmp_path / "out", ["--model.vocab_size", "65536", "--training.steps"]
     assert "titanlite get tokenizer" in run(job_file, out, *words, "2")  # because this one has 4,096 tokens
-    job = load_job(["--job.config_file", str(out / "config.toml")])
-    assert job == load_run(["--job.config_file", str(job_file), "--job.dump_folder", str(out), *words, "2"], 1).job
     environment = json.loads((out / "environment.json").read_text())
     assert environment["world_size"] == 1
     assert environment["packages"]["torch"] == version("torch")
     assert "Training: debugmodel" in (out / "train.log").read_text()
+    (out / "metrics.jsonl").write_text(measured := '{"step": 3}\n')  # a kill came before step 3 was saved
     assert "Nothing to do: step 2 is done" in run(job_file, out, *words, "1")  # fewer than are done
+    assert (out / "metrics.jsonl").read_text() == measured
+    job = load_job(["--job.config_file", str(out / "config.toml")])
+    assert job == load_run(["--job.config_file", str(job_file), "--job.dump_folder", str(out), *words, "2"], 1).job
 
 
 def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_file, tmp_path):

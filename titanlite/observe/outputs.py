@@ -34,8 +34,8 @@ class OutputFolder:
     def begin(self, job: JobConfig, environment: Mapping[str, Any], resumed_step: int | None) -> str:
         """Continue the files or set them aside. Then write config.toml, which loads to `job`, and environment.json.
 
-        A start that resumes the run which has written the files sets aside what it measures again. Any other start
-        sets all of them aside.
+        A start that resumes the run which has written the files sets aside what it measures again, and changes none if
+        it has no step left to do. Any other start sets all of them aside.
 
         Args:
             environment: The content of environment.json. `run` in it is the identity of the run.
@@ -49,6 +49,8 @@ class OutputFolder:
         """
         folder, run = self._folder, environment["run"]
         last = resumed_step if self.environment().get("run", run) == run else None  # version 0.1 named none
+        if last is not None and last >= job.training.steps and self.environment():
+            return ""  # nothing is measured again, and config.toml is still what was trained
         measured = [name for name in JSON_FILES if (folder / name).is_file() and (folder / name).stat().st_size]
         target = next(path for n in range(1, 10_000) if not (path := folder / f"superseded-{n}").exists())
         if last is not None:
@@ -65,10 +67,8 @@ class OutputFolder:
                     (folder / name).rename(target / name)
         (folder / "config.toml").write_text(dump_config(job), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-        if not target.exists():
-            return ""
         why = "of an earlier run, which this one does not continue" if last is None else "which is measured again"
-        return f"{target}: {', '.join(sorted(os.listdir(target)))}, {why}"
+        return f"{target}: {', '.join(sorted(os.listdir(target)))}, {why}" if target.exists() else ""
 
     def environment(self) -> dict[str, Any]:
         """environment.json of the start before; empty where there is none."""
