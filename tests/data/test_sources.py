@@ -146,7 +146,7 @@ def damaged(tmp_path_factory):
         *(("jsonl", name, {}, f"{name}.*again") for name in ("short.gz", "middle.gz", "end.gz", "no.zst")),
         ("parquet", "a.parquet", {"text_column": "body"}, "a.parquet.* no field 'body' .* there are: 'id', 'text'"),
         *(("parquet", name, {}, name) for name in ("empty.txt", "foot.parquet", "group.parquet")),
-        ("text", ".", {}, "is a folder"),
+        ("text", ".", {}, r"is a folder; .*/\* names"),
         ("text", "empty.txt", {}, "empty.txt is empty"),
         ("text", "", {"path": None}, r"dataset\.path is missing"),
         ("arrow", "hub", {}, "dataset_"),

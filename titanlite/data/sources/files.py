@@ -262,7 +262,7 @@ def find_files(spec: TextSource) -> list[Path]:
     names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
     files: list[Any] = [Path(name) for name in names if os.path.isfile(name)]
     if not files and os.path.isdir(pattern) and is_own:
-        names = f"{pattern.rstrip('/')}/*.{spec.source.replace('text', 'txt')}"
+        names = f"{pattern.rstrip('/')}/*{'' if spec.source == 'text' else f'.{spec.source}'}"  # text has any name
         raise UserError(f"is a folder; {names} names the files in it")
     if not (files := storage.matching(pattern) if storage.url_of(pattern) else files) and is_own:
         here = f"(of {pattern}{'' if storage.url_of(pattern) else f'; current folder: {Path.cwd()}'})"
