@@ -68,7 +68,7 @@ def test_a_dry_run_lists_and_a_folder_stands_in_for_the_hub(hub: Hub, tmp_path: 
         (f"{size:,}", f"sample/10BT/00{i}_00000.parquet") for i in range(2)
     ]
     assert (hub.asked, os.listdir()) == ([], [])
-    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "train-0.jsonl").mkdir(parents=True)
     for name, content in hub.files["datasets/me/mine"].items():
         (tmp_path / "mirror" / name).write_bytes(content)
     for out, origin in ("one", hub.url), ("one", hub.url), ("two", str(tmp_path / "mirror")):

@@ -86,7 +86,8 @@ class Files:
                 tree = api.list_repo_tree(self.repo, recursive=True, **self._place)
                 there = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
         elif origin and self._folder.is_dir():
-            there = {str(path.relative_to(self._folder)): path.stat().st_size for path in self._folder.rglob("*.*")}
+            files = [path for path in self._folder.rglob("*.*") if path.is_file()]  # a folder can be called x.parquet
+            there = {str(path.relative_to(self._folder)): path.stat().st_size for path in files}
         else:
             raise UserError(f"--from {origin}: is no URL, and there is no such folder.")
         pattern, ends = include or row.get("files", "*"), ENDINGS[kind]
