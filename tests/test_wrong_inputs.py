@@ -235,6 +235,7 @@ tokenizer train --vocab-size 600 --out x --data text.jsonl => --data
 tokenizer train --vocab-size 600 --out x --dataset.path text.jsonl => dataset.path = "text.jsonl"
 check --dataset.source jsonl --dataset.path nowhere*.jsonl => command line: dataset.path = "nowhere*.jsonl"
 check --hidden_size 512 => model.dim
+check --num_train_epochs 3 => dataset.max_epochs
 check --model.dim 1000000000 => model.dim = 1000000000
 check --model.dim 1000000000 --world-size 64 --training.enable_cpu_offload => model.dim = 1000000000
 eval --checkpoint run --data no*.md => no*.md

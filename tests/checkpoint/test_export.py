@@ -119,8 +119,7 @@ def test_metas_files_are_imported_exactly(tmp_path, parts, tied):
     meta_files(tmp_path / "meta", model, parts)
     assert main(["import", "--meta", str(tmp_path / "meta"), "--out", str(tmp_path / "ckpt")]) == 0
     imported = Llama(model.arch)
-    info = load_model_weights(tmp_path / "ckpt", imported)
-    assert Architecture(**info["architecture"]) == model.arch
+    assert Architecture(**load_model_weights(tmp_path / "ckpt", imported)["architecture"]) == model.arch
     assert_equal(dict(imported.state_dict()), dict(model.state_dict()))
 
 
