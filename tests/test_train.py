@@ -186,7 +186,7 @@ def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_
     assert not list((tmp_path / "out").glob("superseded*"))
 
 
-def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_none(job_file, tmp_path):
+def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_none(job_file, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text("no JSON\n" * 50)
     out, bad = tmp_path / "new" / "out", ["--dataset.source", "jsonl", "--dataset.path", str(tmp_path / "bad.jsonl")]
     assert "bad.jsonl, line 1" in launched(job_file, out, *bad, ranks=2, code=2)
@@ -194,6 +194,7 @@ def test_a_start_that_trains_nothing_leaves_no_folder_and_a_refused_one_touches_
     launched(job_file, out, "--training.steps", "2")
     job = ["--job.config_file", str(job_file), "--job.dump_folder", str(out)]
     check.main(job)
+    assert f"rank, if data, seq_len and tokenizer are those of {out / 'checkpoint'}.\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="model"):  # as of a start
         check.main([*job, "--model.dim", "32"])
     launched(job_file, out, *bad, code=2)

@@ -40,12 +40,13 @@ def main(argv: Sequence[str]) -> None:
     run = load_run(words, ranks)
     check_memory(run, elsewhere=options.world_size is not None)
     tokenizer = load_tokenizer(run.tokenizer_path, run.job)
-    if is_saved(run):  # a start compares the data and the tokenizer, too
+    if saved := is_saved(run):  # a start compares the data and the tokenizer, too
         jobs = known_job(run.checkpoint_folder), run.job
         before, now = (job.model_dump(mode="json") | {"model": asdict(Run(job).arch)} for job in jobs)
         say_changes(run.checkpoint_folder, compare_jobs(before, now, ([], [])), lambda line: None)
     note = toy_note(run, tokenizer, looked_at(run, tokenizer))
-    print(f"OK: {run.job.job.config_file or 'the job'} can start on {counted(ranks, 'rank')}.")
+    proviso = f", if data, seq_len and tokenizer are those of {run.checkpoint_folder}" if saved else ""
+    print(printable(f"OK: {run.job.job.config_file or 'the job'} can start on {counted(ranks, 'rank')}{proviso}."))
     if note:
         print(printable(f"\n{note}"))
     if options.plot:
