@@ -71,7 +71,8 @@ def damage(step: int) -> None:
 
 def test_another_machine_goes_on_from_the_newest_good_checkpoint_on_another_layout(server, tmp_path):
     keys = *MIRROR, "--lr_scheduler.total_steps", 20, "--checkpoint.interval", 3, "--checkpoint.keep_latest_k", 2
-    start_small(tmp_path / "one", *keys, "--training.steps", 10, ranks=2).ends_with(0)
+    slow = "--checkpoint.mirror_mbps", 40  # an old checkpoint is under way when the run ends
+    start_small(tmp_path / "one", *keys, "--training.steps", 10, *slow, ranks=2).ends_with(0)
     kept = ["step-00000009/manifest.json", "step-00000010/manifest.json"]
     assert (sorted(there("manifest.json")), there()) == (kept, files(tmp_path / "one/checkpoint"))
     damage(10)

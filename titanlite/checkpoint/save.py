@@ -131,10 +131,14 @@ class Saver:
             self._write(step, self._live.tensors(rng=True), info, folder)
         if last:
             self.settle()
-            self._ranks.on_rank0(self._purge)
+            self.purge()
             asked = self._config.last_save_in_hf and step != self._failed_step
             if asked and not self._ranks.on_rank0(lambda: self._export(path, step)):
                 self._fail(step)
+
+    def purge(self) -> None:
+        """Remove what is no longer kept, such as what was under way to the mirror when its time came."""
+        self._ranks.on_rank0(self._purge)
 
     def settle(self) -> None:
         """Wait for the save under way, if there is one, and agree with all ranks on how it ended. `stats` and `holds`

@@ -90,7 +90,11 @@ class Checkpoints(Hook):
     def ended(self, step: int, stopped: str) -> CheckpointError | None:
         self._saver.settle()
         if self._saver.holds(step):
-            if self._mirror is None or self._mirror.finished(self._training.alive):
+            if self._mirror is None:
+                return None
+            arrived = self._mirror.finished(self._training.alive)
+            self._saver.purge()  # again: what was under way to the mirror was kept
+            if arrived:
                 return None
             text = f"The newest checkpoint is saved, but not in {self._training.run.job.checkpoint.mirror}"
             return CheckpointError(f"{stopped and f'{stopped}. '}{text}: the log says why. Start again to copy it.")
