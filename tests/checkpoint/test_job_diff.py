@@ -28,6 +28,7 @@ def mix(*tables: dict, **keys: Any) -> dict:
 
 SPELLED = {"model__dim": 256, "model__n_layers": 6, "model__n_heads": 4, "model__n_kv_heads": 2}
 BATCH, SEED = {"training__global_batch_size": 32}, {"dataset__seed": 5}
+OWN = [job() | {"model": {"architecture": "own", "gain": gain}, "own": {"gain": gain}} for gain in (1, 2)]  # a plugin's
 OTHER_DATA = {"dataset__source": "text", "training__seq_len": 64, "training__seed": 1}
 WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
 
@@ -43,6 +44,7 @@ WEIGHT = "dataset.sources.0.weight: 1.0 -> 2.0"
         (job(), job(model__rope_theta=5e5), None, CURVE, ["model.rope_theta: 10000.0 -> 500000.0"]),
         (job(), job(**SPELLED), None, HARMLESS, []),  # a flavor written out is the same model
         ({**job(), "model": {"gone": 1}}, job(), None, HARMLESS, []),  # of another version: the shapes will tell
+        (*OWN, None, CURVE, ["own.gain: 1 -> 2"]),
         (job(), job(**OTHER_DATA), None, CURVE, 3),  # the data starts afresh: never refused
         (job(), job(**OTHER_DATA), SAME_DATA, HARMLESS, 3),
         (job(**SEED), job(**SEED, training__seed=1), None, CURVE, ["training.seed: 0 -> 1"]),

@@ -91,10 +91,12 @@ def flat(table: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
 def _verdict(
     name: str, old: dict[str, Any], new: dict[str, Any], data: DataChanges | None, other_data: str
 ) -> str | None:
-    """None: the loader says it in its own words."""
+    """None: another line says it, such as the loader's own words."""
     section, key = name.split(".")[0], name.split(".")[-1]
     if name == "optimizer.name":  # its state has other tensors
         return CURVE if "optimizer" in new["checkpoint.exclude_from_loading"] else REFUSED
+    if section == "model" and f"{new['model.architecture']}.{key}" in new:
+        return None  # it has a line already, as a key of the architecture's own table
     if section == "model":
         return REFUSED if key in _SHAPE else CURVE
     if name.startswith("dataset.sources."):
