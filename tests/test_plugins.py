@@ -69,6 +69,9 @@ def test_keys_of_a_plugin_are_checked_and_a_missing_one_is_named(trained: Path):
     check = ["check", "--job.config_file", trained / "config.toml", "--gemma.hidden_at", "relu"]
     assert "did you mean gemma.hidden_act?" in titanlite(*check, code=2)
     assert '"none_such"' in titanlite(*check, "--job.plugins", "none_such", code=2)
+    said = titanlite("import", "--hf", trained / "hf", "--out", trained / "from_hf", "--job.plugins", "gemma")
+    (trained / "from_hf.toml").write_text(said[said.index("[model]") :])
+    titanlite("check", "--job.config_file", trained / "from_hf.toml")
 
 
 def test_the_export_computes_what_was_trained(trained: Path):

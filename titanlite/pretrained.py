@@ -39,21 +39,11 @@ def parted(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return words[place + 1], words[:place] + words[place + 2 :]
 
 
-def with_folder(argv: Sequence[str]) -> list[str]:
-    """The command line with the folder of a model that was downloaded in place of its name, for the ranks."""
-    name, rest = parted(argv)
-    return rest if name is None else [FROM, str(_folder_of(name)), *rest]
-
-
-def _folder_of(name: str) -> Path:
-    folder = Path(name).expanduser()
-    return folder if folder.exists() else Path("models", name)
-
-
 def _downloaded(name: str) -> Path:
     """The folder of the model, where one of the hub is brought to. Raises UserError: it cannot be had."""
-    folder = _folder_of(name)
-    if (folder / _CONFIG).is_file() or folder == Path(name).expanduser():
+    here = Path(name).expanduser()
+    folder = here if here.exists() else Path("models", name)
+    if (folder / _CONFIG).is_file() or folder == here:
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{FROM} {name}: there is no such folder. OWNER/NAME is a model of the Hugging Face hub.")
@@ -86,7 +76,7 @@ def tables_of(name: str) -> dict[str, dict[str, Any]]:
     if path.is_file():
         arch, files = _read_architecture(path), ("tokenizer.json", "tokenizer.model")
         file = next((name for name in files if (folder / name).is_file()), files[0])
-        tables = _model_tables(arch) | {"tokenizer": {"path": str(folder / file)}}
+        tables = model_tables(arch) | {"tokenizer": {"path": str(folder / file)}}
     else:
         try:
             checkpoints_at(folder)
@@ -94,7 +84,7 @@ def tables_of(name: str) -> dict[str, dict[str, Any]]:
             raise UserError(f"{FROM} {folder}: there is no {_CONFIG} of a model, and no checkpoint.") from None
         run = Run(known_job(folder))
         tokenizer = {"path": str(run.tokenizer_path), "name": run.job.tokenizer.name}
-        arch, tables = run.arch, _model_tables(run.arch) | {"tokenizer": tokenizer}
+        arch, tables = run.arch, model_tables(run.arch) | {"tokenizer": tokenizer}
     parts = folder.resolve().parts[-2 if path.is_file() else -1 :]  # many folders of models are called final_hf
     rate = min(1e-3, 3e-4 * (8e9 / num_params(arch)) ** (1 / 3)) / 10
     return tables | {
@@ -105,7 +95,7 @@ def tables_of(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
+def model_tables(arch: Architecture) -> dict[str, dict[str, Any]]:
     """[model], and the table of a plugin's architecture."""
     values, names = dataclasses.asdict(arch), {field.name for field in dataclasses.fields(Architecture)}
     own = {name: value for name, value in values.items() if name not in names}

@@ -5,21 +5,19 @@ Invariant: the imported model computes the same as the original. If it would not
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, cast
 
+import tomlkit
 import tyro
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
-from titanlite.config.flavors import Architecture
 from titanlite.config.load import load_job
-from titanlite.config.mistakes import shown
 from titanlite.config.options import CheckpointOptions, OptionPath, parse_beside_job
 from titanlite.config.storage import local_copy
+from titanlite.pretrained import model_tables
 
 _ORIGIN = tyro.conf.create_mutex_group(required=True)
 _GONE = "flavor torchtitan_version n_heads rope_theta rope_scaling_factor norm_eps max_seq_len".split()  # noqa: SIM905
@@ -60,13 +58,7 @@ def main(argv: Sequence[str]) -> None:
     source = torchtitan_weights(origin, load_job(words).model) if options.torchtitan else read(origin)
     path = import_weights(make_folder(options.out), source, str(origin))
     print(f"Wrote {path}: {len(source.dtypes)} tensors. A job that starts from it needs\n")
-    print(job_tables(source.arch, path, origin))
-
-
-def job_tables(arch: Architecture, path: Path, origin: Path) -> str:
-    """The part of a job file that a run with the imported weights needs."""
-    values = dataclasses.asdict(arch).items()  # which TOML writes as JSON does
-    lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
+    tables = model_tables(source.arch) | ({"job": {"plugins": [*options.plugins]}} if options.plugins else {})
     tokenizers = [name for name in ("tokenizer.json", "tokenizer.model") if (origin / name).is_file()]
-    lines += ["", "[tokenizer]", f"path = {shown(str(origin / tokenizers[0]))}"] if tokenizers else []
-    return "\n".join([*lines, "", "[checkpoint]", f"initial_load_path = {shown(str(path))}"])
+    tables |= {"tokenizer": {"path": str(origin / tokenizers[0])}} if tokenizers else {}
+    print(tomlkit.dumps(tables | {"checkpoint": {"initial_load_path": str(path)}}).rstrip())

@@ -52,7 +52,6 @@ def launch(argv: Sequence[str]) -> int:
     from titanlite.launch.ranks import Ranks
     from titanlite.load_run import load_run
     from titanlite.observe.gpus import check_memory
-    from titanlite.pretrained import with_folder
 
     variables, given = read_variables()
     least, _, most = variables.NNODES.partition(":")
@@ -64,7 +63,7 @@ def launch(argv: Sequence[str]) -> int:
     if nodes[1] > 1 and variables.MASTER_ADDR is None:
         raise UserError(f"NNODES={variables.NNODES} needs MASTER_ADDR: the first machine, as others see it.")
     logged_ranks(workers * nodes[1])
-    run, argv = load_run(argv, workers * nodes[1]), with_folder(argv)
+    run = load_run(argv, workers * nodes[1])  # brings the model of --from for all ranks
     if nodes[0] < nodes[1]:
         load_run(argv, workers * nodes[0])  # it must also work on the fewest machines
     command, seconds = ["-m", "titanlite", "train", *argv], run.job.comm.preemption_seconds
