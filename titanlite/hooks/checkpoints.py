@@ -97,7 +97,8 @@ class Checkpoints(Hook):
             if arrived:
                 return None
             text = f"The newest checkpoint is saved, but not in {self._training.run.job.checkpoint.mirror}"
-            return CheckpointError(f"{stopped and f'{stopped}. '}{text}: the log says why. Start again to copy it.")
+            why = "the log says why, or checkpoint.timeout_seconds were too few"
+            return CheckpointError(f"{stopped and f'{stopped}. '}{text}: {why}. Start again to copy it.")
         return CheckpointError(
             f"{stopped and f'{stopped}. '}The save after the last step, {step}, FAILED; the log says why. Once that is "
             "mended, start again: what the newest checkpoint does not hold is trained again."
