@@ -69,8 +69,10 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     options = None
     if job.float8.enable and mesh.fsdp.device_type == "cuda":
         # One kernel for the scales of all weights of a block, one for their casts. Kernels that fuse casts gave NaN
-        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859).
-        options = {"combo_kernels": True, "emulate_precision_casts": job.float8.recipe_name != "tensorwise"}
+        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859). Casts that are kept count as operations,
+        # of which more than 30 would make the compiler write three values of SwiGLU to memory, in fp32.
+        rowwise = job.float8.recipe_name != "tensorwise"
+        options = {"combo_kernels": True, "emulate_precision_casts": rowwise, "realize_opcount_threshold": 100}
     how = {"fullgraph": True, "options": options}
     if compiled and around:
         for block in model.layers.values():
