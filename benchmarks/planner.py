@@ -43,7 +43,7 @@ from titanlite.observe.gpus import GIB, find_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.advice import make_plan
-from titanlite.plan.roofline import beside_torch
+from titanlite.plan.roofline import CUBLAS, beside_torch
 from titanlite.plan.trace import trace_run, with_keys
 from titanlite.runtime.process import set_up_torch
 from titanlite.runtime.world import process_group
@@ -183,7 +183,7 @@ GHOST_INTRO = """
 Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and
 third step, "reserved" what the allocator has taken from CUDA by then, with segments that can be extended, as the
 launcher has them.
-The plan's "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
+The plan's "allocated" has cuBLAS's workspaces beside the tensors. Its "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
 
 {run} of {cases} cases were run. The largest errors are {allocated:.1%} and {reserved:.1%}.
 """
@@ -313,7 +313,7 @@ def compare_on_ghost(name: str) -> Result:
         found = [pool.submit(_rank_on_ghost, rank, ranks, sections).result() for rank in rank_ids]
     allocated, reserved = map(max, zip(*found, strict=True))
     with_lost = plan.needs - beside_torch(run)
-    return Result(name, ranks, plan.peak, allocated, 0, with_lost, reserved, about())
+    return Result(name, ranks, plan.peak + CUBLAS, allocated, 0, with_lost, reserved, about())
 
 
 class _Alone(dist.Store):  # pyright: ignore[reportPrivateImportUsage]

@@ -135,7 +135,9 @@ def test_a_step_runs_and_neither_waits_nor_compiles_anew(taken: Any, ranks: int,
             assert not waits
 
 
-@pytest.mark.parametrize("name", ["1b, tensor 2", pytest.param("1b, compiled, 4 microbatches", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["1b, tensor 2", pytest.param("8b, full, compiled, 4 microbatches", marks=pytest.mark.long)]
+)
 def test_a_plan_says_what_the_allocator_says(tmp_path: Path, name: str):
     """Within the distances that benchmarks/planner.md shows. A rank alone is enough, because no collective waits."""
     files = ["--results", str(tmp_path / "results.json"), "--out", str(tmp_path / "page.md")]

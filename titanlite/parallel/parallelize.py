@@ -52,7 +52,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device, log: Callable[[str],
 
 def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) -> None:
     """Apply every transformation that the job asks for to a model or a pipeline stage, in place."""
-    job, compiled = run.job, run.compiles("model")
+    job, compiled, recompute = run.job, run.compiles("model"), run.job.activation_checkpoint
     if job.float8.enable:
         convert_to_float8(model, job.float8, log, compiled)
     if mesh.tensor is not None:
@@ -64,21 +64,24 @@ def parallelize(model: Llama, mesh: Mesh, run: Run, log: Callable[[str], None]) 
     # With DTensors, a graph fails that contains its own recomputation, because torch 2.13 saves their DeviceMesh as if
     # it were a tensor. So the checkpoint is put around the graph. It then also recomputes the last matmul, which the
     # compiler would leave out.
-    recompute = job.activation_checkpoint
     around = mesh.tensor is not None and (recompute.mode, recompute.selective_ac_option) != ("selective", "op")
     options = None
     if job.float8.enable and mesh.fsdp.device_type == "cuda":
-        # One kernel for the scales of all weights of a block, one for their casts. Kernels that fuse casts gave NaN
-        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859). Casts that are kept count as operations,
+        # One kernel for the scales of all weights of a block, one for their casts. The one for the casts of a backward
+        # pass holds all of them at a time, which is the peak where all is recomputed. Kernels that fuse casts gave NaN
+        # with rowwise scales (https://github.com/pytorch/pytorch/issues/150859). Casts that are kept are operations,
         # of which more than 30 would make the compiler write three values of SwiGLU to memory, in fp32.
-        rowwise = job.float8.recipe_name != "tensorwise"
-        options = {"combo_kernels": True, "emulate_precision_casts": rowwise, "realize_opcount_threshold": 100}
+        options = {
+            "combo_kernels": recompute.mode != "full",
+            "emulate_precision_casts": job.float8.recipe_name != "tensorwise",
+            "realize_opcount_threshold": 100,
+        }
     how = {"fullgraph": True, "options": options}
     if compiled and around:
         for block in model.layers.values():
             block.forward = torch.compile(block.forward, **how)
     if recompute.mode != "none":
-        apply_activation_checkpointing(model, recompute, compiled and mesh.context is not None and not around)
+        apply_activation_checkpointing(model, recompute, compiled and not around)
     if compiled and not around:
         for block in model.layers.values():
             block.compile(**how)  # one graph serves all blocks, because code and shapes are the same

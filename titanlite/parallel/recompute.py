@@ -55,14 +55,12 @@ def _save_attention_and_every_second_matmul(last: int) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpointing(
-    model: Llama, config: schema.ActivationCheckpoint, compiled_collectives: bool = False
-) -> None:
+def apply_activation_checkpointing(model: Llama, config: schema.ActivationCheckpoint, in_graph: bool = False) -> None:
     """Let the blocks of `model` recompute, in place. The mode memory_budget lets the compiler choose instead.
 
     Args:
-        compiled_collectives: Blocks are compiled together with their recomputation and communicate. The compiler would
-            save what they receive, unless it finds that a policy does not.
+        in_graph: Blocks are compiled together with their recomputation. The compiler would save what they receive from
+            other ranks, and an input of SwiGLU, unless it finds that a policy does not.
     """
     if config.mode == "memory_budget":
         functorch_config.activation_memory_budget = config.memory_budget
@@ -72,7 +70,7 @@ def apply_activation_checkpointing(
         return
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # Llama uses no random numbers
     option = config.selective_ac_option if config.mode == "selective" else "1"
-    if compiled_collectives:
+    if in_graph:
         recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, []))
     every = 1 if option == "op" else int(option)
     for name, block in model.layers.items():

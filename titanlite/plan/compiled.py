@@ -136,7 +136,7 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Any = No
     """torch's own, or within a graph: tell the partitioner what not to save."""
     if not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, **how, **({"context_fn": context_fn} if context_fn else {}))
-    # Compiled blocks that communicate have a policy that saves nothing.
+    # Compiled blocks that recompute all have a policy that saves nothing.
     kind = {FLEX: CheckpointPolicy.MUST_RECOMPUTE} if getattr(context_fn, "args", None) == ([],) else {}
     policy = partial(create_selective_checkpoint_contexts, lambda _, op, *__, **___: kind.get(op, PREFER_RECOMPUTE))
     forward = (policy if kind or context_fn is None else context_fn)()[0]

@@ -33,6 +33,7 @@ from titanlite.hooks.hook import Hook
 from titanlite.model.llama import Llama
 from titanlite.observe.flops import num_params
 from titanlite.observe.gpus import Gpu
+from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import StepSums
 from titanlite.optim.loss import VOCAB_BLOCK
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -258,6 +259,8 @@ def count_step(run: Run, mesh: Mesh, sharded: ShardedModel, update: TrainStep, w
         host = max(host, alive[HOST])
     for kinds in peaks.values():
         kinds[-1] = host
+    if training.enable_cpu_offload:  # a reduced gradient is on the device, in FSDP2's stream, until it has been copied
+        pools[-1, Place("backward", "end")] = max(local_shard(each).nbytes for each in update.model.parameters())
     return Counted(peaks, pools, amounts)
 
 
