@@ -183,7 +183,8 @@ GHOST_INTRO = """
 Made on the [ghost](../docs/ghost.md): torch's own allocator, but no GPU. "allocated" is the most in the second and
 third step, "reserved" what the allocator has taken from CUDA by then, with segments that can be extended, as the
 launcher has them.
-The plan's "allocated" has cuBLAS's workspaces beside the tensors. Its "reserved" is its sum without what CUDA and NCCL take beside torch, which the ghost cannot show.
+The plan's "allocated" has cuBLAS's workspaces beside the tensors. Its "reserved" is its sum without what CUDA and NCCL
+take beside torch, which the ghost cannot show.
 
 {run} of {cases} cases were run. The largest errors are {allocated:.1%} and {reserved:.1%}.
 """
