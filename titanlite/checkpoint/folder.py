@@ -21,6 +21,7 @@ from titanlite.checkpoint import step_folders
 from titanlite.checkpoint.live_tensors import LiveState
 from titanlite.config import schema
 from titanlite.config.errors import Damage, UserError
+from titanlite.runtime.world import gathered
 
 T = TypeVar("T")
 
@@ -47,10 +48,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, which should be small: at thousands of ranks they add up."""
-        values = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gathered(value, self.group)
 
     def together(self, function: Callable[[], T]) -> T:
         """Call it on every rank; each gets its own value.

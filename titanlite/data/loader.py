@@ -23,6 +23,7 @@ from titanlite.data.batch import IGNORED, GlobalBatch, make_microbatch
 from titanlite.data.stream import BatchReader, OutOfData, Place, Row, StreamPosition, report_skipped, training_data
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Worker
+from titanlite.runtime.world import gathered
 
 __all__ = ["Loader", "OutOfData"]
 
@@ -231,7 +232,4 @@ class Loader:
 
     def _gather(self, value: Any) -> list[Any]:
         """The values of all ranks of dp_group."""
-        values = [value] * self._dp_size
-        if self._dp_group is not None:
-            dist.all_gather_object(values, value, group=self._dp_group)
-        return values
+        return [value] if self._dp_group is None else gathered(value, self._dp_group)

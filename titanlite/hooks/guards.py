@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from titanlite.config.errors import GuardError
 from titanlite.hooks.hook import Hook, StepResult, Training
 from titanlite.runtime.logging import Event
+from titanlite.runtime.world import gathered
 
 
 class Skipped(NamedTuple):
@@ -74,8 +74,7 @@ class NonFiniteGuard(Hook):
                 own.append(Skipped(step, self._training.mesh.data_rank, result.loss.item(), parameter))
         self._skipped += len(own)
         if own:
-            of_ranks = [own] * self._training.run.world_size
-            dist.all_gather_object(of_ranks, own, self._training.mesh.world_group)
+            of_ranks = gathered(own, self._training.mesh.world_group)
             self._lines += map(self._describe, zip(*of_ranks, strict=True))
 
     def _describe(self, ranks: tuple[Skipped, ...]) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.errors import GuardError
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.optim.adamw import local_shard
 from titanlite.optim.clip import number_of_copies
+from titanlite.runtime.world import gathered
 
 
 class ReplicaGuard(Hook):
@@ -45,8 +45,7 @@ class ReplicaGuard(Hook):
         if not sums:
             return
         own = dict(zip(self._shared, torch.stack(sums).tolist(), strict=True))
-        of_ranks = [own] * self._training.run.world_size
-        dist.all_gather_object(of_ranks, own, self._training.mesh.world_group)
+        of_ranks = gathered(own, self._training.mesh.world_group)
         for key in dict.fromkeys(key for sums in of_ranks for key in sums):
             copies = {rank: sums[key] for rank, sums in enumerate(of_ranks) if key in sums}
             (most, count), *others = Counter(copies.values()).most_common()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from titanlite.config.errors import UserError
 from titanlite.config.schema import JobConfig
 from titanlite.model.attention import backend_order
 from titanlite.runtime.process import STORE
+
+T = TypeVar("T")
 
 
 def keep_freed_memory() -> None:
@@ -42,11 +44,11 @@ def keep_freed_memory() -> None:
         mallopt(arena_max, 1)  # otherwise gloo's threads have their own heaps, with 10 MB per rank that is never freed
 
 
-def all_hosts() -> list[str]:
-    """Name of every rank's machine. All ranks call it together."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of a group, in their order. All of them call it together. None: of the whole world."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:

@@ -7,6 +7,7 @@ and has no branch on the layout.
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -34,7 +35,7 @@ from titanlite.optim.schedule import rate_of
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.runtime.logging import Event
-from titanlite.runtime.world import all_hosts, process_group
+from titanlite.runtime.world import gathered, process_group
 from titanlite.score import Score
 from titanlite.train.build import describe, standard_hooks
 from titanlite.train.out_of_memory import explained, is_out_of_memory
@@ -119,7 +120,7 @@ class Trainer(Training):
     def build(self, run: Run, device: torch.device, hooks: Sequence[Hook], standard: bool) -> None:
         """Build all that the step loop needs. Each part comes after the parts that it needs."""
         self.run, self.job, self.device, self.rank = run, run.job, device, dist.get_rank()
-        self.mesh, self.hosts = build_mesh(run.degrees, device.type), all_hosts()
+        self.mesh, self.hosts = build_mesh(run.degrees, device.type), gathered(socket.gethostname())
         self.hooks = [*(standard_hooks(self) if standard else ()), *hooks]
         self.tokenizer = load_tokenizer(run.tokenizer_path, run.job)
         ranks = self.mesh.data_rank, self.mesh.data_group
@@ -250,8 +251,7 @@ class Trainer(Training):
 
     def _data_failure(self) -> Exception | None:
         """Why some rank cannot read its data for the next step, or None. All ranks get the same answer."""
-        failures: list[Exception | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, self._data_fails(1), self.mesh.world_group)
+        failures = gathered(self._data_fails(1), self.mesh.world_group)
         return next((failure for failure in failures if failure is not None), None)
 
     def _losses(self, share: Tensor, num_tokens: int) -> Tensor:

@@ -11,8 +11,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from titanlite.config.errors import UserError
 from titanlite.config.files import make_folder
 from titanlite.config.run import Run
@@ -21,6 +19,7 @@ from titanlite.data.loader import OutOfData
 from titanlite.hooks.profiler import Profiler, StepProfile
 from titanlite.load_run import check_run, world_size
 from titanlite.runtime.logging import working
+from titanlite.runtime.world import gathered
 from titanlite.train.loop import Trainer
 
 
@@ -49,7 +48,6 @@ def profile_steps(
     settings = run.job.profiling.model_copy(update={"enable_profiling": True, **own})
     run = Run(run.job.model_copy(update={"metrics": Metrics(log_freq=warmup + steps)}), run.world_size)
     profiler, logged = Profiler(settings, folder), None
-    found: list[list[StepProfile]] = [[] for _ in range(run.world_size)]
     saying = working("Building the model") if os.environ.get("RANK", "0") == "0" else nullcontext(str)
     with saying as say, Trainer(run, hooks=[profiler], standard=False) as trainer:
         try:
@@ -60,5 +58,5 @@ def profile_steps(
             raise UserError(f"The data ends before step {warmup + steps}: {end}. Profile fewer steps.") from None
         assert logged is not None  # the last step is logged
         took = f"{logged.step_time:.3g} s a step, {logged.tps:,.0f} tokens/s, {logged.memory_peak:.2f} GiB at the peak"
-        dist.all_gather_object(found, [replace(own, table=f"{own.table}\n{took}") for own in profiler.profiles])
+        found = gathered([replace(own, table=f"{own.table}\n{took}") for own in profiler.profiles])
     return [profile for of_rank in found for profile in of_rank]
