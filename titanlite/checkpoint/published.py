@@ -156,9 +156,7 @@ def export_hf(
             (folder / name).write_text(json.dumps(table, indent=2) + "\n")
         for path in folder.iterdir():
             step_folders.flush(path)
-        step_folders.flush(folder)
-        folder.rename(out)
-        step_folders.flush(out.parent)
+        step_folders.appear(folder, out)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
