@@ -18,10 +18,25 @@ from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import Resumer
 from titanlite.checkpoint.save import Saver
 from titanlite.config.errors import CheckpointError
+from titanlite.config.schema import JobConfig
 from titanlite.data.tokenizer_files import write_tokenizer
 from titanlite.hooks.hook import Hook, Request, Training
 from titanlite.observe.flops import num_params
 from titanlite.parallel.float8 import precompute_scales
+
+
+def open_folder(training: Training, job: JobConfig, changes: bool = True) -> Resumer:
+    """What loads the checkpoints of a run. Their folder is open until the trainer closes.
+
+    Args:
+        job: compared with those of the checkpoints.
+        changes: see `CheckpointFolder`.
+    """
+    live = LiveState(training.model, training.optimizer, training.hook_tensors)
+    path, json_job = training.run.checkpoint_folder, job.model_dump(mode="json")
+    folder = CheckpointFolder(job.checkpoint, path, live, training.log, json_job, changes)
+    training.opened.callback(folder.ranks.close)
+    return Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
 
 
 class Checkpoints(Hook):
@@ -34,13 +49,10 @@ class Checkpoints(Hook):
 
     def load(self) -> None:
         training, run, job = self._training, self._training.run, self._training.run.job
-        live = LiveState(training.model, training.optimizer, training.hook_tensors)
-        json_job = job.model_dump(mode="json")
-        folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, json_job)
-        training.opened.callback(folder.ranks.close)
+        self._resumer = open_folder(training, job)
+        folder = self._resumer.folder
         weight, moment = (getattr(torch, dtype).itemsize for dtype in (job.training.dtype, run.state_dtype))
         folder.check_room(num_params(run.arch) * (weight + 2 * moment + 4 * bool(job.ema.decay)))
-        self._resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
         if job.checkpoint.mirror is not None:
             self._mirror = Mirror(folder, self._resumer.compare)
             training.opened.callback(self._mirror.close)

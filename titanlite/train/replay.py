@@ -6,13 +6,11 @@ the run changes, and the run may go on meanwhile.
 
 from __future__ import annotations
 
-from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.live_tensors import LiveState
-from titanlite.checkpoint.resume import Resumer
 from titanlite.config.errors import UserError
 from titanlite.config.run import Run
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import OutOfData
+from titanlite.hooks.checkpoints import open_folder
 from titanlite.hooks.hook import Hook, Training
 from titanlite.observe.logged_step import LoggedStep
 from titanlite.runtime.logging import note
@@ -30,16 +28,11 @@ class Earlier(Hook):
         self._training = training
 
     def load(self) -> None:
-        training, run = self._training, self._training.run
-        live, job = LiveState(training.model, training.optimizer, training.hook_tensors), self._job
-        saved = job.model_dump(mode="json")
-        folder = CheckpointFolder(job.checkpoint, run.checkpoint_folder, live, training.log, saved, changes=False)
-        training.opened.callback(folder.ranks.close)
-        resumer = Resumer(folder, training.tokenizer.is_known_as, training.loader.compare)
+        resumer = open_folder(self._training, self._job, changes=False)
         if (state := resumer.load_before(self._step)) is None:
             resumer.load_initial_weights()
         else:
-            training.load_state_dict(state)
+            self._training.load_state_dict(state)
 
 
 class _Replayed(Trainer):
