@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
-import tyro
 from pydantic import Field
 
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.commands.common import note_once, print_result, start_ranks
 from titanlite.config.errors import UserError, counted
 from titanlite.config.load import load_job
-from titanlite.config.options import CheckpointOptions, OptionPath, Scoring, parse_beside_job
+from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, Scoring, parse_beside_job
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
@@ -29,7 +28,7 @@ class Eval(Scoring, CheckpointOptions):
     several steps, the newest good one is used."""
     data: Annotated[tuple[OptionPath, ...], Field(strict=False, min_length=1)]
     """Files: .jsonl (also .gz and .zst), .parquet; any other is read as text."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

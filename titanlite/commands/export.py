@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, cast
-
-import tyro
+from typing import Literal, cast
 
 from titanlite.config.errors import CheckpointError, UserError
 from titanlite.config.files import make_folder
-from titanlite.config.options import CheckpointOptions, OptionPath, parse
+from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, parse
 from titanlite.config.run import Run
 from titanlite.runtime.logging import note
 
@@ -33,7 +31,7 @@ class Export(CheckpointOptions):
     """Tokenizer file. Left out: that of the training job."""
     ema: bool = False
     """Take the average of the weights: see `titanlite help ema`."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

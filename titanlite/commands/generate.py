@@ -8,14 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from titanlite.checkpoint.find import checkpoints_at
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file
-from titanlite.config.options import CheckpointOptions, Generation, OptionPath, parse
+from titanlite.config.options import AsJson, CheckpointOptions, Generation, OptionPath, parse
 from titanlite.runtime.logging import note
 
 MOST_BYTES = 1 << 28  # of a file of prompts
@@ -34,7 +32,7 @@ class Generate(Generation, CheckpointOptions):
     object with the key "prompt", so that a prompt can have several lines."""
     ema: bool = False
     """Take the average of the weights: see `titanlite help ema`."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object for each prompt, on a line of its own, and nothing else."""
 
 

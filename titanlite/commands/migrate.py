@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
-
-import tyro
 
 from titanlite.config.errors import UserError, printable
 from titanlite.config.files import read_file, write_whole
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import OptionPath, Options, PositionalPath, parse
 from titanlite.torchtitan.migrate import Migration
 from titanlite.torchtitan.tables import Version
 
@@ -22,7 +19,7 @@ class Migrate(Options):
     """Turn a job file of torchtitan 0.1 or 0.2, for a Llama, into one of titanlite's. Each key is carried over, or
     named with the reason why it is not. Comments stay in the old file."""
 
-    file: Annotated[OptionPath, tyro.conf.Positional]
+    file: PositionalPath
     """torchtitan's job file (TOML)."""
     out: OptionPath | None = None
     """File to write. Left out: the new file is printed, and the report goes to standard error."""

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import tyro
 from pydantic import Field
 
 from titanlite.config.errors import UserError
 from titanlite.config.files import not_writable, write_whole
 from titanlite.config.load import dump_config
-from titanlite.config.options import OptionPath, OptionRanks, Options, parse_beside_job
+from titanlite.config.options import AsJson, OptionPath, OptionRanks, Options, parse_beside_job
 from titanlite.config.run import Run
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.forecast import Forecast
@@ -36,7 +35,7 @@ class Plan(Options):
     its data sheet. Left out: the GPU of this machine, or H100 if it has none."""
     memory: Annotated[float, Field(gt=0, le=MOST_GIB)] | None = None
     """GiB of a device (of the machine with --gpu cpu), in place of the number in the table. A million at most."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object instead of text."""
     quick: bool = False
     """Do not look for the largest batch that fits."""

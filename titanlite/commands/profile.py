@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
-import tyro
 from pydantic import Field, NonNegativeInt
 
 from titanlite.commands.common import print_result, start_ranks
-from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.config.options import AsJson, OptionPath, Options, parse_beside_job
 from titanlite.load_run import load_run, world_size
 
 
@@ -27,7 +26,7 @@ class Profile(Options):
     """Steps before them. The first one is slow, and compiles what is to be compiled."""
     out: OptionPath | None = None
     """Traces go to the folder `profile` in this folder. Left out: job.dump_folder."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from pydantic import PositiveInt
 
 from titanlite.commands.common import print_result, start_ranks
 from titanlite.config.errors import UserError
-from titanlite.config.options import OptionPath, Options, parse_beside_job
+from titanlite.config.options import AsJson, Options, PositionalPath, parse_beside_job
 from titanlite.load_run import load_run, world_size
 from titanlite.observe.logged_step import json_line
 
@@ -23,11 +22,11 @@ class Replay(Options):
     Start as many ranks as the run had, with NGPU=N or with torchrun: then the loss has the same bits. No file changes.
     """
 
-    dir: Annotated[OptionPath, tyro.conf.Positional]
+    dir: PositionalPath
     """The run's output folder."""
     step: PositiveInt
     """Number of the step; the first one is 1."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

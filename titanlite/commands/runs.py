@@ -7,14 +7,12 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from titanlite.commands.common import print_result
 from titanlite.config.errors import one_line
 from titanlite.config.mistakes import short
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import AsJson, Options, PositionalPath, parse
 from titanlite.report.run_files import list_runs
 
 _HEAD = ("run", "state", "step", "of", "loss", "tokens/s", "last word", "why")
@@ -23,9 +21,9 @@ _HEAD = ("run", "state", "step", "of", "loss", "tokens/s", "last word", "why")
 class Runs(Options):
     """List the runs in a folder and the folders in it, the latest first: state, step, loss, speed, age."""
 
-    dir: Annotated[OptionPath, tyro.conf.Positional] = Path("outputs")
+    dir: PositionalPath = Path("outputs")
     """Where to look, three folders deep."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

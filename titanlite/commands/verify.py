@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
-
-import tyro
 
 from titanlite.checkpoint.find import verify
 from titanlite.config.errors import CheckpointError, printable
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import AsJson, Options, PositionalPath, parse
 
 
 class Verify(Options):
     """Read every byte of the checkpoints in a folder and say which ones are good."""
 
-    dir: Annotated[OptionPath, tyro.conf.Positional]
+    dir: PositionalPath
     """One step folder, the folder of all checkpoints, or a run's output folder."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    as_json: AsJson = False
     """Print one JSON object and nothing else."""
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated
 
-import tyro
-
-from titanlite.config.options import OptionPath, Options, parse
+from titanlite.config.options import Options, PositionalPath, parse
 from titanlite.report.run_files import read_status
 from titanlite.runtime.logging import is_live_terminal
 
@@ -20,7 +17,7 @@ class Watch(Options):
     Only its files are read, so it can run on another machine. Ctrl-C ends the watching, not the run.
     """
 
-    dir: Annotated[OptionPath, tyro.conf.Positional]
+    dir: PositionalPath
     """The run's output folder."""
 
 

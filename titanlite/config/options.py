@@ -26,6 +26,12 @@ JOB_KEYS = "Every key of a job is an option, too: `titanlite train --help` expla
 # A file or a folder. A leading ~ is expanded, and a name that the system does not accept is refused.
 OptionPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(usable_path(str(path))))]
 
+# The same where it stands without the name of an option.
+PositionalPath = Annotated[OptionPath, tyro.conf.Positional]
+
+# The option --json.
+AsJson = Annotated[bool, tyro.conf.arg(name="json")]
+
 # A number of ranks.
 OptionRanks = Annotated[PositiveInt, Field(le=MOST_RANKS)]
 
