@@ -15,18 +15,8 @@ KEYS = [
     *("step", "loss", "loss_max", "grad_norm", "clipped", "lr", "tokens", "tps", "tps_per_device", "mfu", "tflops"),
     *("memory", "memory_peak", "memory_active", "alloc_retries", "step_time", "data_time", "forward_backward_time"),
     *("optimizer_time", "checkpoint_time", "other_time", "elapsed", "time_left", "time", "utilization"),
-    *(
-        "skipped_records",
-        "skipped_steps",
-        "spikes",
-        "roll_backs",
-        "failed_saves",
-        "save_waits",
-        "failed_mirrors",
-        "failed_writes",
-        "source_tokens",
-        "source_epochs",
-    ),
+    *("skipped_records", "skipped_steps", "spikes", "roll_backs", "failed_saves", "save_waits", "failed_mirrors"),
+    *("failed_writes", "source_tokens", "source_epochs"),
 ]
 PARTS = ("data_time", "forward_backward_time", "optimizer_time", "checkpoint_time", "other_time")
 
