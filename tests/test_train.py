@@ -19,7 +19,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from ranks import World, descendants, start_titanlite, titanlite
+from ranks import descendants, start_small, titanlite
 from small_runs import SMALL, as_logged, launched, logged, start, wait_for_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,14 +41,10 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-def start_ranks(job_file: Path, folder: Path, *options: str, ranks: int = 1) -> World:
-    words = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
-    return start_titanlite(*words, ranks=ranks)
-
-
 def run(job_file: Path, folder: Path, *options: str, ranks: int = 1, code: int = 0) -> str:
     """What the ranks said; all of them ended with `code`."""
-    return start_ranks(job_file, folder, *options, ranks=ranks).ends_with(code)
+    words = ("train", "--job.config_file", job_file, "--job.dump_folder", folder, *options)
+    return titanlite(*words, ranks=ranks, code=code)
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float, float, int]]:
@@ -63,7 +59,7 @@ def test_exact_resume(job_file, tmp_path):
     words = "--lr_scheduler.decay_ratio 0 --validation.freq 5 --validation.holdout 0.02 --validation.sequences 2"
     options = (*words.split(), "--training.steps")
     resumed, reference = tmp_path / "killed", tmp_path / "reference"
-    killed = start_ranks(job_file, resumed, *options, "200")
+    killed = start_small(resumed, *options, "200")
     killed.wait_for("step +7/")
     killed.kill(0, signal.SIGKILL)
     assert killed.wait() == [-signal.SIGKILL]
@@ -100,12 +96,11 @@ def test_usr2_saves_and_goes_on_and_ctrl_c_saves_and_starting_again_goes_on(job_
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_whose_last_save_fails_does_not_say_that_it_is_saved(job_file, tmp_path, stopped):
+def test_a_run_whose_last_save_fails_does_not_say_that_it_is_saved(tmp_path, stopped):
     """And starting again, once there is room, ends as if nothing had happened."""
-    words = ["train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out"]
-    words += ["--checkpoint.interval", 900]
+    words = [tmp_path / "out", "--checkpoint.interval", 900]
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))  # as where a disk is full
-    world = start_titanlite(*words, *["--training.steps", 5000] * stopped, before=full)
+    world = start_small(*words, *["--training.steps", 5000] * stopped, before=full)
     if stopped:
         world.wait_for("step +6/")
         world.kill(0, signal.SIGINT)
@@ -115,7 +110,7 @@ def test_a_run_whose_last_save_fails_does_not_say_that_it_is_saved(job_file, tmp
     assert f"save of step {last} FAILED (OSError: [Errno 27] File too large" in said
     assert f"The save after the last step, {last}, FAILED" in said
     assert not list((tmp_path / "out" / "checkpoint").glob("step-*"))
-    assert "saved step 12" in titanlite(*words)
+    assert "saved step 12" in start_small(*words).ends_with(0)
 
 
 @pytest.mark.parametrize("signalled", [True, False])
@@ -141,11 +136,11 @@ def test_a_terminal_that_goes_away_costs_no_save(job_file, tmp_path, signalled):
     ("number", "rank", "saves", "code"),
     [(signal.SIGTERM, 1, True, 75), (signal.SIGUSR1, None, True, 75), (signal.SIGUSR1, 1, False, 128 + signal.SIGUSR1)],
 )
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(job_file, tmp_path, number, rank, saves, code):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, number, rank, saves, code):
     """A scheduler such as Slurm may signal every process (None): those that read data leave the answer to the ranks.
     A stop that saves nothing ends as the signal itself does."""
     options = [] if saves else ["--checkpoint.no-enable"]
-    world = start_ranks(job_file, tmp_path / "out", "--training.steps", "5000", *options, ranks=2)
+    world = start_small(tmp_path / "out", "--training.steps", "5000", *options, ranks=2)
     world.wait_for("step +6/")
     own = [process.pid for process in world.processes if process.pid is not None]
     for pid in [own[rank]] if rank is not None else [*own, *(pid for each in own for pid in descendants(each))]:
@@ -173,7 +168,7 @@ def test_outputs_reload_to_an_equal_job_and_a_finished_run_does_nothing_more(job
 
 def test_a_second_start_that_waits_does_not_write_into_the_log_of_the_first(job_file, tmp_path):
     """Nor does it set aside what is being written, whether it would save or not."""
-    first = start_ranks(job_file, tmp_path / "out", "--training.steps", "5000")
+    first = start_small(tmp_path / "out", "--training.steps", "5000")
     first.wait_for("step +6/")
     options = ["--training.steps", "5000", "--comm.init_timeout_seconds", "2", "--checkpoint.no-enable"]
     output = run(job_file, tmp_path / "out", *options, code=2)
@@ -275,7 +270,7 @@ def without_reading(self):
         (without_recompiling, ["--compile.enable", "--compile.components", "model", "loss", "optimizer", "clip"]),
     ],
 )
-def test_a_step_neither_waits_for_the_device_nor_compiles_again(job_file, tmp_path, step, options):
-    words = ["train", "--job.config_file", job_file, "--job.dump_folder", tmp_path / "out", "--metrics.log_freq", "4"]
-    start_titanlite(*words, *options, before=functools.partial(setattr, Trainer, "step", step)).ends_with(0)
+def test_a_step_neither_waits_for_the_device_nor_compiles_again(tmp_path, step, options):
+    before = functools.partial(setattr, Trainer, "step", step)
+    start_small(tmp_path / "out", "--metrics.log_freq", 4, *options, before=before).ends_with(0)
     assert list(logged(tmp_path / "out")) == [1, 4, 8, 12]
