@@ -249,6 +249,9 @@ def _fit(pieces: list[Piece], length: int) -> list[list[Piece]]:
 class PackedDataset:
     """The sources of a job, open, and where their rows go on.
 
+    Args:
+        dataset: what the run trains on, or validates on.
+
     Attributes:
         specs: the tables that name the sources.
         mixture: of the next global batch.
@@ -258,18 +261,11 @@ class PackedDataset:
         UserError: as `open_sources`.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        tokenizer: DocumentTokenizer,
-        seed: int,
-        seq_len: int,
-        global_batch_size: int,
-        job: JobConfig | None = None,
-    ) -> None:
-        self.tokenizer, self.seed, self.seq_len, self.packing = tokenizer, seed, seq_len, dataset.packing
-        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, seq_len, job)
-        self.mixture = Mixture(dataset, global_batch_size)
+    def __init__(self, run: Run, dataset: Dataset, tokenizer: DocumentTokenizer, seed: int, batch_size: int) -> None:
+        self.tokenizer, self.seed, self.packing = tokenizer, seed, dataset.packing
+        self.seq_len = run.job.training.seq_len
+        self.specs, self.sources = source_specs(dataset), open_sources(dataset, tokenizer, self.seq_len, run.job)
+        self.mixture = Mixture(dataset, batch_size)
         self.positions = [
             [StreamPosition()] * _num_streams(source, spec.max_epochs, tokenizer.holdout)
             for source, spec in zip(self.sources, self.specs, strict=True)
@@ -278,8 +274,8 @@ class PackedDataset:
 
 def training_data(run: Run, tokenizer: Tokenizer) -> PackedDataset:
     """What a run trains on, without what validation.holdout keeps. Raises UserError as `open_sources`."""
-    documents, length = DocumentTokenizer.of_run(run, tokenizer), run.job.training.seq_len
-    return PackedDataset(run.job.dataset, documents, run.data_seed, length, run.global_batch_size, run.job)
+    documents = DocumentTokenizer.of_run(run, tokenizer)
+    return PackedDataset(run, run.job.dataset, documents, run.data_seed, run.global_batch_size)
 
 
 def _num_streams(source: Source, max_epochs: int, holdout: float) -> int:
@@ -406,9 +402,7 @@ def source_specs(dataset: Dataset) -> tuple[DataSource | Dataset, ...]:
     return dataset.sources or (dataset,)
 
 
-def open_sources(
-    dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int, job: JobConfig | None = None
-) -> list[Source]:
+def open_sources(dataset: Dataset, tokenizer: DocumentTokenizer, seq_len: int, job: JobConfig) -> list[Source]:
     """The sources of a job, after a first look into each: what can be found wrong at once is said before training.
 
     Raises:

@@ -42,8 +42,8 @@ class ValidationSet:
     """
 
     def __init__(self, run: Run, tokenizer: Tokenizer, dp_rank: int, device: torch.device) -> None:
-        validation, dataset, training = run.job.validation, run.job.dataset, run.job.training
-        local, ranks = training.local_batch_size, run.degrees.data
+        validation, dataset = run.job.validation, run.job.dataset
+        local, ranks = run.job.training.local_batch_size, run.degrees.data
         documents = DocumentTokenizer.of_run(run, tokenizer, True)
         held_out, keys = documents.held_out, getattr(run.job, documents.section)
         keys = keys.model_dump(include=set(Dataset.model_fields))
@@ -52,7 +52,7 @@ class ValidationSet:
         for stage in keys.get("stages", ()):
             stage["global_batch_size"] = None  # of the training
         once = Dataset.model_validate(keys)
-        data = PackedDataset(once, documents, run.validation_seed, training.seq_len, validation.sequences, run.job)
+        data = PackedDataset(run, once, documents, run.validation_seed, validation.sequences)
         self._device, self._document_mask = device, dataset.document_mask
         self._name = " + ".join(source.name for source in data.sources)
         reader, rows = BatchReader(data), list[Row]()
