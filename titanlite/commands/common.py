@@ -32,10 +32,10 @@ def note_once(line: str) -> None:
         note(line)
 
 
-def start_ranks(command: str, argv: Sequence[str]) -> int | None:
-    """The exit code of `titanlite COMMAND` on NGPU processes, if that asks for several and this is not one of them."""
-    if os.environ.get("NGPU", "1") == "1" or "WORLD_SIZE" in os.environ:
-        return None
-    from titanlite.launch.launcher import launch_command
+def start_ranks(command: str, argv: Sequence[str]) -> None:
+    """If NGPU asks for several processes, and this is not one of them: run `titanlite COMMAND` on them in place of this
+    one, which ends with their exit code."""
+    if os.environ.get("NGPU", "1") != "1" and "WORLD_SIZE" not in os.environ:
+        from titanlite.launch.launcher import launch_command
 
-    return launch_command([command, *argv])
+        raise SystemExit(launch_command([command, *argv]))

@@ -32,7 +32,7 @@ class Eval(Scoring, CheckpointOptions):
     """Print one JSON object and nothing else."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
@@ -45,12 +45,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{strange[0]}: unknown option of `titanlite eval`; `titanlite eval --help` lists them.")
     parallelism = load_job(words).parallelism
     checkpoints_at(options.checkpoint)
-    if (code := start_ranks("eval", argv)) is not None:
-        return code
+    start_ranks("eval", argv)
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
     settings = options.model_dump(include=set(Scoring.model_fields))
     score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=note_once, **settings)
     read = f"{counted(score.documents, 'document')}, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{read}\n{score}", options.as_json)
-    return 0

@@ -30,11 +30,10 @@ class Profile(Options):
     """Print one JSON object and nothing else."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Run the command. Raises UserError: the job or an option is wrong, or the job cannot be run here."""
     options, words = parse_beside_job(Profile, argv, "profile")
-    if (code := start_ranks("profile", argv)) is not None:
-        return code
+    start_ranks("profile", argv)
     run = load_run(words, world_size(), trains=options.out is None)
 
     from titanlite.train.profile_steps import profile_steps  # torch, which a wrong job does not wait for
@@ -42,4 +41,3 @@ def main(argv: Sequence[str]) -> int:
     profiles = profile_steps(run, options.steps, options.warmup, options.out)
     text = [f"rank {own.rank}\n{own.table}\nOpen in https://ui.perfetto.dev: {own.trace}" for own in profiles]
     print_result({"profiles": list(map(asdict, profiles))}, "\n".join(text), options.as_json)
-    return 0

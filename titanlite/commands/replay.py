@@ -30,14 +30,13 @@ class Replay(Options):
     """Print one JSON object and nothing else."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Run the command. Raises UserError: no such run or step, or a job that cannot run here."""
     options, words = parse_beside_job(Replay, argv, "replay")
     config, metrics = options.dir / "config.toml", options.dir / "metrics.jsonl"
     if not config.is_file():
         raise UserError(f"{config} does not exist. Name the output folder of a run.")
-    if (code := start_ranks("replay", argv)) is not None:
-        return code
+    start_ranks("replay", argv)
     words = ["--job.config_file", str(config), "--job.dump_folder", str(options.dir), *words]
     run = load_run(words, world_size(), trusted=False, trains=False)
     lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines()) if metrics.is_file() else ()
@@ -54,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
         words = f"NOT as logged: {_shown(before)}. On other ranks, devices or packages sums are rounded differently"
     result = {"step": options.step, "now": now, "logged": before}
     print_result(result, f"step {options.step}  {_shown(now)}, {words}", options.as_json)
-    return 0
 
 
 def _shown(numbers: dict[str, Any] | None) -> str:
