@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from hashlib import md5
+from hashlib import file_digest, md5
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -246,9 +246,7 @@ class Mirror:
         info, whole = self._storage.info(to), md5(b"".join(parts), usedforsecurity=False).hexdigest()
         if (info.get("ETag") or "").strip('"') not in (f"{whole}-{len(parts)}", *(p.hex() for p in parts[:1])):
             with self._storage.open(to, "rb", block_size=_BLOCK) as file:
-                back = xxhash.xxh3_128()
-                for block in iter(partial(file.read, _BLOCK), b""):
-                    back.update(block)
+                back = file_digest(file, xxhash.xxh3_128)
         if info["size"] != entry["size"] or {entry["xxh3_128"]} != {x.hexdigest() for x in (sent, back) if x}:
             raise OSError(f"{path.name} is not there as it was saved")
 

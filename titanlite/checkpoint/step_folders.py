@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import math
@@ -33,8 +34,6 @@ UNFINISHED = ".tmp-"
 BEST = "best"  # the link to the checkpoint with the lowest validation loss
 LOCK_PATIENCE = 120  # seconds; the workers of a launcher that was killed save before they end
 FORMAT_VERSION = 2  # a run of format 1 had another learning-rate schedule
-
-_CHUNK = 1 << 18  # bytes read at a time for a checksum: so many are still in the cache of a core when they are hashed
 
 Entry = dict[str, Any]
 """What the manifest says of a file: {"size": bytes, "xxh3_128": hexadecimal checksum}."""
@@ -216,14 +215,12 @@ def check_folder(path: Path, share: Callable[[list[str]], list[str]] = lambda na
     if manifest["step"] != step_of(path):
         raise Damage(f"{MANIFEST}: belongs to step {manifest['step']}")
     for name in share(sorted(manifest["files"])):
-        checksum, expected = xxhash.xxh3_128(), manifest["files"][name]
+        expected = manifest["files"][name]
         with open_file(path / name) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected["size"]:
                 raise Damage(f"{name}: {size} bytes instead of {expected['size']}")
-            buffer = memoryview(bytearray(min(_CHUNK, size)))
-            while count := file.readinto(buffer):
-                checksum.update(buffer[:count])
+            checksum = hashlib.file_digest(file, xxhash.xxh3_128)
         if checksum.hexdigest() != expected["xxh3_128"]:
             raise Damage(f"{name}: checksum differs ({size} bytes)")
     return manifest
