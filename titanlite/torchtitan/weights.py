@@ -10,8 +10,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-from torch import Tensor
-
 from titanlite.checkpoint.dcp import SafeReader
 from titanlite.checkpoint.published import Weights, check_tensors, dcp_weights
 from titanlite.config.errors import CheckpointError, UserError
@@ -70,8 +68,4 @@ def torchtitan_weights(path: Path, model: Model) -> Weights:
         text = f"torchtitan {version} wrote it, whose models have the factor {ROPE_SCALING_FACTOR[version]}"
         raise UserError(f"{path}: model.rope_scaling_factor is {arch.rope_scaling_factor} in this job; {text}. Set it.")
     weights = dcp_weights(reader, arch, prefix)
-
-    def read(name: str) -> Tensor:
-        return from_meta_rotary(name, weights.read(name), arch.head_dim)
-
-    return dataclasses.replace(weights, read=read)
+    return dataclasses.replace(weights, read=lambda name: from_meta_rotary(name, weights.read(name), arch.head_dim))
