@@ -1,17 +1,14 @@
-"""The doors of the loop: a hook is called on all ranks, asks for things, is saved, and may skip a step."""
+"""The doors of the loop: a hook is called on all ranks, and asks for things. (What it keeps: test_ema, test_guards.)"""
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import run_ranks, small_trainer
 from small_runs import logged
-from torch import Tensor
 
-from titanlite.hooks.hook import Hook, Request, StepResult, Training
+from titanlite.hooks.hook import Hook, Request
 
 pytestmark = pytest.mark.slow
 
@@ -24,31 +21,6 @@ class Asking(Hook):
 
     def numbers(self, step: int) -> dict[str, float]:
         return {"skipped_records": 7, "mine": step / 2}
-
-
-class Average(Hook):
-    """A running average of the weights, which is sharded as they are, and the number of steps in it."""
-
-    steps = 0
-
-    def built(self, training: Training) -> None:
-        self._model = training.model
-        self._average = {name: torch.zeros_like(p).detach() for name, p in training.model.named_parameters()}
-
-    @torch.no_grad()
-    def after_step(self, step: int, result: StepResult) -> None:
-        self.steps += 1
-        for name, parameter in self._model.named_parameters():
-            self._average[name].lerp_(parameter, 1 / self.steps)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._average
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
 
 
 def follow(folder: str) -> list[tuple[str, int | None]]:
@@ -80,19 +52,3 @@ def test_a_hook_is_called_in_one_order_on_all_ranks(tmp_path: Path) -> None:
     assert saved == ["step-00000002", "step-00000003", "step-00000004"]
     lines = logged(tmp_path / "out").values()
     assert [(line["skipped_records"], line["mine"]) for line in lines] == [(7, 0.5), (7, 1.0), (7, 2.0)]
-
-
-def average(folder: str, *steps: int) -> list[Tensor]:
-    hook = Average()
-    for until in steps:
-        hook = Average()
-        with small_trainer(folder, hook, "--lr_scheduler.decay_ratio", "0", "--training.steps", str(until)) as trainer:
-            trainer.train()
-    return [torch.tensor(hook.steps), *(getattr(t, "full_tensor", t.clone)() for t in hook.tensors().values())]
-
-
-def test_what_a_hook_keeps_is_in_the_checkpoint_and_goes_on_bitwise(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    whole, parts = run_ranks(2, average, str(tmp_path), 6)[0], run_ranks(2, average, str(tmp_path / "parts"), 2, 6)[0]
-    assert whole[0] == 6
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
