@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import RootModel
-
 from titanlite.checkpoint.find import checkpoints_at, known_job
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import parse_json, read_file
+from titanlite.config.files import read_object
 from titanlite.config.flavors import Architecture
 from titanlite.config.run import Run
 from titanlite.data.hub import Files
@@ -57,7 +55,7 @@ def _downloaded(name: str) -> Path:
 
 
 def _read_architecture(path: Path) -> Architecture:
-    return architecture_from_hf(parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root)
+    return architecture_from_hf(read_object(path, _MOST_JSON))
 
 
 def tables_of(name: str) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, RootModel
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint import live_tensors, step_folders
 from titanlite.checkpoint.dcp import CommittingWriter, SafeReader, abridged, load_tensors, reason, weights_of
 from titanlite.config.errors import CheckpointError, UserError
-from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file
+from titanlite.config.files import FileModel, exists, file_inside, parse_json, read_file, read_object
 from titanlite.config.flavors import Architecture
 from titanlite.config.mistakes import short
 from titanlite.config.registry import ARCHITECTURES
@@ -172,8 +172,7 @@ def hf_weights(folder: Path) -> Weights:
     """
     if exists(folder / _ADAPTER):
         raise UserError(f"{folder} holds {_ADAPTER}: an adapter, which is not applied. Merge it first.")
-    path = file_inside(folder, "config.json")
-    arch = formats.architecture_from_hf(parse_json(path, read_file(path, _MOST_JSON), RootModel[dict[str, Any]]).root)
+    arch = formats.architecture_from_hf(read_object(file_inside(folder, "config.json"), _MOST_JSON))
     tensors: dict[str, Tensor] = {}
     for path in _safetensors(folder):
         try:

@@ -11,9 +11,9 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from titanlite.config.errors import UserError
 from titanlite.config.mistakes import explain, short
@@ -124,6 +124,11 @@ def parse_json(path: Path, content: bytes, model: type[AnyModel], kind: str = ""
         return model.model_validate_json(content)
     except ValidationError as failure:
         raise UserError(f"{path}: {f'not {kind}: ' if kind else ''}{explain(model, failure)}") from None
+
+
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+    """The JSON object in a file, whatever it holds. Raises UserError as `read_file`, and where it is none."""
+    return parse_json(path, read_file(path, limit), RootModel[dict[str, Any]]).root
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import RootModel
 
 from titanlite.config.errors import UserError
-from titanlite.config.files import exists, file_inside, parse_json, read_file
+from titanlite.config.files import exists, file_inside, read_file, read_object
 from titanlite.config.mistakes import short
 from titanlite.config.registry import TOKENIZERS
 from titanlite.config.schema import JobConfig
@@ -260,8 +259,7 @@ def read_config(path: Path) -> dict[str, Any]:
     object, or a link that leaves the folder."""
     if not exists(path.with_name(CONFIG)):
         return {}
-    config = file_inside(path.parent, CONFIG)
-    return parse_json(config, read_file(config, _MOST_BYTES), RootModel[dict[str, Any]]).root
+    return read_object(file_inside(path.parent, CONFIG), _MOST_BYTES)
 
 
 def byte_level_symbols() -> dict[str, int]:
