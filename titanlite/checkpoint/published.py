@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -210,13 +210,12 @@ class _Index(FileModel):
 
 
 @torch.no_grad()
-def load_hf_weights(folder: Path, model: nn.Module) -> None:
+def load_hf_weights(folder: Path, model: Llama) -> None:
     """Load a Hugging Face model into a sharded model in place; each rank reads the slices that it owns.
 
     Raises:
         UserError: it is no model that is computed here, or not this one; with the differences.
     """
-    assert isinstance(model, Llama)
     source = hf_weights(folder)
     there, here = (dataclasses.asdict(arch) for arch in (source.arch, model.arch))
     if differ := [key for key in here if key != "max_seq_len" and there[key] != here[key]]:
