@@ -25,8 +25,6 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.worker import Worker
 from titanlite.runtime.world import gathered
 
-__all__ = ["Loader", "OutOfData"]
-
 _MOST_REPORTED = 100  # reasons of skipped records that a rank hands over at once: thousands of ranks may do so
 _STATE_VERSION = 2
 
