@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlite.runtime.logging import note
-
 
 def is_first_rank() -> bool:
     """Whether this process speaks for all ranks."""
@@ -24,12 +22,6 @@ def print_result(value: Mapping[str, Any], text: str, as_json: bool) -> None:
     if is_first_rank():
         strict = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
         print(json.dumps(strict, allow_nan=False) if as_json else text)
-
-
-def note_once(line: str) -> None:
-    """Say something on standard error, on the first rank."""
-    if is_first_rank():
-        note(line)
 
 
 def start_ranks(command: str, argv: Sequence[str]) -> None:

@@ -9,10 +9,11 @@ from typing import Annotated
 from pydantic import Field
 
 from titanlite.checkpoint.find import checkpoints_at
-from titanlite.commands.common import note_once, print_result, start_ranks
+from titanlite.commands.common import is_first_rank, print_result, start_ranks
 from titanlite.config.errors import UserError, counted
 from titanlite.config.load import load_job
 from titanlite.config.options import AsJson, CheckpointOptions, OptionPath, Scoring, parse_beside_job
+from titanlite.runtime.logging import note
 
 LAYOUT_KEYS = (
     "`--parallelism.*` lays out the ranks, as in a job: `titanlite help parallelism` explains the keys. Without them "
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
     from titanlite.score import evaluate_text  # torch, which a wrong option does not wait for
 
     settings = options.model_dump(include=set(Scoring.model_fields))
-    score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=note_once, **settings)
+    log = note if is_first_rank() else lambda line: None
+    score = evaluate_text(options.checkpoint, options.data, parallelism=parallelism, log=log, **settings)
     read = f"{counted(score.documents, 'document')}, {score.tokens:,} tokens, {score.bytes:,} bytes"
     print_result(asdict(score), f"{read}\n{score}", options.as_json)
