@@ -8,8 +8,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-MOST_PACKAGE_LINES = 12_000
-MOST_TEST_LINES = 11_800
+MOST_PACKAGE_LINES = 11_970
+MOST_TEST_LINES = 11_770
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

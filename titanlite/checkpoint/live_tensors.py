@@ -44,7 +44,7 @@ class LiveState:
     def tensors(self, *, optimizer: bool = True, rng: bool = False) -> dict[str, Tensor]:
         """The tensors by the names that they have in a checkpoint: `model.*`, `optimizer.*`, `hooks.*`, `rng.*`."""
         tensors = {f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()}
-        if self.optimizer is not None and optimizer:  # it has no state before the first step
+        if self.optimizer is not None and optimizer:
             names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
             for parameter, state in self.optimizer.state.items():
                 for key, value in state.items():
