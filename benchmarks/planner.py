@@ -43,7 +43,7 @@ from titanlite.observe.gpus import GIB, find_gpu
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parallelize import build_model
 from titanlite.plan.advice import make_plan
-from titanlite.plan.roofline import CUBLAS, beside_torch
+from titanlite.plan.roofline import GPU_CUBLAS, beside_torch
 from titanlite.plan.trace import trace_run, with_keys
 from titanlite.runtime.process import set_up_torch
 from titanlite.runtime.world import process_group
@@ -314,7 +314,7 @@ def compare_on_ghost(name: str) -> Result:
         found = [pool.submit(_rank_on_ghost, rank, ranks, sections).result() for rank in rank_ids]
     allocated, reserved = map(max, zip(*found, strict=True))
     with_lost = plan.needs - beside_torch(run)
-    return Result(name, ranks, plan.peak + CUBLAS, allocated, 0, with_lost, reserved, about())
+    return Result(name, ranks, plan.peak + GPU_CUBLAS, allocated, 0, with_lost, reserved, about())
 
 
 class _Alone(dist.Store):  # pyright: ignore[reportPrivateImportUsage]

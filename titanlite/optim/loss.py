@@ -22,7 +22,7 @@ VOCAB_BLOCK = {"cpu": 2048, "cuda": 2**20}
 TOKENS_OF_FULL_CHUNKS = 4 * 4096  # from which on a chunk of the loss has the same size: see `tokens_per_chunk`
 
 
-def tokens_per_chunk(num_tokens: int, twice: bool = False) -> int:
+def tokens_per_chunk(num_tokens: int, fewer_launches: bool = False) -> int:
     """The number of tokens whose logits exist at a time.
 
     It is an eighth of the tokens, so that the logits take an eighth of the memory. It is at least 512, because each
@@ -30,10 +30,10 @@ def tokens_per_chunk(num_tokens: int, twice: bool = False) -> int:
     1536, where the loss of a large model takes no more than the backward pass of a block.
 
     Args:
-        twice: Prefer half as many chunks, because that is half as many launches.
+        fewer_launches: Twice as many, and at most 4096, because each chunk launches as many kernels.
     """
     eighth = max(512, num_tokens // 8)
-    return min(4096, 2 * eighth) if twice else min(1536, eighth)
+    return min(4096, 2 * eighth) if fewer_launches else min(1536, eighth)
 
 
 def _reduced(x: Tensor, operation: str, group: dist.ProcessGroup | None) -> Tensor:

@@ -25,7 +25,7 @@ from titanlite.plan.trace import RankTrace
 # Of a GPU, as estimates: 0.5 GiB for the CUDA context with its kernels, 0.1 GiB for each process group (NCCL). torch's
 # allocator reserves 1% more than its streams have at their most, if segments can be extended (benchmarks/planner.md).
 GPU_CONTEXT, GPU_GROUP, GPU_LOST = 512 * MIB, 100 * MIB, 0.01
-CUBLAS = 33 * MIB  # its workspaces, of torch's allocator, on an H100
+GPU_CUBLAS = 33 * MIB  # the workspaces of cuBLAS on an H100, which torch's allocator hands out
 # Of a process on a CPU: what Python, torch and gloo take, with its share of the launcher and of the process that reads,
 # and 5% of the tensors lost between blocks of the heap. In the jobs of docs/performance.md it is 370 to 490 MiB. Those
 # with a vocabulary of 128,256, compiled, take up to 650 MiB more. Why is not known.
@@ -114,7 +114,7 @@ def _allowance(run: Run, trace: RankTrace, gpu: Gpu) -> int:
     """Bytes beside those of tensors that a rank takes."""
     if gpu.cpu:
         return CPU_FIXED + int(CPU_LOST * trace.peak)
-    return beside_torch(run) + CUBLAS + trace.reserved - trace.peak + int(GPU_LOST * trace.reserved)
+    return beside_torch(run) + GPU_CUBLAS + trace.reserved - trace.peak + int(GPU_LOST * trace.reserved)
 
 
 def beside_torch(run: Run) -> int:
